@@ -1,0 +1,33 @@
+"""What every command shares: how it ends. One clear line for people, a status for Snakemake."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from image_diffusion.core.errors import Stopped
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main` and end the process: 0 when it returns, 75 when it was stopped and can go on, 1 for a mistake.
+
+    ValueError and OSError are told in one line; IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other
+    exception is a defect of this program and keeps its traceback.
+    """
+    try:
+        main()
+    except Stopped as stopped:
+        print(f"stopped: {stopped}", file=sys.stderr, flush=True)
+        sys.exit(STOPPED)
+    except KeyboardInterrupt:
+        print("stopped: interrupted. Run the same command again to go on.", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        if os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)

@@ -1,0 +1,125 @@
+"""Configuration is a record: typed, bounded, frozen; a key that does not exist is an error with a suggestion."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+class Config(BaseModel):
+    """Base of every configuration section. Frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain data in a YAML file. Raises ValueError naming the file when it is missing or is not YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def parse(kind: Any, data: Any, where: str) -> Any:
+    """Validate plain data as `kind`: a Config class, or an annotated union of them.
+
+    Raises ValueError with one sentence a problem, each opening with `where` and the dotted key.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        problems = [_sentence(problem, kind, data) for problem in error.errors()]
+        raise ValueError("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems))) from None
+
+
+def load(kind: type[T], path: Path) -> T:
+    """Read a YAML file as `kind`. Raises ValueError (see `parse`)."""
+    return typing.cast("T", parse(kind, read_yaml(path), str(path)))
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """Plain data that `parse` turns back into an equal configuration, defaults included."""
+    return config.model_dump(mode="json")
+
+
+def to_yaml(data: Any) -> str:
+    """Plain data as YAML, keys in their given order: the same data always gives the same bytes."""
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _sentence(problem: Any, kind: Any, data: Any) -> str:
+    location = _visible_location(problem["loc"], data)
+    key = ".".join(str(part) for part in location) or "the file"
+    match problem["type"]:
+        case "extra_forbidden":
+            parent = _fields_at(kind, data, location[:-1])
+            close = difflib.get_close_matches(str(location[-1]), parent, n=1)
+            prefix = "".join(f"{part}." for part in location[:-1])
+            advice = f"Did you mean {prefix}{close[0]}?" if close else f"Known: {', '.join(sorted(parent))}."
+            return f"{key} is not a known key. {advice}"
+        case "missing":
+            return f"{key} is required."
+        case "union_tag_invalid":
+            tag = problem["ctx"]["tag"]
+            return f"Unknown {key} '{tag}'. Known: {problem['ctx']['expected_tags'].replace(chr(39), '')}."
+        case "union_tag_not_found":
+            return f"{key}.type is required."
+        case "literal_error":
+            return f"Unknown {key} '{problem['input']}'. Known: {problem['ctx']['expected'].replace(chr(39), '')}."
+        case "value_error":
+            return f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"])
+        case _:
+            return f"{key} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
+
+
+def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """The keys as the user wrote them: pydantic also lists the tags of the unions it passed through."""
+    visible: list[int | str] = []
+    for position, part in enumerate(location):
+        if isinstance(data, dict) and part not in data and position + 1 < len(location):
+            continue
+        visible.append(part)
+        if isinstance(data, dict):
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+    return visible
+
+
+def _fields_at(kind: Any, data: Any, location: list[int | str]) -> list[str]:
+    """Names of the fields allowed at a place in the data."""
+    models = _models(kind)
+    tag = data.get("type") if isinstance(data, dict) else None
+    tagged = [
+        m for m in models if "type" in m.model_fields and tag in typing.get_args(m.model_fields["type"].annotation)
+    ]
+    models = tagged or models
+    if not location:
+        return sorted({name for model in models for name in model.model_fields})
+    inner = data.get(location[0]) if isinstance(data, dict) else data[location[0]]
+    if isinstance(location[0], int):
+        return _fields_at(kind, inner, location[1:])
+    kinds = [m.model_fields[location[0]].annotation for m in models if location[0] in m.model_fields]
+    return sorted({name for each in kinds for name in _fields_at(each, inner, location[1:])})
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    """Every pydantic model a type annotation can stand for."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    if isinstance(kind, typing.TypeAliasType if hasattr(typing, "TypeAliasType") else ()):
+        return _models(kind.__value__)
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
+        return [model for argument in arguments for model in _models(argument)]
+    return []

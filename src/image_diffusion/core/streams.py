@@ -1,0 +1,89 @@
+"""Random numbers that belong to the sample: keyed by (seed, epoch, sample id, purpose), never by rank or batch.
+
+The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), evaluated for a
+whole batch at once with integer tensors on the batch's own device. It has no state: asking twice gives the same
+numbers, so nothing about it is saved and nothing can be out of step after a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The random numbers of a batch of samples.
+
+    seed: of the run. epoch, sample: int64 [B], which pass over the data and which sample each row is.
+    """
+
+    seed: int
+    epoch: Tensor
+    sample: Tensor
+
+    def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Float32 [B, *shape], uniform in [0, 1): multiples of 2^-24."""
+        words = self._words(purpose, math.prod(shape))
+        return ((words >> 8).to(torch.float32) * 2.0**-24).view(-1, *shape)
+
+    def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Float32 [B, *shape], standard normal, by Box and Muller's transform.
+
+        Computed in float64 and rounded once, so that the numbers do not depend on the memory layout of the batch.
+        """
+        size = math.prod(shape)
+        words = self._words(purpose, 2 * ((size + 1) // 2)).to(torch.float64)
+        first, second = words[:, 0::2], words[:, 1::2]
+        radius = torch.sqrt(-2.0 * torch.log((first + 0.5) * 2.0**-32))
+        angle = second * (2.0 * math.pi * 2.0**-32)
+        pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=2).flatten(1)
+        return pairs[:, :size].to(torch.float32).reshape(-1, *shape)
+
+    def integers(self, purpose: str, high: int, shape: tuple[int, ...] = ()) -> Tensor:
+        """Int64 [B, *shape], uniform in 0 … high - 1, high at most 2^31 (Lemire's multiply-shift)."""
+        words = self._words(purpose, math.prod(shape))
+        return ((words * high) >> 32).view(-1, *shape)
+
+    def event(self, purpose: str, probability: float) -> Tensor:
+        """Bool [B]: true with the given probability, for each sample on its own."""
+        return self.uniform(purpose) < probability
+
+    def _words(self, purpose: str, count: int) -> Tensor:
+        """Int64 [B, count] holding uniform 32-bit words."""
+        key = hashlib.sha256(f"{self.seed}/{purpose}".encode()).digest()
+        keys = (int.from_bytes(key[:4], "little"), int.from_bytes(key[4:8], "little"))
+        lanes = torch.arange((count + 3) // 4, device=self.sample.device, dtype=torch.int64)
+        rows, columns = self.sample.numel(), lanes.numel()
+        counter = (
+            lanes.expand(rows, columns),
+            (self.epoch & _MASK).unsqueeze(1).expand(rows, columns),
+            (self.sample & _MASK).unsqueeze(1).expand(rows, columns),
+            ((self.sample >> 32) & _MASK).unsqueeze(1).expand(rows, columns),
+        )
+        return torch.stack(philox4x32(counter, keys), dim=2).flatten(1)[:, :count]
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox4x32. Four int64 tensors of one shape holding 32-bit words in, four of them out."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The product of two 32-bit words wraps as int64, yet its 64 bits are right: mask each half.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3

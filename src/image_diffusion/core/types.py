@@ -1,0 +1,60 @@
+"""The records that travel between the stages of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+
+
+class DataSpec(Config):
+    """What the data fix about a network, apart from what its user chose."""
+
+    channels: int
+    """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding."""
+    resolution: int
+    """Height and width of x, in its own pixels; 1 for embeddings."""
+    num_classes: int = 0
+    """Number of classes; 0 for unconditional data."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an objective is given.
+
+    x: float32 [B, C, H, W] in the space the network works in. cond: what the network is conditioned on, by name:
+    "label" int64 [B], "low_res" float32 [B, C, h, w], … . streams: the random numbers of these samples.
+    """
+
+    x: Tensor
+    cond: dict[str, Tensor]
+    streams: Streams
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What an objective returns.
+
+    loss: [B], what is averaged and differentiated. parts: detached [B] tensors to log by name, e.g. "mse", "vb".
+    time: [B] in [0, 1), where on the noise scale each sample was drawn, for the loss by quartile; None: no meaning.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor]
+    time: Tensor | None = None
+
+
+class Network(Protocol):
+    """A function of its inputs: network(x_t [B, C, H, W], t [B], **cond) -> [B, C', H, W]."""
+
+    def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor: ...
+
+
+class Objective(Protocol):
+    """A batch -> one loss per example. It is given the network, never imports one."""
+
+    def __call__(self, network: Network, batch: Batch) -> Losses: ...
