@@ -1,0 +1,426 @@
+"""What a stage logs, on the local disk first: append-only, one file an attempt, one writer a file.
+
+A stage writes here and nowhere else, so no server can slow it down or stop it; `track` sends what is here to MLflow,
+now or later, as often as one likes. Nothing is ever taken back: when a stage resumes, its new attempt says from which
+step, and what the attempts before it wrote past that step is superseded when the journal is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from image_diffusion.core.errors import Stopped
+from image_diffusion.core.files import digest, sha256_file, write_bytes
+
+Ending = Literal["finished", "failed", "stopped"]
+Status = Literal["finished", "failed", "stopped", "killed", "running"]
+
+# The only environment variables that are ever recorded: none of them can hold a secret.
+_ENVIRONMENT = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
+
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+
+
+class Journal:
+    """The journal of one attempt of a stage: `<folder>/<stage>/attempt-0001.jsonl`, the next attempt in the next file.
+
+    Every record is one line and is with the operating system before the call returns, so that SIGKILL loses nothing;
+    `sync` brings it to the disk. A disk that is full or gone is told once and never stops the stage: what could not
+    be written is kept and written with a later record. Methods may be called from several threads.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        self._lock = threading.Lock()
+        self._pending = b""
+        self._warned = False
+        # Held until this process ends, however it ends: this is how readers tell a killed attempt from a live one.
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._append(header)
+
+    @classmethod
+    def open(
+        cls, folder: Path, stage: str, resume_step: int | None = None, tags: Mapping[str, str] | None = None
+    ) -> Journal:
+        """Start a new attempt of `stage` in `folder`, which is `results/<experiment>/journal`.
+
+        resume_step: the step of the checkpoint this attempt continues from; None: from the beginning.
+        tags: words that describe this attempt. "fingerprint" is special: attempts with one fingerprint are one run,
+        also when their parameters differ (more steps, other nodes); without it, attempts with equal parameters are.
+        """
+        target = folder / stage
+        target.mkdir(parents=True, exist_ok=True)
+        number = max((_number_of(path) for path in target.glob("attempt-*.jsonl")), default=0) + 1
+        header = {
+            "type": "attempt",
+            "format": 1,
+            "id": uuid.uuid4().hex,
+            "stage": stage,
+            "time": _now_ms(),
+            "resume_step": resume_step,
+            "tags": {**_provenance(), **(tags or {})},
+        }
+        while True:
+            try:
+                return cls(target / f"attempt-{number:04d}.jsonl", header)
+            except FileExistsError:  # another attempt began at the same moment
+                number += 1
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        """Record what the stage runs with: nested mappings become dotted keys."""
+        self._append({"type": "params", "time": _now_ms(), "values": dict(_flatten(values))})
+
+    def metrics(self, values: Mapping[str, float], step: int, examples_seen: int | None = None) -> None:
+        """Record numbers at a step. Timing-like ones are named `speed/...` or `system/...`."""
+        record: dict[str, Any] = {"type": "metrics", "time": _now_ms(), "step": int(step)}
+        if examples_seen is not None:
+            record["examples_seen"] = int(examples_seen)
+        record["values"] = {key: _plain_number(value) for key, value in values.items()}
+        self._append(record)
+
+    def image(self, key: str, path: Path, step: int) -> None:
+        """Record a picture at a step. The journal keeps its own copy: a stage's outputs may be deleted and redone."""
+        name = f"{uuid.uuid5(uuid.NAMESPACE_OID, key).hex}-{step}{path.suffix}"
+        copy = self.path.parent / "images" / self.path.stem / name
+        try:
+            write_bytes(copy, path.read_bytes())
+        except OSError as error:
+            self._warn(f"picture {path} at step {step} is lost: {error}")
+            return
+        relative = str(copy.relative_to(self.path.parent))
+        self._append({"type": "image", "time": _now_ms(), "step": int(step), "key": key, "path": relative})
+
+    def artifact(self, path: Path, name: str | None = None) -> None:
+        """Record a file that the stage made; `name` is where it is shown, e.g. "plots/roc.png". The file stays where
+        it is: the journal holds its place, size and sha256."""
+        try:
+            size, sha256 = path.stat().st_size, sha256_file(path)
+        except OSError as error:
+            self._warn(f"file {path} is lost: {error}")
+            return
+        where = os.path.relpath(path, self.path.parent)
+        record = {"type": "artifact", "time": _now_ms(), "name": name or path.name, "path": where}
+        self._append({**record, "size": size, "sha256": sha256})
+
+    def sync(self) -> None:
+        """Bring every record to the disk. Call it before a checkpoint is made final, so that a power cut cannot leave
+        a checkpoint whose history is missing."""
+        with self._lock:
+            self._write()
+            if self._file >= 0:
+                os.fsync(self._file)
+
+    def close(self, status: Ending = "finished") -> None:
+        """End the attempt. Calling it again does nothing."""
+        if self._file < 0:
+            return
+        self._append({"type": "end", "time": _now_ms(), "status": status})
+        self.sync()
+        with self._lock:
+            if self._pending:
+                self._warn(f"{len(self._pending):,} bytes could not be written")
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close("finished")
+        else:
+            self.close("stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed")
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = _encode(record).encode() + b"\n"
+        with self._lock:
+            self._pending += line
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(self._file, self._pending) :]
+        except OSError as error:
+            if not self._warned:
+                self._warn(f"it cannot be written: {error}")
+                self._warned = True
+
+    def _warn(self, message: str) -> None:
+        print(f"warning: journal {self.path}: {message}. Going on.", file=sys.stderr, flush=True)
+
+
+class NullJournal:
+    """A journal that keeps nothing: of the processes that are not the first, and of tests."""
+
+    def params(self, values: Mapping[str, Any]) -> None: ...
+
+    def metrics(self, values: Mapping[str, float], step: int, examples_seen: int | None = None) -> None: ...
+
+    def image(self, key: str, path: Path, step: int) -> None: ...
+
+    def artifact(self, path: Path, name: str | None = None) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self, status: Ending = "finished") -> None: ...
+
+    def __enter__(self) -> NullJournal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number: a metric at a step. time: milliseconds since 1970."""
+
+    key: str
+    value: float
+    step: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """One picture at a step, and the journal's copy of it."""
+
+    key: str
+    step: int
+    time: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One file that a stage made: where it is shown, where it lies, and what it held when it was recorded."""
+
+    name: str
+    path: Path
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class History:
+    """The attempts of one run of a stage, merged: each step once, as the last attempt that did it wrote it.
+
+    id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
+    gave another value (`params` keeps the first). superseded, superseded_images: what dead attempts wrote past the
+    step that was resumed from.
+    """
+
+    id: str
+    stage: str
+    starts: list[int]
+    ended: int | None
+    status: Status
+    tags: dict[str, str]
+    params: dict[str, Any]
+    changed: dict[str, Any]
+    points: list[Point]
+    superseded: list[Point]
+    images: list[Image]
+    superseded_images: list[Image]
+    artifacts: list[Artifact]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric, by step."""
+        pairs = sorted((point.step, point.value) for point in self.points if point.key == key)
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def read_journal(folder: Path) -> History | None:
+    """The merged history of the stage whose attempts lie in `folder`, `results/<experiment>/journal/<stage>`.
+
+    When its attempts belong to several runs (the configuration changed), the run that was worked on last. None when
+    there is no attempt.
+    """
+    histories = read_journals(folder)
+    return histories[-1] if histories else None
+
+
+def read_journals(folder: Path) -> list[History]:
+    """The merged history of every run whose attempts lie in `folder`, the one that was worked on last at the end.
+
+    Attempts are in the order of their numbers, which were given one by one: no clock and no name decides. A line that
+    was cut off by a crash, at the end of a file, is left out.
+    """
+    attempts = [_read_attempt(path) for path in sorted(folder.glob("attempt-*.jsonl"), key=_number_of)]
+    runs: dict[str, list[_Attempt]] = {}
+    for attempt in attempts:
+        if attempt is not None:
+            earlier = runs.pop(attempt.run, [])  # taken out and put at the end
+            runs[attempt.run] = [*earlier, attempt]
+    return [_merge(run) for run in runs.values()]
+
+
+@dataclass
+class _Attempt:
+    header: dict[str, Any]
+    alive: bool
+    params: dict[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    last_time: int = 0
+
+    @property
+    def run(self) -> str:
+        fingerprint = self.header["tags"].get("fingerprint")
+        return f"fingerprint {fingerprint}" if fingerprint else f"params {digest(self.params)}"
+
+
+def _read_attempt(path: Path) -> _Attempt | None:
+    with path.open("rb") as file:
+        alive = _is_locked(file.fileno())
+        lines = file.read().split(b"\n")[:-1]  # behind the last newline is nothing, or a line cut off by a crash
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # a disk that lost power can leave zeros
+            print(f"warning: journal {path}: line {number} is damaged and left out.", file=sys.stderr, flush=True)
+    if not records or records[0]["type"] != "attempt":
+        return None
+    attempt = _Attempt(header=records[0], alive=alive, last_time=records[-1]["time"])
+    for record in records[1:]:
+        match record["type"]:
+            case "params":
+                attempt.params |= record["values"]
+            case "metrics":
+                step, at = record["step"], record["time"]
+                attempt.points += [Point(key, float(value), step, at) for key, value in record["values"].items()]
+                if "examples_seen" in record:
+                    attempt.points.append(Point("examples_seen", float(record["examples_seen"]), step, at))
+            case "image":
+                where = path.parent / record["path"]
+                attempt.images.append(Image(record["key"], record["step"], record["time"], where))
+            case "artifact":
+                where = Path(os.path.normpath(path.parent / record["path"]))
+                attempt.artifacts.append(Artifact(record["name"], where, record["size"], record["sha256"]))
+            case "end":
+                attempt.end = record
+    return attempt
+
+
+def _merge(attempts: list[_Attempt]) -> History:
+    """Attempts of one run, in order -> one history. Each attempt holds up to the lowest step resumed from after it."""
+    limits: list[float] = []
+    limit = math.inf
+    for attempt in reversed(attempts):
+        limits.insert(0, limit)
+        resumed = attempt.header["resume_step"]
+        limit = min(limit, -math.inf if resumed is None else resumed)
+    points: dict[tuple[str, int], Point] = {}
+    images: dict[tuple[str, int], Image] = {}
+    superseded: list[Point] = []
+    superseded_images: list[Image] = []
+    for attempt, limit in zip(attempts, limits, strict=True):
+        for point in attempt.points:
+            if point.step <= limit:
+                if (point.key, point.step) in points:
+                    superseded.append(points[point.key, point.step])
+                points[point.key, point.step] = point
+            else:
+                superseded.append(point)
+        for image in attempt.images:
+            if image.step <= limit:
+                if (image.key, image.step) in images:
+                    superseded_images.append(images[image.key, image.step])
+                images[image.key, image.step] = image
+            else:
+                superseded_images.append(image)
+    first, last = attempts[0], attempts[-1]
+    params: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    for attempt in attempts:
+        changed |= {key: value for key, value in attempt.params.items() if params.setdefault(key, value) != value}
+    ended = None if last.alive and last.end is None else last.last_time
+    status: Status = last.end["status"] if last.end else ("running" if last.alive else "killed")
+    return History(
+        id=first.header["id"],
+        stage=first.header["stage"],
+        starts=[attempt.header["time"] for attempt in attempts],
+        ended=ended,
+        status=status,
+        tags={key: value for attempt in attempts for key, value in attempt.header["tags"].items()},
+        params=params,
+        changed=changed,
+        points=list(points.values()),
+        superseded=superseded,
+        images=list(images.values()),
+        superseded_images=superseded_images,
+        artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
+    )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            yield f"{prefix}{key}", _plain_number(value)
+        elif value is None or isinstance(value, str | bool | int):
+            yield f"{prefix}{key}", value
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _plain_number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they are written as words, which `float` reads back."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _number_of(path: Path) -> int:
+    digits = path.stem.removeprefix("attempt-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    return False
+
+
+def _provenance() -> dict[str, str]:
+    """Where this attempt comes from: the code's commit, and the Slurm job if there is one."""
+    tags = {name.lower(): os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
+    command = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):  # no git, or installed from a wheel
+        return tags
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid")]
+    dirty = any(not line.startswith("#") for line in lines)
+    return {**tags, "git_commit": commits[0], "git_dirty": str(dirty).lower()} if commits else tags

@@ -1,0 +1,202 @@
+"""The journal: nothing is lost by SIGKILL, redone steps count once, and it imports nothing heavy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.core.errors import Stopped
+from image_diffusion.core.journal import Journal, NullJournal, read_journal, read_journals
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    (tmp_path / "grid.png").write_bytes(b"picture")
+    (tmp_path / "plot.svg").write_bytes(b"plot")
+    with Journal.open(tmp_path / "journal", "train", tags={"rule": "train"}) as journal:
+        journal.params({"train": {"steps": 10, "lr": 1e-4, "betas": [0.9, 0.999]}, "seed": 0, "none": None})
+        journal.metrics({"loss": 0.5, "grad_norm": 1 / 3}, step=1, examples_seen=64)
+        journal.metrics({"loss": math.nan, "grad_norm": math.inf}, step=2, examples_seen=128)
+        journal.image("samples", tmp_path / "grid.png", step=2)
+        journal.artifact(tmp_path / "plot.svg", "plots/plot.svg")
+    (tmp_path / "grid.png").unlink()
+    history = read_journal(tmp_path / "journal" / "train")
+    assert history is not None
+    assert history.params == {
+        "train.steps": 10,
+        "train.lr": 1e-4,
+        "train.betas": "[0.9, 0.999]",
+        "seed": 0,
+        "none": None,
+    }
+    assert history.series("grad_norm") == ([1, 2], [1 / 3, math.inf])
+    assert history.series("examples_seen") == ([1, 2], [64, 128])
+    assert math.isnan(history.series("loss")[1][1])
+    assert [(image.key, image.step, image.path.read_bytes()) for image in history.images] == [
+        ("samples", 2, b"picture")
+    ]
+    assert [(a.name, a.path, a.size) for a in history.artifacts] == [("plots/plot.svg", tmp_path / "plot.svg", 4)]
+    assert history.tags["rule"] == "train"
+    assert (history.status, history.stage, history.superseded) == ("finished", "train", [])
+
+
+def test_redone_steps_are_superseded(tmp_path: Path) -> None:
+    for resume, steps in ((None, range(1, 8)), (4, range(5, 7)), (2, range(3, 10))):
+        with Journal.open(tmp_path, "train", resume_step=resume, tags={"fingerprint": "a"}) as journal:
+            for step in steps:
+                journal.metrics({"loss": 100 * (resume or 0) + step}, step=step)
+    history = read_journal(tmp_path / "train")
+    assert history is not None
+    assert history.series("loss") == (list(range(1, 10)), [1, 2, *(200 + step for step in range(3, 10))])
+    assert sorted(point.value for point in history.superseded) == [3, 4, 5, 6, 7, 405, 406]
+    assert len(history.starts) == 3
+
+
+def test_the_last_word_counts_within_an_attempt(tmp_path: Path) -> None:
+    with Journal.open(tmp_path, "evaluate") as journal:
+        journal.metrics({"fid": 9.0}, step=5)
+        journal.metrics({"fid": 8.0}, step=5)
+    history = read_journal(tmp_path / "evaluate")
+    assert history is not None and history.series("fid") == ([5], [8.0])
+
+
+def test_attempts_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    (folder / "attempt-9999.jsonl").touch()  # one that was killed before its first line
+    for value in (1.0, 2.0):
+        with Journal.open(tmp_path, "train", resume_step=0 if value == 2.0 else None) as journal:
+            journal.metrics({"loss": value}, step=1)
+    assert sorted(path.name for path in folder.glob("*.jsonl"))[0] == "attempt-10000.jsonl"
+    history = read_journal(folder)
+    assert history is not None and history.series("loss") == ([1], [2.0])
+
+
+def test_other_parameters_are_another_run_and_the_last_worked_on_comes_last(tmp_path: Path) -> None:
+    for seed in (0, 1, 0):
+        with Journal.open(tmp_path, "train") as journal:
+            journal.params({"seed": seed})
+    histories = read_journals(tmp_path / "train")
+    assert [(history.params["seed"], len(history.starts)) for history in histories] == [(1, 1), (0, 2)]
+
+
+def test_one_fingerprint_is_one_run_whose_changed_parameters_are_known(tmp_path: Path) -> None:
+    for steps in (10, 20):
+        with Journal.open(tmp_path, "train", resume_step=steps - 10, tags={"fingerprint": "f"}) as journal:
+            journal.params({"steps": steps, "seed": 0})
+    (history,) = read_journals(tmp_path / "train")
+    assert history.params == {"steps": 10, "seed": 0}
+    assert history.changed == {"steps": 20}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("x"), "failed"), (Stopped("x"), "stopped"), (None, "finished")]
+)
+def test_how_a_stage_ends_is_recorded(tmp_path: Path, error: Exception | None, status: str) -> None:
+    def stage() -> None:
+        with Journal.open(tmp_path, "train"):
+            if error is not None:
+                raise error
+
+    if error is None:
+        stage()
+    else:
+        with pytest.raises(type(error)):
+            stage()
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.status == status
+
+
+def test_sigkill_loses_no_record(tmp_path: Path) -> None:
+    program = (
+        "import itertools, sys; from pathlib import Path; from image_diffusion.core.journal import Journal\n"
+        "journal = Journal.open(Path(sys.argv[1]), 'train')\n"
+        "for step in itertools.count(1):\n"
+        "    journal.metrics({'loss': step}, step=step)\n"
+        "    print(step, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(50):
+        process.stdout.readline()
+    running = read_journal(tmp_path / "train")
+    process.send_signal(signal.SIGKILL)
+    last = int(([*process.stdout.read().splitlines(), "50"])[-2]) if process.wait() else 0
+    killed = read_journal(tmp_path / "train")
+    assert running is not None and running.status == "running" and running.ended is None
+    assert killed is not None and killed.status == "killed" and killed.ended is not None
+    steps, _ = killed.series("loss")
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= last
+
+
+def test_a_line_that_was_cut_off_and_one_of_zeros_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Journal.open(tmp_path, "train") as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    with journal.path.open("ab") as file:
+        file.write(b"\0\0\0\0\n" + b'{"type":"metrics","time":1,"step":2,"val')
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss") == ([1], [1.0])
+    assert "line 4 is damaged" in capsys.readouterr().err
+
+
+def test_a_full_disk_stops_nothing_and_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, full = os.write, [False]
+
+    def limited(file: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[:7])  # and every write is a short one
+
+    monkeypatch.setattr(os, "write", limited)
+    with Journal.open(tmp_path, "train") as journal:
+        for step in range(10):
+            full[0] = 3 <= step < 7
+            journal.metrics({"loss": step}, step=step)
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss") == (list(range(10)), list(range(10)))
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_missing_picture_or_file_is_told_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Journal.open(tmp_path, "train") as journal:
+        journal.image("samples", tmp_path / "none.png", step=1)
+        journal.artifact(tmp_path / "none.bin")
+    assert capsys.readouterr().err.count("is lost") == 2
+
+
+def test_only_listed_environment_variables_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3t")
+    with Journal.open(tmp_path, "train") as journal:
+        pass
+    text = journal.path.read_text()
+    assert json.loads(text.splitlines()[0])["tags"]["slurm_job_id"] == "4711"
+    assert "s3cr3t" not in text
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = (
+        "import sys, image_diffusion.core.journal; print([m for m in ('torch', 'mlflow', 'numpy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_null_journal_has_every_method(tmp_path: Path) -> None:
+    public = [name for name in vars(Journal) if not name.startswith("_") and name not in ("open", "path")]
+    assert set(public) <= set(vars(NullJournal))
+    with NullJournal() as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    assert list(tmp_path.iterdir()) == []
