@@ -1,0 +1,104 @@
+"""Start one command as many processes: `python -m image_diffusion.training.launch --nodes 2 ... -- MODULE ARGUMENTS`.
+
+One node: torchrun. Several nodes: the same torchrun on each node of the Slurm job, through srun; the agents meet (c10d)
+at the first node. Several nodes outside Slurm: all the processes on this machine, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_diffusion.core import command
+
+GRACE_S = 90
+"""Seconds the processes are given to save and end after a request to stop."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the processes of one run go.
+
+    nodes, processes_per_node: their product is the world size. threads_per_process: CPU threads of each process, a
+    number of the run rather than of the machine, because the order of a sum depends on it. logs: folder for what each
+    process prints, when there are several; the first process of each node also prints here.
+    """
+
+    nodes: int
+    processes_per_node: int
+    threads_per_process: int
+    logs: Path
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "processes_per_node", "threads_per_process"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}.")
+
+
+def command_line(layout: Layout, module: Sequence[str], environment: Mapping[str, str], host: str) -> list[str]:
+    """The command that starts `module` (a module's name and its arguments).
+
+    environment: SLURM_JOB_ID tells that this is a Slurm job. host: the name under which the other nodes find this one.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    if layout.nodes == 1 or job is None:
+        processes = layout.nodes * layout.processes_per_node
+        return _torchrun(layout, processes, ["--standalone"], module)
+    meeting = [
+        f"--nnodes={layout.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={host}:{20000 + int(job) % 20000}",
+        f"--rdzv-id={job}",
+    ]
+    return [
+        "srun",
+        f"--nodes={layout.nodes}",
+        f"--ntasks={layout.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={layout.processes_per_node * layout.threads_per_process}",
+        "--kill-on-bad-exit=1",
+        "--label",
+        *_torchrun(layout, layout.processes_per_node, meeting, module),
+    ]
+
+
+def _torchrun(layout: Layout, processes: int, meeting: Sequence[str], module: Sequence[str]) -> list[str]:
+    several = layout.nodes * layout.processes_per_node > 1
+    logs = [f"--log-dir={layout.logs}", "--redirects=3", "--tee=0:3"] if several else []
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *meeting,
+        f"--nproc-per-node={processes}",
+        "--max-restarts=0",
+        *logs,
+        "--module",
+        *module,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.training.launch", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1, help="machines (1)")
+    parser.add_argument("--processes-per-node", type=int, default=1, help="one for each GPU of a machine (1)")
+    parser.add_argument("--threads-per-process", type=int, default=1, help="CPU threads of each process (1)")
+    parser.add_argument("--logs", type=Path, required=True, help="folder for what each of several processes prints")
+    parser.add_argument("module", nargs="+", help="after --: the module to run, and its arguments")
+    arguments = parser.parse_args()
+    layout = Layout(arguments.nodes, arguments.processes_per_node, arguments.threads_per_process, arguments.logs)
+    line = command_line(layout, arguments.module, os.environ, socket.gethostname())
+    threads = str(layout.threads_per_process)
+    settings = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S),
+    }
+    os.execvpe(line[0], line, os.environ | settings)
+
+
+if __name__ == "__main__":
+    command.run(main)
