@@ -1,0 +1,11 @@
+"""Pixels <-> the space a network works in. One codec, one file; its name in `CodecConfig`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.codecs.trained import Trained
+
+CodecConfig = Annotated[Rgb | StabilityVae | Trained, Field(discriminator="type")]

@@ -1,0 +1,45 @@
+"""What a codec is: pixels <-> the space a network works in."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+
+
+class Codec(Protocol):
+    """Turns images into what a network is trained on, and samples back into images.
+
+    An image is encoded once, to moments, which are stored; `draw` turns what was stored into x each time it is read,
+    so that posterior noise is new in every epoch. The scale of a latent is applied in `draw` and `decode` only.
+    """
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Plain data that tells this codec from every other: latents of another identity are never used with it."""
+        ...
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, not scaled."""
+        ...
+
+    def draw(self, stored: Tensor, streams: Streams) -> Tensor:
+        """What the shards hold -> x, float32 [B, c, h, w]."""
+        ...
+
+    def decode(self, x: Tensor) -> Tensor:
+        """X, float32 [B, c, h, w] -> uint8 images [B, C, H, W]."""
+        ...
+
+
+def to_uint8(x: Tensor) -> Tensor:
+    """Pixels in [-1, 1] -> uint8, rounded to nearest: clamp(127.5 x + 128), truncated, as DiT does."""
+    return (127.5 * x.float() + 128.0).clamp(0, 255).to(torch.uint8)
+
+
+def from_uint8(images: Tensor) -> Tensor:
+    """Uint8 pixels -> float32 in [-1, 1]."""
+    return images.to(torch.float32) / 127.5 - 1.0

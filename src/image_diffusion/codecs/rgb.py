@@ -1,0 +1,49 @@
+"""No codec: the network works on pixels in [-1, 1], read straight from the crops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from image_diffusion.codecs.codec import Codec, from_uint8, to_uint8
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.autoencoder import AutoencoderConfig
+
+
+class Rgb(Config):
+    """Pixels. The codec and its configuration are one thing, since there is nothing to load."""
+
+    type: Literal["rgb"] = "rgb"
+    """Pixels, scaled to [-1, 1]."""
+
+    @property
+    def name(self) -> None:
+        """There is no folder of latents."""
+        return None
+
+    def build(self, weights: Path | None, scale: float | None, device: torch.device, dtype: torch.dtype) -> Codec:
+        """The codec: there is nothing to load."""
+        return self
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"type": "rgb"}
+
+    def spec(self, images: DataSpec, autoencoder: AutoencoderConfig | None) -> DataSpec:
+        """What the data fix about a network: pixels stay what they are."""
+        return images
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Pixels are stored as they are: there is nothing to encode. Raises ValueError."""
+        raise ValueError("Codec rgb has no latents. Train on the crops themselves, or set codec.type to stability_vae.")
+
+    def draw(self, stored: Tensor, streams: Streams) -> Tensor:
+        return from_uint8(stored)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return to_uint8(x)

@@ -1,0 +1,78 @@
+"""A small KL autoencoder: diffusers' `AutoencoderKL`, sized by a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import DataSpec
+
+
+class AutoencoderConfig(Config):
+    """Size of the autoencoder. Each block but the last halves the resolution."""
+
+    block_channels: tuple[int, ...] = Field((16, 32, 64), min_length=1)
+    """Channels of each block, from the finest; every one a multiple of norm_groups."""
+    layers_per_block: int = Field(1, ge=1)
+    """Residual layers in each block."""
+    latent_channels: int = Field(4, ge=1)
+    """Channels of the latent."""
+    norm_groups: int = Field(16, ge=1)
+    """Groups of each group normalisation."""
+
+    def build(self, spec: DataSpec) -> Autoencoder:
+        """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        if any(channels % self.norm_groups for channels in self.block_channels):
+            raise ValueError(
+                f"block_channels {list(self.block_channels)} must be multiples of norm_groups {self.norm_groups}."
+            )
+        if spec.resolution % self.downsampling:
+            raise ValueError(
+                f"The resolution is {spec.resolution}, but {len(self.block_channels)} blocks divide each edge by "
+                f"{self.downsampling}. Choose a multiple of {self.downsampling}, or fewer block_channels."
+            )
+        return Autoencoder(self, spec)
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels along an edge of the image for each element along an edge of the latent."""
+        return int(2 ** (len(self.block_channels) - 1))
+
+
+class Autoencoder(nn.Module):
+    """Images [B, C, H, W] in [-1, 1] -> their reconstruction, by way of a sampled latent."""
+
+    def __init__(self, config: AutoencoderConfig, spec: DataSpec) -> None:
+        super().__init__()
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+        num_blocks = len(config.block_channels)
+        self.vae: Any = AutoencoderKL(
+            in_channels=spec.channels,
+            out_channels=spec.channels,
+            down_block_types=("DownEncoderBlock2D",) * num_blocks,
+            up_block_types=("UpDecoderBlock2D",) * num_blocks,
+            block_out_channels=config.block_channels,
+            layers_per_block=config.layers_per_block,
+            latent_channels=config.latent_channels,
+            norm_num_groups=config.norm_groups,
+            sample_size=spec.resolution,
+            scaling_factor=1.0,
+        )
+        self.latent_shape = (
+            config.latent_channels,
+            spec.resolution // config.downsampling,
+            spec.resolution // config.downsampling,
+        )
+
+    def forward(self, x: Tensor, noise: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Reconstruction [B, C, H, W], mean and log variance of the posterior [B, c, h, w] each.
+
+        noise: standard normal [B, c, h, w], which draws the latent from the posterior.
+        """
+        posterior = self.vae.encode(x).latent_dist
+        latent = posterior.mean + posterior.std * noise
+        return self.vae.decode(latent).sample, posterior.mean, posterior.logvar
