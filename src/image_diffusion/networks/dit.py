@@ -1,0 +1,287 @@
+"""DiT: a transformer over patches, conditioned by adaLN-Zero (Peebles and Xie 2023, arXiv:2212.09748).
+
+Parameters have the names of the published weights (`networks/dit_weights.py` reads and writes those). Off by default:
+normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.attention import SelfAttention
+from image_diffusion.nn.feedforward import Mlp, SwiGlu
+from image_diffusion.nn.patches import patchify, unpatchify
+from image_diffusion.nn.sinusoid import grid_positions, sinusoid
+
+TIME_CHANNELS = 256
+
+SizeName = Literal[
+    "DiT-XL/2", "DiT-XL/4", "DiT-XL/8", "DiT-L/2", "DiT-L/4", "DiT-L/8",
+    "DiT-B/2", "DiT-B/4", "DiT-B/8", "DiT-S/2", "DiT-S/4", "DiT-S/8",
+]  # fmt: skip
+
+
+class Size(NamedTuple):
+    """What a name of the paper's table 1 stands for."""
+
+    depth: int
+    width: int
+    num_heads: int
+    patch: int
+
+
+SIZES: dict[SizeName, Size] = {
+    "DiT-XL/2": Size(28, 1152, 16, 2),
+    "DiT-XL/4": Size(28, 1152, 16, 4),
+    "DiT-XL/8": Size(28, 1152, 16, 8),
+    "DiT-L/2": Size(24, 1024, 16, 2),
+    "DiT-L/4": Size(24, 1024, 16, 4),
+    "DiT-L/8": Size(24, 1024, 16, 8),
+    "DiT-B/2": Size(12, 768, 12, 2),
+    "DiT-B/4": Size(12, 768, 12, 4),
+    "DiT-B/8": Size(12, 768, 12, 8),
+    "DiT-S/2": Size(12, 384, 6, 2),
+    "DiT-S/4": Size(12, 384, 6, 4),
+    "DiT-S/8": Size(12, 384, 6, 8),
+}
+
+
+class DiTConfig(Config):
+    """The network of DiT: a size by name, or depth, width, heads and patch, or a name with some of them changed."""
+
+    type: Literal["dit"] = "dit"
+
+    size: SizeName | None = None
+    """A size of the paper: depth, width, number of heads and patch."""
+    depth: int | None = Field(None, gt=0)
+    """Number of blocks, instead of the size's."""
+    width: int | None = Field(None, gt=0)
+    """Channels of a token, instead of the size's. Divisible by 4 and by the number of heads."""
+    num_heads: int | None = Field(None, gt=0)
+    """Attention heads of a block, instead of the size's."""
+    patch: int | None = Field(None, gt=0)
+    """Height and width of a patch in pixels of x, instead of the size's."""
+    mlp_ratio: float = Field(4.0, gt=0)
+    """Hidden channels of a block's MLP, as a multiple of the width."""
+    qk_norm: bool = False
+    """Normalise the queries and keys of each head: steadier training in low precision."""
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    """LayerNorm without parameters, or RMSNorm with a gain."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """The MLP of a block. SwiGLU has two thirds of the hidden channels, so that the parameters stay as many."""
+    null_label: bool = True
+    """The label table has one more row, for no label: what label dropout and guidance need."""
+    label_init_std: float = Field(0.02, ge=0)
+    """Standard deviation of the label table at the start. Small data learn labels sooner from a larger one."""
+    time_frequencies: Literal["dit", "diffusers"] = "dit"
+    """How the frequencies of the time embedding are spaced: DiT's way, or with 1/10000 included as diffusers has it."""
+    gradient_checkpointing: bool = False
+    """Recompute the blocks in the backward pass: about a third slower, far less memory."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        given = {name: getattr(self, name) for name in Size._fields}
+        missing = [name for name, value in given.items() if value is None]
+        if self.size is None and missing:
+            raise ValueError(
+                f"a DiT without size needs depth, width, num_heads and patch; missing: {', '.join(missing)}. "
+                f"Give them, or a size such as DiT-S/2."
+            )
+        width, num_heads = self.shape.width, self.shape.num_heads
+        if width % num_heads or width % 4:
+            raise ValueError(
+                f"width {width} must be divisible by num_heads {num_heads} and by 4. "
+                f"Use a width such as {max(1, round(width / (4 * num_heads))) * 4 * num_heads}."
+            )
+        return self
+
+    @property
+    def shape(self) -> Size:
+        """Depth, width, heads and patch: the size's, where none is given."""
+        preset = SIZES[self.size] if self.size else None
+        values = ((name, getattr(self, name)) for name in Size._fields)
+        return Size(*(getattr(preset, name) if value is None else value for name, value in values))
+
+    def build(self, spec: DataSpec, learned_variance: bool = False) -> DiT:
+        """The network for data of this kind, freshly initialised from torch's global generator.
+
+        Raises ValueError when the patch does not divide the resolution.
+        """
+        return DiT(self, spec, learned_variance)
+
+
+class DiT(nn.Module):
+    """x_t, t and label -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance.
+
+    `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
+    """
+
+    def __init__(self, config: DiTConfig, spec: DataSpec, learned_variance: bool = False) -> None:
+        super().__init__()
+        depth, width, _, patch = config.shape
+        if spec.resolution % patch:
+            raise ValueError(
+                f"x of {spec.resolution} x {spec.resolution} pixels cannot be cut into patches of {patch} x {patch}. "
+                f"Set network.patch to a divisor of {spec.resolution}, or change the resolution of the data."
+            )
+        self.config, self.spec, self.learned_variance = config, spec, learned_variance
+        self.patch = patch
+        out_channels = spec.channels * (2 if learned_variance else 1)
+        self.pos_embed = nn.Parameter(grid_positions(width, spec.resolution // patch)[None], requires_grad=False)
+        self.x_embedder = PatchEmbedder(spec.channels, width, patch)
+        self.t_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
+        if spec.num_classes:
+            self.y_embedder = LabelEmbedder(spec.num_classes + config.null_label, width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(depth))
+        self.final_layer = FinalLayer(config, patch * patch * out_channels)
+        self._initialise()
+
+    def forward(self, x: Tensor, t: Tensor, /, label: Tensor | None = None) -> Tensor:
+        """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label).
+
+        A network of unlabelled data takes no label. Raises ValueError when shapes do not fit the network.
+        """
+        self._check(x, label)
+        tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
+        c = self.t_embedder(t, tokens.dtype)  # [B, D]
+        if label is not None:
+            c = c + self.y_embedder(label)  # [B, D]
+        recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        for block in self.blocks:
+            tokens = (
+                checkpoint(block, tokens, c, use_reentrant=False, preserve_rng_state=False)
+                if recompute
+                else block(tokens, c)
+            )  # [B, N, D]
+        patches = self.final_layer(tokens, c)  # [B, N, p · p · C_out]
+        return unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
+
+    def _check(self, x: Tensor, label: Tensor | None) -> None:
+        expected = (self.spec.channels, self.spec.resolution, self.spec.resolution)
+        if tuple(x.shape[1:]) != expected:
+            raise ValueError(
+                f"x has {' x '.join(str(n) for n in x.shape[1:])} (channels x height x width) but the network was "
+                f"built for {' x '.join(str(n) for n in expected)}. Use data of the codec and resolution it was "
+                f"trained with."
+            )
+        if (label is None) != (self.spec.num_classes == 0):
+            raise ValueError(
+                f"The network was built for {self.spec.num_classes} classes but was called "
+                f"{'without' if label is None else 'with'} labels. "
+                f"{'Give cond label, int64 [B].' if label is None else 'Leave them out.'}"
+            )
+
+    def _initialise(self) -> None:
+        """Xavier for every Linear, N(0, 0.02) for time, zero for whatever ends a residual branch: the output is 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+        for name, parameter in self.named_parameters():
+            if name == "x_embedder.proj.weight":
+                nn.init.xavier_uniform_(parameter.view(parameter.shape[0], -1))
+            elif name.startswith("t_embedder") and name.endswith("weight"):
+                nn.init.normal_(parameter, std=0.02)
+            elif name.startswith("y_embedder"):
+                nn.init.normal_(parameter, std=self.config.label_init_std)
+            elif "adaLN_modulation" in name or name == "final_layer.linear.weight" or name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each shifted, scaled and gated by the condition (adaLN-Zero, section 3.2)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        _, width, num_heads, _ = config.shape
+        hidden = round(width * config.mlp_ratio)
+        self.norm1 = _norm(config, width)
+        self.attn = SelfAttention(width, num_heads, (lambda d: _head_norm(config, d)) if config.qk_norm else None)
+        self.norm2 = _norm(config, width)
+        self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """Tokens [B, N, D], condition [B, D] -> [B, N, D]."""
+        modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
+        x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)  # [B, N, D]
+        x = x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)  # [B, N, D]
+        return x
+
+
+class FinalLayer(nn.Module):
+    """Tokens -> patches, after a norm shifted and scaled by the condition."""
+
+    def __init__(self, config: DiTConfig, out_features: int) -> None:
+        super().__init__()
+        width = config.shape.width
+        self.norm_final = _norm(config, width)
+        self.linear = nn.Linear(width, out_features)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """Tokens [B, N, D], condition [B, D] -> [B, N, out_features]."""
+        shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)  # each [B, 1, D]
+        out: Tensor = self.linear(self.norm_final(x) * (1 + scale) + shift)
+        return out
+
+
+class PatchEmbedder(nn.Module):
+    """Each patch through one Linear. Its weights are kept as those of a convolution, under the published name."""
+
+    def __init__(self, channels: int, width: int, patch: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, N, D]. A matrix product: unlike a convolution's, its gradient is reproducible."""
+        weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p · p · C]
+        tokens: Tensor = F.linear(patchify(x, self.patch), weight, self.proj.bias)
+        return tokens
+
+
+class TimeEmbedder(nn.Module):
+    """t -> 256 sines and cosines -> Linear, SiLU, Linear."""
+
+    def __init__(self, width: int, endpoint: bool) -> None:
+        super().__init__()
+        self.endpoint = endpoint
+        self.mlp = nn.Sequential(nn.Linear(TIME_CHANNELS, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B] -> [B, D] of the given type. The sines are computed in float32 whatever the precision of the weights."""
+        waves = sinusoid(t, TIME_CHANNELS, endpoint=self.endpoint)  # [B, 256]
+        out: Tensor = self.mlp(waves.to(dtype))
+        return out
+
+
+class LabelEmbedder(nn.Module):
+    """A row of a table for each label."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_rows, width)
+
+    def forward(self, label: Tensor) -> Tensor:
+        """[B] -> [B, D]."""
+        row: Tensor = self.embedding_table(label)
+        return row
+
+
+def _norm(config: DiTConfig, width: int) -> nn.Module:
+    if config.norm == "rms_norm":
+        return nn.RMSNorm(width, eps=1e-6)
+    return nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+
+
+def _head_norm(config: DiTConfig, width: int) -> nn.Module:
+    return nn.RMSNorm(width, eps=1e-6) if config.norm == "rms_norm" else nn.LayerNorm(width, eps=1e-6)

@@ -1,0 +1,35 @@
+"""What a transformer does to each token on its own."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Mlp(nn.Module):
+    """Linear, GELU (tanh form), Linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return out
+
+
+class SwiGlu(nn.Module):
+    """(SiLU(x W1) * x W2) W3 (Shazeer 2020, "GLU variants improve transformer", equation 6), with biases."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(width, 2 * hidden)
+        self.w3 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        gate, value = self.w12(x).chunk(2, dim=-1)  # each [..., hidden]
+        out: Tensor = self.w3(F.silu(gate) * value)
+        return out
