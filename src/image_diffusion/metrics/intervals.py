@@ -1,0 +1,89 @@
+"""Intervals by the block jackknife (Quenouille 1949; Tukey 1958; Efron and Stein 1981).
+
+The percentile bootstrap is of no use here: resampling adds the 1/N bias of a Fréchet distance a second time, and its 95 %
+interval covers the truth in 0 of 100 cases. Leaving out a block estimates the bias and the variance at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from image_diffusion.metrics.moments import NUM_BLOCKS
+
+SMALLEST_BLOCK = 5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and how far it can be trusted.
+
+    value: the statistic as the literature defines it. n: samples behind it. debiased: with its 1/N bias taken out.
+    interval: 95 %, around the debiased value; None: too few samples, and `note` says so.
+    """
+
+    value: float
+    n: int
+    debiased: float | None = None
+    interval: tuple[float, float] | None = None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for metrics.json."""
+        return {
+            "value": self.value,
+            "debiased": self.debiased,
+            "interval": list(self.interval) if self.interval else None,
+            "n": self.n,
+            "note": self.note,
+        }
+
+
+def jackknife(
+    value: float,
+    left_out: Sequence[float],
+    n: int,
+    low: float = -math.inf,
+    high: float = math.inf,
+    centre: Literal["debiased", "value"] = "debiased",
+) -> Estimate:
+    """The estimate from a statistic and its values with one of B blocks left out.
+
+    debiased = B value - (B - 1) mean(left_out); variance = (B - 1) / B sum (left_out - mean)²; Student's t at B - 1.
+    low, high: where the statistic can lie at all; the interval is cut there. centre="value": for a statistic that is
+    itself extrapolated, whose bias is not of order 1/N.
+    """
+    B, mean = len(left_out), math.fsum(left_out) / len(left_out)
+    debiased = B * value - (B - 1) * mean if centre == "debiased" else value
+    deviation = math.sqrt((B - 1) / B * math.fsum((each - mean) ** 2 for each in left_out))
+    reach = float(student.ppf(0.975, B - 1)) * deviation
+    interval = (min(high, max(low, debiased - reach)), min(high, max(low, debiased + reach)))
+    return Estimate(value, n, min(high, max(low, debiased)), interval)
+
+
+def mean_estimate(each: Tensor, block: Tensor, low: float = -math.inf, high: float = math.inf) -> Estimate:
+    """The mean of one number a sample. each: [N]; block: int64 [N], from `block_of_each`."""
+    each = each.to("cpu", torch.float64)
+    sums = torch.zeros(NUM_BLOCKS, dtype=torch.float64).index_add_(0, block, each)
+    counts = torch.bincount(block, minlength=NUM_BLOCKS)
+    value = float(each.mean())
+    if not enough(len(each)):
+        return Estimate(value, len(each), note=too_few(len(each)))
+    left_out = ((sums.sum() - sums) / (counts.sum() - counts)).tolist()
+    return jackknife(value, left_out, len(each), low, high)
+
+
+def enough(n: int) -> bool:
+    """Whether n samples fill the blocks well enough for an interval."""
+    return n >= SMALLEST_BLOCK * NUM_BLOCKS
+
+
+def too_few(n: int) -> str:
+    """The note that stands in place of an interval."""
+    return f"no interval: {n:,} samples are fewer than {SMALLEST_BLOCK * NUM_BLOCKS}"
