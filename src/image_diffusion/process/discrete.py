@@ -1,0 +1,103 @@
+"""The discrete process: timesteps 0 (least noise) … T - 1, alpha_bar_t the product of 1 - beta (Ho et al. 2020)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.process.grid import Grid, Steps
+from image_diffusion.process.respacing import Respacing, space_timesteps
+from image_diffusion.process.schedules import BetaSchedule, Linear, checked_betas
+
+
+class Discrete(Config):
+    """A discrete process."""
+
+    type: Literal["discrete"] = "discrete"
+    schedule: BetaSchedule = Linear()
+    """The betas."""
+    num_timesteps: int = Field(1000, gt=0)
+    """T, the number of timesteps of the schedule."""
+    respacing: str | int | list[int] = ""
+    """Timesteps to train on: "" for all; 250, [10, 15, 20] in equal sections, or "ddim50" with an integer stride."""
+    rescale_timesteps: bool = False
+    """Show the network t * 1000 / num_timesteps in place of t."""
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Discrete:
+        self.build()
+        return self
+
+    def build(self) -> DiscreteProcess:
+        """The process. Raises ValueError where a beta is not in (0, 1] or the respacing cannot be had."""
+        betas = checked_betas(self.schedule, self.num_timesteps)
+        kept = space_timesteps(self.num_timesteps, self.respacing)
+        return DiscreteProcess(torch.cumprod(1 - betas, 0), kept, self.rescale_timesteps)
+
+
+class DiscreteProcess:
+    """A discrete process restricted to some timesteps of its schedule; t counts the timesteps kept.
+
+    num_timesteps: how many are kept. timestep_map: int64 [num_timesteps], the timestep of the schedule that each is.
+    alpha_bar, betas: float64 [num_timesteps]. steps: t -> t - 1 for every t, the step of t = 0 ends at x0; all on the
+    CPU, see `steps_on`.
+    """
+
+    def __init__(self, schedule_alpha_bar: Tensor, kept: list[int], rescale_timesteps: bool = False) -> None:
+        self._schedule_alpha_bar, self._rescale_timesteps = schedule_alpha_bar, rescale_timesteps
+        self.num_timesteps = len(kept)
+        self.timestep_map = torch.tensor(kept)
+        self.alpha_bar = schedule_alpha_bar[self.timestep_map]
+        self.betas = 1 - self.alpha_bar / torch.cat([self.alpha_bar.new_ones(1), self.alpha_bar[:-1]])
+        scale = 1000.0 / len(schedule_alpha_bar) if rescale_timesteps else 1.0
+        self._network_time = self.timestep_map.double() * scale
+        self.steps = self.grid().steps.flip()
+        self._steps_on: dict[torch.device, tuple[Steps, Tensor]] = {}
+
+    def draw(self, streams: Streams) -> Tensor:
+        """A timestep for each sample, uniform. Int64 [B]."""
+        return streams.integers("timestep", self.num_timesteps)
+
+    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha and sigma at timesteps [B]. Float64 [B] each."""
+        steps = self.steps_on(t.device)
+        return steps.alpha[t], steps.sigma[t]
+
+    def network_time(self, t: Tensor) -> Tensor:
+        """What the network is given for timesteps [B]. Float32 [B]."""
+        return self._on(t.device)[1][t].float()
+
+    def network_input(self, x_t: Tensor) -> Tensor:
+        """What the network is given for x_t: the same."""
+        return x_t
+
+    def fraction(self, t: Tensor) -> Tensor:
+        """Where on the noise scale timesteps [B] lie. Float64 [B] in [0, 1)."""
+        return t.double() / self.num_timesteps
+
+    def steps_on(self, device: torch.device) -> Steps:
+        """The steps on a device, copied there at the first call only."""
+        return self._on(device)[0]
+
+    def respaced(self, respacing: Respacing) -> DiscreteProcess:
+        """The process restricted to other timesteps of the whole schedule. Raises ValueError (`space_timesteps`)."""
+        kept = space_timesteps(len(self._schedule_alpha_bar), respacing)
+        return DiscreteProcess(self._schedule_alpha_bar, kept, self._rescale_timesteps)
+
+    def grid(self, num_steps: Respacing | None = None) -> Grid:
+        """The points to sample at: this process's own timesteps, or others of the whole schedule (`respaced`)."""
+        if num_steps is not None:
+            return self.respaced(num_steps).grid()
+        clean = self.alpha_bar.new_ones(1)
+        alpha_bar = torch.cat([self.alpha_bar.flip(0), clean])
+        return Grid(time=self._network_time.flip(0), alpha=alpha_bar.sqrt(), sigma=(1 - alpha_bar).sqrt())
+
+    def _on(self, device: torch.device) -> tuple[Steps, Tensor]:
+        if device not in self._steps_on:
+            self._steps_on[device] = (self.steps.to(device), self._network_time.to(device))
+        return self._steps_on[device]

@@ -1,0 +1,127 @@
+"""Noise levels and the steps between them: all that a sampler needs to know of a process.
+
+x_t = alpha_t x0 + sigma_t eps for every process here, so a sequence of pairs (alpha, sigma) says everything. The
+posterior of a step is that of Kingma et al. 2021, "Variational diffusion models", appendix A.2: it does not assume
+alpha^2 + sigma^2 = 1, and for the discrete process it is the posterior of Ho et al. 2020, equations 6 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """What is known of a clean sample x0 from its noisy form x_t = alpha x0 + sigma eps.
+
+    x0, eps: [B, C, H, W], estimates that agree with x_t. log_variance: [B, C, H, W], of p(x_s | x_t), where the network
+    has learned it. mean: [B, C, H, W], of p(x_s | x_t), where the network predicts that itself (`previous_x`); the
+    posterior's mean at x0 where it does not.
+    """
+
+    x0: Tensor
+    eps: Tensor
+    log_variance: Tensor | None = None
+    mean: Tensor | None = None
+
+
+Denoiser = Callable[[Tensor, int], Denoised]
+"""(x_t, i) -> Denoised, where x_t lies at point i of a grid."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps x_t -> x_s to less noise, one per entry of each tensor, all of one shape, float64.
+
+    q(x_s | x_t, x0) = N(x0_weight x0 + x_t_weight x_t, variance). alpha, sigma: the noise level of x_t.
+    log_variance: log of `variance`; where that is zero, the value of the neighbouring step with more noise.
+    log_beta: log of the variance of q(x_t | x_s).
+    """
+
+    alpha: Tensor
+    sigma: Tensor
+    x0_weight: Tensor
+    x_t_weight: Tensor
+    variance: Tensor
+    log_variance: Tensor
+    log_beta: Tensor
+
+    @classmethod
+    def between(cls, alpha: Tensor, sigma: Tensor, next_alpha: Tensor, next_sigma: Tensor) -> Steps:
+        """The steps from (alpha, sigma) to (next_alpha, next_sigma), each [N], ordered from most noise to least."""
+        ratio = alpha / next_alpha  # alpha_{t|s}
+        beta = sigma**2 - ratio**2 * next_sigma**2  # sigma^2_{t|s}
+        variance = beta * next_sigma**2 / sigma**2
+        log_beta = beta.log()
+        log_variance = variance.log()
+        for i in (variance <= 0).nonzero().flatten().tolist():
+            log_variance[i] = log_variance[i - 1] if i > 0 else log_beta[i]
+        return cls(
+            alpha=alpha,
+            sigma=sigma,
+            x0_weight=next_alpha * beta / sigma**2,
+            x_t_weight=ratio * next_sigma**2 / sigma**2,
+            variance=variance,
+            log_variance=log_variance,
+            log_beta=log_beta,
+        )
+
+    @property
+    def log_large_variance(self) -> Tensor:
+        """Log of the variance `fixed_large`: beta, but the posterior's own in the step that ends without noise."""
+        return torch.where(self.variance > 0, self.log_beta, self.log_variance)
+
+    def at(self, index: int | Tensor, x: Tensor) -> Steps:
+        """The step of each sample of x [B, …], ready to broadcast against it: one for all, or int64 [B], one each."""
+        shape = (-1,) + (1,) * (x.ndim - 1) if isinstance(index, Tensor) else ()
+        return self._map(lambda values: values[index].view(shape).to(x.dtype))
+
+    def to(self, device: torch.device) -> Steps:
+        """The same steps on another device."""
+        return self._map(lambda values: values.to(device))
+
+    def flip(self) -> Steps:
+        """The same steps in the opposite order."""
+        return self._map(lambda values: values.flip(0))
+
+    def posterior_mean(self, x0: Tensor, x_t: Tensor) -> Tensor:
+        """The mean of q(x_s | x_t, x0)."""
+        return self.x0_weight * x0 + self.x_t_weight * x_t
+
+    def reverse_mean(self, denoised: Denoised, x_t: Tensor) -> Tensor:
+        """The mean of p(x_s | x_t)."""
+        return self.posterior_mean(denoised.x0, x_t) if denoised.mean is None else denoised.mean
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Steps:
+        return Steps(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points a sampler visits, from most noise to none. Float64, on the CPU.
+
+    time: [N], what the network is given at each point but the last. alpha, sigma: [N + 1], the noise levels; the last
+    is alpha 1 and sigma 0, the clean sample. target: where it is not the next point, the noise level that a step of the
+    ancestral sampler ends at, (alpha [N], sigma [N]); see `Continuous.grid`.
+    """
+
+    time: Tensor
+    alpha: Tensor
+    sigma: Tensor
+    target: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """N, the number of calls of the network with a sampler of first order."""
+        return len(self.time)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The steps from each point to the next (to `target`, where given), [N]."""
+        next_alpha, next_sigma = self.target or (self.alpha[1:], self.sigma[1:])
+        return Steps.between(self.alpha[:-1], self.sigma[:-1], next_alpha, next_sigma)
