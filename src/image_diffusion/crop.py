@@ -1,0 +1,267 @@
+"""crop: images -> shards of square crops.
+
+    python -m image_diffusion.crop --config data.yaml --source source.json --output crops/manifest.json --processes 8
+
+An image's path decides its shard, so a run over changed images writes only the shards they belong to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+from PIL import features
+
+from image_diffusion.core.command import run
+from image_diffusion.core.config import load
+from image_diffusion.core.files import digest, sha256_file, write_json, write_text
+from image_diffusion.core.progress import Progress
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
+from image_diffusion.data.records import (
+    FORMAT,
+    Quarantined,
+    Sample,
+    ShardRecord,
+    class_histogram,
+    describe_shards,
+    kept,
+    key_prefix,
+    remove_surplus,
+    write_index,
+    write_record,
+)
+from image_diffusion.data.source import remember
+from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.tar import KEY_DIGITS, Layout
+from image_diffusion.data.write import Chunk, chunk_samples, histogram, write_shard
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """What a run of `crop_dataset` did. manifest: what it wrote. num_written: shards that were not up to date."""
+
+    manifest: dict[str, Any]
+    num_written: int
+
+
+def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = None, processes: int = 1) -> Cropped:
+    """Crop every image of the source into `output`: shards, their records, quarantine.csv, index.npy, manifest.json.
+
+    source_json: where the source's fingerprint lies, to note there what was read. processes: how many crop at once;
+    the bytes do not depend on it. Raises ValueError when the source is missing or empty, or when more than
+    `max_bad_fraction` of its files give no crop.
+    """
+    files = config.source.files()
+    listing = config.source.listing()
+    output.mkdir(parents=True, exist_ok=True)
+    tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
+    records: list[ShardRecord] = []
+    num_written = 0
+    with Progress("crop", len(listing.items), "image") as progress:
+        for record, written in _map(config, tasks, output, processes):
+            records.append(record)
+            num_written += written
+            progress.advance(record.num_samples + len(record.quarantined))
+    bad = sorted(
+        [Quarantined(path, reason) for path, reason in listing.rejected]
+        + [each for record in records for each in record.quarantined],
+        key=lambda each: each.path,
+    )
+    _write_quarantine(output / "quarantine.csv", bad)
+    _judge(config, output, bad, len(listing.items) + len(listing.rejected))
+    remove_surplus(output, config.num_shards)
+    write_index(output / "index.npy", records)
+    manifest = _manifest(config, listing, records, bad, output)
+    write_json(output / "manifest.json", manifest)
+    if source_json is not None:
+        hashes: dict[str, str] = {}
+        for record in records:
+            hashes |= _hashes(record.samples, record.quarantined)
+        remember(config.source, source_json, files, hashes)
+    return Cropped(manifest, num_written)
+
+
+def crop_layout(config: DataConfig, labelled: bool) -> Layout:
+    """Where a crop lies in its shard."""
+    return Layout(("npy",), (config.channels, config.resolution, config.resolution), "uint8", labelled)
+
+
+def crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) -> tuple[ShardRecord, bool]:
+    """Crop the images of one shard, unless it already holds exactly them; returns its record and whether it was
+    written."""
+    sums = [_sha256(config, item) for item in items]
+    made_from = _made_from(config, items, sums)
+    if (record := kept(output, shard, made_from)) is not None:
+        return record, False
+    samples: list[Sample] = []
+    bad: list[Quarantined] = []
+    layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
+    with quiet_pillow():
+        chunks = _crops(config, shard, items, chunk_samples(layout), samples, bad)
+        sha256, size, count = write_shard(output, shard, layout, chunks)
+    # Hashed again while cropping: an image that changed in between must not pass for the one it was.
+    read = _hashes(samples, bad)
+    made_from = _made_from(config, items, [read[item.name] for item in items])
+    versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
+    classes = histogram(each.label for each in samples)
+    record = ShardRecord(shard, made_from, sha256, size, count, classes, samples, versions, bad)
+    write_record(output, record)
+    return record, True
+
+
+def _crops(
+    config: DataConfig, shard: int, items: list[Item], size: int, samples: list[Sample], bad: list[Quarantined]
+) -> Iterator[Chunk]:
+    """The crops of a shard, some at a time; notes each image as a sample or as bad."""
+    crops: list[Any] = []
+    labels: list[int] = []
+    for item in items:
+        data = b""
+        try:
+            data = config.source.read(item)
+            crop, flags = crop_image(data, config)
+        except OSError as error:
+            bad.append(Quarantined(item.name, f"cannot be read: {error.strerror or error}"))
+            continue
+        except BadImage as error:
+            bad.append(Quarantined(item.name, str(error), hashlib.sha256(data).hexdigest()))
+            continue
+        key = f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"
+        samples.append(Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, flags))
+        crops.append(crop)
+        labels.append(item.label or 0)
+        if len(crops) == size:
+            yield {"npy": np.stack(crops)}, np.array(labels, dtype=np.int64)
+            crops, labels = [], []
+    if crops:
+        yield {"npy": np.stack(crops)}, np.array(labels, dtype=np.int64)
+
+
+def _hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, str]:
+    """The content hash of every file that was read, by its name."""
+    return {each.path: each.sha256 for each in samples} | {each.path: each.sha256 for each in bad}
+
+
+def _sha256(config: DataConfig, item: Item) -> str:
+    try:
+        return hashlib.sha256(config.source.read(item)).hexdigest()
+    except OSError:
+        return ""
+
+
+def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
+    """What decides the bytes of a shard: the format, the crop, and each image's path, content and class."""
+    inputs = [[item.name, sha256, item.label] for item, sha256 in zip(items, sums, strict=True)]
+    return digest({"format": FORMAT, "crop": config.crop_identity(), "images": inputs})
+
+
+def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
+    """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other."""
+    shards: list[list[Item]] = [[] for _ in range(num_shards)]
+    for item in items:
+        number = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "big")
+        shards[number % num_shards].append(item)
+    return shards
+
+
+def _map(
+    config: DataConfig, tasks: list[tuple[int, list[Item]]], output: Path, processes: int
+) -> Iterator[tuple[ShardRecord, bool]]:
+    """Crop the shards, in their order; in this process when one is enough."""
+    if processes <= 1:
+        for shard, items in tasks:
+            yield crop_shard(config, shard, items, output)
+        return
+    context = multiprocessing.get_context("spawn")
+    workers = min(processes, len(tasks))
+    with ProcessPoolExecutor(workers, context, _one_thread, (config,)) as pool:
+        futures = [pool.submit(crop_shard, config, shard, items, output) for shard, items in tasks]
+        try:
+            for future in futures:
+                yield future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _one_thread(config: DataConfig) -> None:
+    """The fast resize must not use every core in every process."""
+    if config.resize == "fast":
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def _judge(config: DataConfig, output: Path, bad: list[Quarantined], total: int) -> None:
+    """Raise ValueError when too little is left."""
+    if not bad:
+        return
+    reason, count = Counter(each.reason.split(":")[0] for each in bad).most_common(1)[0]
+    most = f"Most common: {reason} ({count:,}). See {output / 'quarantine.csv'}"
+    if len(bad) == total:
+        raise ValueError(f"None of the {total:,} files in the source gave a crop. {most}.")
+    if len(bad) / total > config.max_bad_fraction:
+        raise ValueError(
+            f"{len(bad):,} of {total:,} files ({len(bad) / total:.1%}) gave no crop, more than "
+            f"data.max_bad_fraction = {config.max_bad_fraction}. {most}; repair or remove them, or raise the limit."
+        )
+
+
+def _write_quarantine(path: Path, bad: list[Quarantined]) -> None:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["path", "reason", "sha256"])
+    table.writerows([each.path, each.reason, each.sha256] for each in bad)
+    write_text(path, text.getvalue())
+
+
+def _manifest(
+    config: DataConfig, listing: Listing, records: list[ShardRecord], bad: list[Quarantined], output: Path
+) -> dict[str, Any]:
+    flags = Counter(flag for record in records for sample in record.samples for flag in sample.flags)
+    return {
+        "format": FORMAT,
+        "kind": "crops",
+        "name": config.name,
+        "crop": config.crop_identity(),
+        "classes": listing.classes,
+        "validation_fraction": config.validation_fraction,
+        **describe_shards(crop_layout(config, labelled=bool(listing.classes)), records),
+        "histogram": class_histogram(records, len(listing.classes)),
+        "flags": dict(sorted(flags.items())),
+        "quarantined": len(bad),
+        "ignored": listing.ignored,
+        "index": sha256_file(output / "index.npy"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
+    parser.add_argument("--config", type=Path, required=True, help="the data section, YAML")
+    parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
+    parser.add_argument("--output", type=Path, required=True, help="manifest.json to write, beside the shards")
+    parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
+    arguments = parser.parse_args()
+    done = crop_dataset(
+        load(DataConfig, arguments.config), arguments.output.parent, arguments.source, arguments.processes
+    )
+    print(
+        f"crop: {done.manifest['num_samples']:,} crops in {len(done.manifest['shards'])} shards "
+        f"({done.num_written} written), {done.manifest['quarantined']:,} files quarantined"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,151 @@
+"""Batches of a rank, read ahead by one thread. No worker processes: a gather costs less than handing it over."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.data.order import at_positions, share
+from image_diffusion.data.shards import Shards
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Samples as the shards hold them.
+
+    stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data.
+    sample: int64 [B], the sample's number in its split; with the epoch it keys all its random numbers.
+    """
+
+    stored: Tensor
+    label: Tensor
+    epoch: Tensor
+    sample: Tensor
+
+    def split(self, size: int) -> list[Examples]:
+        """The same examples, at most `size` at a time, in their order."""
+        columns = (self.stored, self.label, self.epoch, self.sample)
+        return [Examples(*parts) for parts in zip(*(torch.split(each, size) for each in columns), strict=True)]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A rank's share of every global batch, endless or for a number of epochs.
+
+    dataset: what to read. global_batch: examples of a step, of all ranks together. seed: of the run; decides order
+    and flips. rank, world_size: this process and the number of them. start: examples all ranks have consumed.
+    flip_probability: how often an example is mirrored. prefetch: batches read ahead. device: where examples are put;
+    through reused page-locked memory when it is a GPU. epochs: stop after this many passes; the last batch may then
+    be smaller than the others, on some ranks even empty, and all ranks still see the same number of batches.
+    """
+
+    dataset: Shards
+    global_batch: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    start: int = 0
+    flip_probability: float = 0.0
+    prefetch: int = 2
+    device: torch.device | None = None
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset.num_samples == 0:
+            raise ValueError("The split holds no samples. Add images, or change data.validation_fraction.")
+        if self.global_batch < 1:
+            raise ValueError(f"The global batch must be at least 1; got {self.global_batch}.")
+
+    def __iter__(self) -> Iterator[Examples]:
+        """This rank's examples of each step from `start` on."""
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        staging = _Staging(self.device, self.prefetch + 2) if on_gpu and self.device is not None else None
+        waiting: queue.Queue[Any] = queue.Queue(maxsize=max(1, self.prefetch))
+        stop = threading.Event()
+        reader = threading.Thread(target=self._read_ahead, args=(waiting, stop, staging), daemon=True, name="batches")
+        reader.start()
+        try:
+            while (item := waiting.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield staging.take(item) if staging is not None else item
+        finally:
+            stop.set()
+            while reader.is_alive():  # it may be waiting to put one more
+                try:
+                    waiting.get(timeout=0.01)
+                except queue.Empty:
+                    reader.join(timeout=0.01)
+
+    def _read_ahead(self, waiting: queue.Queue[Any], stop: threading.Event, staging: _Staging | None) -> None:
+        try:
+            position = self.start
+            last = None if self.epochs is None else self.epochs * self.dataset.num_samples
+            while not stop.is_set() and (last is None or position < last):
+                end = position + self.global_batch if last is None else min(position + self.global_batch, last)
+                waiting.put(self._read(position, end, staging))
+                position = end
+            waiting.put(None)
+        except BaseException as error:  # handed to the one who waits
+            waiting.put(error)
+
+    def _read(self, start: int, stop: int, staging: _Staging | None) -> Any:
+        mine = share(start, stop, self.rank, self.world_size)
+        samples, epochs = at_positions(*mine, self.dataset.num_samples, self.seed)
+        sample, epoch = torch.from_numpy(samples), torch.from_numpy(epochs)
+        flip = None
+        if self.flip_probability > 0 and len(samples):
+            flip = Streams(self.seed, epoch, sample).event("flip", self.flip_probability).numpy()
+        label = torch.from_numpy(self.dataset.labels[samples])
+        if staging is not None:
+            return staging.put(self.dataset, samples, flip, (label, epoch, sample))
+        return self._placed(Examples(self.dataset.gather(samples, flip), label, epoch, sample))
+
+    def _placed(self, examples: Examples) -> Examples:
+        if self.device is None or self.device.type == "cpu":
+            return examples
+        columns = (examples.stored, examples.label, examples.epoch, examples.sample)
+        return Examples(*(each.to(self.device) for each in columns))
+
+
+class _Staging:
+    """The way to a GPU: a ring of page-locked buffers, copied on a stream of their own while the GPU computes."""
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._device, self._depth, self._turn = device, depth, 0
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def put(self, dataset: Shards, samples: Any, flip: Any, columns: tuple[Tensor, ...]) -> Any:
+        """Gather into the next buffer and start its copy; returns what `take` needs."""
+        turn = self._turn % self._depth
+        self._turn += 1
+        if turn == len(self._buffers):
+            buffer = torch.empty((len(samples) + 1, *dataset.shape), dtype=dataset.dtype, pin_memory=True)
+            self._buffers.append((buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        buffer, copied = self._buffers[turn]
+        copied.synchronize()
+        if len(buffer) < len(samples):
+            buffer = torch.empty((len(samples), *dataset.shape), dtype=dataset.dtype, pin_memory=True)
+            self._buffers[turn] = (buffer, copied)
+        stored = dataset.gather(samples, flip, out=buffer)
+        with torch.cuda.stream(self._stream):
+            moved = [each.to(self._device, non_blocking=True) for each in (stored, *columns)]
+            copied.record(self._stream)
+        return moved, copied
+
+    def take(self, item: Any) -> Examples:
+        """The examples on the GPU; the caller's stream waits for their copy, the caller does not."""
+        moved, copied = item
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        for each in moved:
+            each.record_stream(current)
+        return Examples(*moved)

@@ -1,0 +1,62 @@
+"""The data section: which images, and what becomes of them before training."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from image_diffusion.core.config import Config
+from image_diffusion.data.sources import Source
+
+
+class DataConfig(Config):
+    """From images to crops."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._]*$")
+    """Name of the data set, the start of its folder's name: letters, digits, dots and underscores."""
+    source: Source
+    """Where the images come from."""
+    resolution: int = Field(ge=1, le=4096)
+    """Side of a crop in pixels."""
+    channels: Literal[1, 2, 3, 4] = 3
+    """Channels of a crop: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha."""
+    resize: Literal["exact", "fast"] = "exact"
+    """exact: Pillow, the bytes of the original ADM crop. fast: torch's uint8 kernel, at most 2 of 255 off."""
+    background: tuple[int, int, int] = (255, 255, 255)
+    """RGB colour, 0 to 255, put behind transparent pixels when the crops have no alpha channel."""
+    min_side: int = Field(default=1, ge=1)
+    """Images whose shorter side is less than this many pixels are quarantined."""
+    max_pixels: int = Field(default=90_000_000, ge=1)
+    """Images of more pixels than this are quarantined before they are decoded."""
+    max_bad_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The largest share of the files that may be quarantined; above it the stage stops."""
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the images kept for validation, chosen by the hash of their content: stable when images are added."""
+    num_shards: int = Field(default=16, ge=1, le=99_999)
+    """Number of shards. An image's path decides its shard, so changing one image rewrites one shard."""
+
+    @field_validator("background")
+    @classmethod
+    def _colour(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
+        if not all(0 <= each <= 255 for each in value):
+            raise ValueError(f"{list(value)} is not a colour. Give red, green and blue from 0 to 255.")
+        return value
+
+    @property
+    def folder(self) -> str:
+        """Name of the data set's folder under results/datasets."""
+        return f"{self.name}-{self.resolution}"
+
+    def crop_identity(self) -> dict[str, Any]:
+        """Everything that decides the pixels of a crop. Crops of another identity are never mixed with these."""
+        return {
+            "method": "adm-centre-crop",
+            "version": 1,
+            "resolution": self.resolution,
+            "channels": self.channels,
+            "resize": self.resize,
+            "background": list(self.background),
+            "min_side": self.min_side,
+            "max_pixels": self.max_pixels,
+        }

@@ -1,0 +1,161 @@
+"""One image file -> one crop, or a reason why not.
+
+What is done with images that are not plain RGB, each recorded as a flag of the sample:
+
+  exif          stored turned or mirrored: put upright, as every viewer shows it
+  gray          grey or black and white: the grey value in each channel
+  palette       looked up before any resizing
+  alpha         transparent: composed over the configured background, unless the crop keeps alpha
+  cmyk          converted by Pillow without a colour profile, as the original does
+  colour_space  YCbCr, HSV, LAB: converted
+  16bit         scaled to 8 bits, 65535 becoming 255; 16-bit RGB PNGs are truncated to their high byte by Pillow
+  first_frame   animated or of several pages: the first one
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+
+from image_diffusion.data.centre_crop import centre_crop, halve, scaled_size
+from image_diffusion.data.config import DataConfig
+
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000", "ICO", "TGA",
+)  # fmt: skip
+"""Formats that are read, by Pillow's names: all of them decode without running another program."""
+
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_ORIENTATION = 0x0112
+
+
+class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
+    """A file that gives no crop, and why, in a few words."""
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Inside, Pillow neither warns nor keeps its own limit of pixels: `crop_image` holds a stricter one."""
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def crop_image(data: bytes, config: DataConfig) -> tuple[NDArray[np.uint8], list[str]]:
+    """The bytes of an image file -> its crop, uint8 [C, resolution, resolution], and its flags, sorted.
+
+    Raises BadImage. Call it inside `quiet_pillow()`.
+    """
+    if not data:
+        raise BadImage("an empty file")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image.size, config)
+            upright, flags = _decode(image, config)
+    except BadImage:
+        raise
+    except UnidentifiedImageError:
+        raise BadImage(f"not an image: it starts with {data[:8]!r}") from None
+    except Exception as error:  # decoders raise nearly anything when they are fed damaged files
+        raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
+    if config.resize == "fast":
+        pixels = _fast_crop(upright, config.resolution)
+    else:
+        pixels = np.asarray(centre_crop(upright, config.resolution))
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1)), sorted(flags)
+
+
+def _check_size(size: tuple[int, int], config: DataConfig) -> None:
+    """Judge an image by its header, before anything is decoded."""
+    width, height = size
+    if width * height > config.max_pixels:
+        raise BadImage(f"too large: {width} x {height} pixels, more than max_pixels = {config.max_pixels}")
+    if min(size) < config.min_side:
+        raise BadImage(f"too small: {width} x {height} pixels, less than min_side = {config.min_side}")
+    scaled = scaled_size(width, height, config.resolution)
+    if scaled[0] * scaled[1] > max(config.max_pixels, config.resolution**2):
+        raise BadImage(f"too thin: {width} x {height} pixels would be scaled to {scaled[0]} x {scaled[1]}")
+
+
+def _decode(image: Image.Image, config: DataConfig) -> tuple[Image.Image, set[str]]:
+    """The image upright and in the mode of the crops, with its flags."""
+    flags = set()
+    if getattr(image, "is_animated", False):
+        flags.add("first_frame")
+    tiles = image.tile if isinstance(image, ImageFile.ImageFile) else []
+    if any("16" in str(tile[3]) for tile in tiles) or image.mode.startswith("I;16"):
+        flags.add("16bit")
+    if "exif" in image.info or image.format in ("TIFF", "MPO"):
+        turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+        if turned:
+            flags.add("exif")
+            image = ImageOps.exif_transpose(image)
+    image.load()
+    match image.mode:
+        case "F":
+            raise BadImage("32-bit floating-point pixels, which have no agreed range")
+        case "I" if image.format not in ("PNG", "PPM"):
+            raise BadImage("32-bit integer pixels, which have no agreed range")
+        case "I" | "I;16" | "I;16L" | "I;16B" | "I;16N":
+            flags |= {"16bit", "gray"}
+            image = _scale_16bit(image)
+        case "L" | "1":
+            flags.add("gray")
+        case "LA" | "La":
+            flags |= {"gray", "alpha"}
+        case "P" | "PA":
+            flags.add("palette")
+        case "CMYK":
+            flags.add("cmyk")
+        case "YCbCr" | "HSV" | "LAB":
+            flags.add("colour_space")
+    if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+        flags.add("alpha")
+    mode = _MODES[config.channels]
+    if "alpha" in flags and config.channels in (1, 3):
+        image = image.convert("RGBA")
+        behind = Image.new("RGBA", image.size, (*config.background, 255))
+        image = Image.alpha_composite(behind, image).convert("RGB")
+    return image if image.mode == mode else image.convert(mode), flags
+
+
+def _scale_16bit(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits -> grey of 8 bits, rounded to nearest. A transparent grey value is dropped with its range."""
+    values = np.asarray(image).astype(np.int64)
+    if values.min(initial=0) < 0 or values.max(initial=0) > 65535:
+        raise BadImage("pixels of more than 16 bits, which have no agreed range")
+    return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+
+
+def _fast_crop(image: Image.Image, resolution: int) -> NDArray[np.uint8]:
+    """The centre crop with torch's antialiased bicubic kernel for uint8, rows before columns as Pillow does."""
+    import torch
+    from torch.nn.functional import interpolate
+
+    image = halve(image, resolution)
+    width, height = scaled_size(*image.size, resolution)
+    left, top = (width - resolution) // 2, (height - resolution) // 2
+    pixels = np.array(image) if image.mode != "L" else np.array(image)[:, :, None]
+    x = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # [1, C, H, W], channels last in memory
+    if width != image.width:
+        x = interpolate(x, size=(image.height, width), mode="bicubic", antialias=True)
+    x = x[:, :, :, left : left + resolution]
+    if height != image.height:
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = interpolate(x, size=(height, resolution), mode="bicubic", antialias=True)
+    x = x[0, :, top : top + resolution].permute(1, 2, 0)
+    cropped: NDArray[np.uint8] = x.numpy()
+    return cropped

@@ -1,0 +1,173 @@
+"""What is written beside the shards: one record a shard, one manifest a set, one small index of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from image_diffusion.core.files import atomic_write, digest, read_json, sha256_file, write_json
+from image_diffusion.data.tar import Layout
+
+FORMAT = 1
+"""Version of the shards, records and manifests. Another version is written anew, and refused when read."""
+
+INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
+"""One entry a sample: its class (0 without classes) and the first eight bytes of its source's sha256."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a shard: its key in the tar, and the image it was made from."""
+
+    key: str
+    path: str
+    sha256: str
+    label: int | None
+    flags: list[str]
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One file that gave no sample, and why. sha256 is empty when it could not be read."""
+
+    path: str
+    reason: str
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Everything about one shard. A shard whose record says another `made_from` than its inputs is written anew.
+
+    made_from: digest of all that decided its bytes. sha256, bytes: of the tar. histogram: samples of each class that
+    occurs, by its number. made_with: versions of the libraries that made it. statistics: sums over the numbers of a
+    latent shard, None for crops.
+    """
+
+    shard: int
+    made_from: str
+    sha256: str
+    bytes: int
+    num_samples: int
+    histogram: dict[str, int]
+    samples: list[Sample]
+    made_with: dict[str, str]
+    quarantined: list[Quarantined] = field(default_factory=list)
+    statistics: dict[str, Any] | None = None
+    format: int = FORMAT
+
+
+def tar_path(folder: Path, shard: int) -> Path:
+    """Where a shard lies."""
+    return folder / f"shard-{shard:05d}.tar"
+
+
+def record_path(folder: Path, shard: int) -> Path:
+    """Where a shard's record lies."""
+    return folder / f"shard-{shard:05d}.json"
+
+
+def key_prefix(shard: int) -> str:
+    """The start of every key in a shard: keys are unique in the whole set."""
+    return f"{shard:05d}-"
+
+
+def write_record(folder: Path, record: ShardRecord) -> None:
+    """Write a shard's record; the shard itself is written first."""
+    write_json(record_path(folder, record.shard), asdict(record))
+
+
+def read_record(folder: Path, shard: int) -> ShardRecord:
+    """A shard's record. Raises ValueError when it is missing, damaged or of another format."""
+    path = record_path(folder, shard)
+    data = read_json(path)
+    try:
+        if data["format"] != FORMAT:
+            raise ValueError(f"{path} has format {data['format']}; this version reads format {FORMAT}. Run crop again.")
+        samples = [Sample(**each) for each in data.pop("samples")]
+        quarantined = [Quarantined(**each) for each in data.pop("quarantined")]
+        return ShardRecord(samples=samples, quarantined=quarantined, **data)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete it and run the stage again.") from None
+
+
+def kept(folder: Path, shard: int, made_from: str) -> ShardRecord | None:
+    """The record of a shard that is already what it should be, its bytes checked; None when it must be written."""
+    try:
+        record = read_record(folder, shard)
+        path = tar_path(folder, shard)
+        if record.made_from != made_from or path.stat().st_size != record.bytes:
+            return None
+        return record if sha256_file(path) == record.sha256 else None
+    except (ValueError, OSError):
+        return None
+
+
+def write_index(path: Path, records: Iterable[ShardRecord]) -> None:
+    """Write what a reader needs to know of every sample, in the order of the shards, as one `.npy` file."""
+    rows = [(each.label or 0, int(each.sha256[:16], 16)) for record in records for each in record.samples]
+    with atomic_write(path) as file:
+        np.save(file, np.array(rows, dtype=INDEX), allow_pickle=False)
+
+
+def read_index(path: Path) -> NDArray[np.void]:
+    """The index of a set. Raises ValueError when it is missing or damaged."""
+    try:
+        index: NDArray[np.void] = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist. Run the stage that writes {path.parent} again.") from None
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Run the stage that writes {path.parent} again.") from None
+    if index.dtype != INDEX:
+        raise ValueError(f"{path} is damaged: it holds {index.dtype}. Run the stage that writes {path.parent} again.")
+    return index
+
+
+def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str, Any]:
+    """The part of a manifest that says what lies where. The same for crops and latents."""
+    return {
+        "shape": list(layout.shape),
+        "dtype": layout.dtype,
+        "offsets": layout.offsets(),
+        "stride": layout.stride,
+        "num_samples": sum(record.num_samples for record in records),
+        "shards": [
+            {
+                "file": tar_path(Path(), record.shard).name,
+                "sha256": record.sha256,
+                "bytes": record.bytes,
+                "num_samples": record.num_samples,
+            }
+            for record in records
+        ],
+    }
+
+
+def content_digest(manifest: dict[str, Any]) -> str:
+    """A digest that changes when any sample, its order or its split does, and with nothing else."""
+    names = ("format", "kind", "crop", "codec", "classes", "validation_fraction", "shards")
+    return digest({name: manifest[name] for name in names if name in manifest})
+
+
+def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[int]:
+    """Samples of each class, by its number."""
+    counts = [0] * num_classes
+    for record in records:
+        for label, count in record.histogram.items():
+            counts[int(label)] += count
+    return counts
+
+
+def remove_surplus(folder: Path, num_shards: int) -> None:
+    """Delete the shards and records of an earlier run that had more of them, and what killed runs left behind."""
+    wanted = {path(folder, shard).name for shard in range(num_shards) for path in (tar_path, record_path)}
+    for path in folder.glob("shard-*"):
+        if path.suffix in (".tar", ".json") and path.name not in wanted:
+            path.unlink()
+    for path in folder.glob(".*.tmp"):
+        path.unlink()

@@ -1,0 +1,95 @@
+"""Has the source changed? Asked each time Snakemake starts, so it opens no image and imports no torch.
+
+`refresh` writes `source.json`, the input of the crop rule, and leaves the file untouched while the content of the
+source is the same. It looks at names, sizes and modification times; only a file whose size is the same but whose time
+is not is hashed and compared with the hash that crop noted when it read it. So touching or copying files re-runs
+nothing, and looking again costs one `stat` a file. A private cache beside `source.json` remembers all this; without
+it (a fresh clone, or somebody deleted it) the crop rule runs, and finds for itself that its shards are up to date.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.config import dump
+from image_diffusion.core.files import digest, read_json, sha256_file, write_json
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.listing import Stamp
+
+Entries = dict[str, tuple[int, int, str]]
+"""By name: size, modification time in nanoseconds, sha256 or an empty text when nobody has read the file yet."""
+
+
+def refresh(source: Source, path: Path) -> bool:
+    """Write `path` (source.json) if the source is not what it was; returns whether it did.
+
+    Raises ValueError when the source is missing or empty.
+    """
+    files = source.files()
+    known = _read_cache(source, path)
+    if known is None or not path.is_file():
+        known = known or {}
+        now = {name: _entry(stamp, known.get(name)) for name, (_, stamp) in files.items()}
+        _write(source, path, now)
+        return True
+    now, changed = {}, files.keys() != known.keys()
+    for name, (where, stamp) in files.items():
+        before = known.get(name)
+        now[name] = _entry(stamp, before)
+        if before is None or (before[0], before[1]) == stamp:
+            continue
+        if before[2] and before[0] == stamp[0] and sha256_file(Path(where)) == before[2]:
+            now[name] = (*stamp, before[2])
+        else:
+            changed = True
+    if changed:
+        _write(source, path, now)
+    elif now != known:
+        _write_cache(source, path, now)
+    return changed
+
+
+def remember(source: Source, path: Path, files: dict[str, tuple[str, Stamp]], hashes: dict[str, str]) -> None:
+    """Note what crop read: the files as they were listed before it began, and the sha256 of each it has read.
+
+    Files it did not read one by one (a tar of many images) are hashed here.
+    """
+    entries: Entries = {}
+    for name, (where, stamp) in files.items():
+        try:
+            entries[name] = (*stamp, hashes.get(name) or sha256_file(Path(where)))
+        except OSError:
+            entries[name] = (*stamp, "")
+    _write_cache(source, path, entries)
+
+
+def _entry(stamp: Stamp, before: tuple[int, int, str] | None) -> tuple[int, int, str]:
+    """What is known of a file now: its hash too, as long as size and time are what they were."""
+    return (*stamp, before[2] if before is not None and (before[0], before[1]) == stamp else "")
+
+
+def _write(source: Source, path: Path, entries: Entries) -> None:
+    """source.json changes whenever the content does; times stand in for the hashes nobody has computed yet."""
+    revision = digest([[name, size, sha256 or time] for name, (size, time, sha256) in sorted(entries.items())])
+    _write_cache(source, path, entries)
+    write_json(path, {"source": dump(source), "files": len(entries), "revision": revision})
+
+
+def _cache_path(path: Path) -> Path:
+    return path.with_name(f".{path.stem}-cache.json")
+
+
+def _write_cache(source: Source, path: Path, entries: Entries) -> None:
+    write_json(_cache_path(path), {"source": dump(source), "files": {name: entries[name] for name in sorted(entries)}})
+
+
+def _read_cache(source: Source, path: Path) -> Entries | None:
+    """What was known of this very source; None when nothing is."""
+    try:
+        data: dict[str, Any] = read_json(_cache_path(path))
+        if data["source"] != dump(source):
+            return None
+        return {name: (int(size), int(time), str(sha256)) for name, (size, time, sha256) in data["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,10 @@
+"""Where images come from. One kind of source, one file; its name in `Source`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from image_diffusion.data.sources.digits import Digits
+from image_diffusion.data.sources.folder import Folder
+
+Source = Annotated[Folder | Digits, Field(discriminator="type")]

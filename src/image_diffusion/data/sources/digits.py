@@ -1,0 +1,43 @@
+"""The handwritten digits that come with scikit-learn: data for a demo and for tests, with nothing to download."""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from typing import Any, Literal
+
+from PIL import Image
+
+from image_diffusion.core.config import Config
+from image_diffusion.data.sources.listing import Item, Listing, Stamp
+
+
+class Digits(Config):
+    """1,797 handwritten digits of 8 x 8 pixels (Alpaydin and Kaynak 1998), enlarged to 32 x 32; ten classes."""
+
+    type: Literal["digits"] = "digits"
+    """The digits embedded in scikit-learn."""
+
+    def listing(self) -> Listing:
+        """Every digit, labelled with itself."""
+        labels = _digits().target
+        items = [Item(f"{label}/{i:04d}.png", int(label), (i,)) for i, label in enumerate(labels)]
+        return Listing(sorted(items, key=lambda item: item.name), [str(digit) for digit in range(10)], [], 0)
+
+    def read(self, item: Item) -> bytes:
+        """One digit as a grey PNG of 32 x 32 pixels, scaled from 0 … 16 to 0 … 255 and enlarged bicubically."""
+        pixels = (_digits().images[int(item.address[0])] * (255.0 / 16.0)).round().astype("uint8")
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)
+        return buffer.getvalue()
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """None: the digits are part of scikit-learn."""
+        return {}
+
+
+@lru_cache(maxsize=1)
+def _digits() -> Any:
+    from sklearn.datasets import load_digits  # half a second: not for those who bring their own images
+
+    return load_digits()

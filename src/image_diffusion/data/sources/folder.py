@@ -1,0 +1,117 @@
+"""A folder of images: class folders, or no folders at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config import Config
+from image_diffusion.data.sources.listing import Item, Listing, Stamp, class_name, number_classes, plain_text
+
+_NOT_DATA = {"__MACOSX", "Thumbs.db", "desktop.ini"}
+
+
+class Folder(Config):
+    """Images in a folder. Each folder at the first level is a class, with everything below it; images that lie in
+    the folder itself, with no folders beside them, have no class.
+
+    Files are judged by what they hold, not by their extension. Hidden files are ignored. Symbolic links are
+    followed wherever they point, since many data sets are folders of links; a link back to a folder that holds it is
+    rejected.
+    """
+
+    type: Literal["folder"] = "folder"
+    """Images in a folder."""
+    path: str = Field(min_length=1)
+    """The folder, absolute or relative to where the command runs."""
+    classes: Literal["folders", "none"] = "folders"
+    """folders: the folder at the first level is the class. none: unconditional, however the files are arranged."""
+
+    def listing(self) -> Listing:
+        """Every file as an image, sorted by path. Raises ValueError when the folder is missing or empty."""
+        walk = _Walk(self._root())
+        names = sorted((plain_text(relative), relative) for relative in walk.files())
+        if not names:
+            raise ValueError(
+                f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
+            )
+        rejected = sorted(walk.rejected)
+        in_folders = [name for name, _ in names if "/" in name]
+        if self.classes == "none" or not in_folders:
+            items = [Item(name, None, (relative,)) for name, relative in names]
+            return Listing(items, [], rejected, walk.ignored)
+        numbers = number_classes(class_name(name.split("/", 1)[0]) for name in in_folders)
+        items = [
+            Item(name, numbers[class_name(name.split("/", 1)[0])], (relative,))
+            for name, relative in names
+            if "/" in name
+        ]
+        rejected += [(name, "lies outside every class folder") for name, _ in names if "/" not in name]
+        return Listing(items, list(numbers), sorted(rejected), walk.ignored)
+
+    def read(self, item: Item) -> bytes:
+        """The bytes of one file. Raises OSError."""
+        return (Path(self.path) / str(item.address[0])).read_bytes()
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""
+        root = self._root()
+        found = {plain_text(name): (f"{root}/{name}", stamp) for name, stamp in _Walk(root).files().items()}
+        if not found:
+            raise ValueError(
+                f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
+            )
+        return found
+
+    def _root(self) -> str:
+        if not Path(self.path).exists():
+            raise ValueError(f"data.source.path: {self.path} does not exist. Give the folder that holds the images.")
+        if not Path(self.path).is_dir():
+            raise ValueError(f"data.source.path: {self.path} is not a folder. Give the folder that holds the images.")
+        return self.path
+
+
+class _Walk:
+    """One pass over a folder and everything below it."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.ignored = 0
+        self.rejected: list[tuple[str, str]] = []
+
+    def files(self) -> dict[str, Stamp]:
+        """Path relative to the root, with "/" between its parts, to the stamp of every file that is not hidden."""
+        return dict(self._below(self.root, "", (os.path.realpath(self.root),)))
+
+    def _below(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[tuple[str, Stamp]]:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = prefix + entry.name
+                if entry.name.startswith(".") or entry.name in _NOT_DATA:
+                    self.ignored += 1
+                    continue
+                try:
+                    found = entry.stat()
+                    if stat.S_ISDIR(found.st_mode):
+                        real = os.path.realpath(entry.path)
+                        if real in above:
+                            self.rejected.append((plain_text(name), "a link to a folder that holds it"))
+                            continue
+                        yield from self._below(entry.path, f"{name}/", (*above, real))
+                    elif stat.S_ISREG(found.st_mode):
+                        yield name, (found.st_size, found.st_mtime_ns)
+                    else:
+                        self.rejected.append((plain_text(name), "neither a file nor a folder"))
+                except OSError as error:
+                    self.rejected.append((plain_text(name), _why(error)))
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "a link to nothing"
+    return (error.strerror or "cannot be read").lower()

@@ -1,0 +1,70 @@
+"""What a source holds, before any image is opened."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+Stamp = tuple[int, int]
+"""Size in bytes and modification time in nanoseconds of a file."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image of a source.
+
+    name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number
+    of its class, None without classes. address: where the source finds its bytes.
+    """
+
+    name: str
+    label: int | None
+    address: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Every image of a source, sorted by name.
+
+    classes: their names by number; empty for unconditional data. rejected: (name, reason) of what can be no image.
+    ignored: number of hidden files.
+    """
+
+    items: list[Item]
+    classes: list[str]
+    rejected: list[tuple[str, str]]
+    ignored: int
+
+
+class ImageSource(Protocol):
+    """What every source offers."""
+
+    def listing(self) -> Listing:
+        """Every image there is. Raises ValueError when there is none."""
+        ...
+
+    def read(self, item: Item) -> bytes:
+        """The bytes of one image file. Raises OSError."""
+        ...
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """The files the images come from: by name, path and stamp. Raises ValueError when there are none."""
+        ...
+
+
+def plain_text(name: str) -> str:
+    """A file name as text that any file can hold: bytes that are not UTF-8 are written as backslash escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def class_name(text: str) -> str:
+    """A class's name in one spelling: file systems differ in how they compose accents (Unicode form NFC)."""
+    return unicodedata.normalize("NFC", text)
+
+
+def number_classes(names: Iterable[str]) -> dict[str, int]:
+    """Class names sorted and numbered from 0."""
+    return {name: number for number, name in enumerate(sorted(set(names)))}
