@@ -1,7 +1,7 @@
 """Intervals by the block jackknife (Quenouille 1949; Tukey 1958; Efron and Stein 1981).
 
-The percentile bootstrap is of no use here: resampling adds the 1/N bias of a Fréchet distance a second time, and its 95 %
-interval covers the truth in 0 of 100 cases. Leaving out a block estimates the bias and the variance at once.
+The percentile bootstrap is of no use here: resampling adds the 1/N bias of a Fréchet distance a second time, and its
+95 % interval covers the truth in 0 of 100 cases. Leaving out a block estimates the bias and the variance at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mean and covariance of features, in float64, block by block, merged exactly.
 
-Twenty blocks instead of one sum: leaving out a block at a time gives the interval of every Fréchet distance (intervals.py)
-without keeping a single feature. A sample's block depends on its index alone, so neither the batch size nor the number
-of processes that computed the features can change a result.
+Twenty blocks instead of one sum: leaving out a block at a time gives the interval of every Fréchet distance
+(intervals.py) without keeping a single feature. A sample's block depends on its index alone, so neither the batch size
+nor the number of processes that computed the features can change a result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gaussian:
     def factor(self) -> Tensor:
         """F [D, R] with F F' = covariance and R its numerical rank: Cholesky's factorization with complete pivoting.
 
-        It ends where every pivot left is under D eps max, the rounding noise of a zero: a root would turn 1e-16 into 1e-8.
+        It ends where every pivot left is under D eps max, the noise of a zero, of which a root would make 1e-8.
         """
         packed, pivots, rank, _ = dpstrf(self.covariance.numpy(), lower=1)
         lower = np.tril(packed)[:, :rank]
@@ -186,7 +186,7 @@ def merged(parts: Iterable[Moments]) -> Moments:
 
 
 def block_of_each(total: int, num_blocks: int = NUM_BLOCKS) -> Tensor:
-    """Int64 [total]: the block of every sample. Blocks differ in size by one at most, and are blind to any order of the set."""
+    """Int64 [total]: the block of every sample. Sizes differ by one at most; the order of the set plays no part."""
     return torch.from_numpy(np.random.default_rng(0).permutation(total) % num_blocks)
 
 
