@@ -1,0 +1,63 @@
+# Every command of the project. Needs Python 3.11 or newer and make; the rest is installed into .venv from the lock.
+PYTHON ?= python3
+SHELL := bash
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+python_files := src tests workflow/scripts
+snakefiles := Snakefile workflow/rules
+
+.PHONY: help demo test lint format test-slurm bench soak ui lock clean
+
+help: ## what there is
+	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
+
+demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on two cores
+	snakemake --cores all --config 'experiments=[demo]'
+	@printf '\n%-10s %s\n' Samples results/demo/samples/grid.png Metrics results/demo/metrics.json \
+		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
+
+test: .venv/.ready ## every test that needs no cluster, no GPU and no network
+	python -m pytest --numprocesses=auto
+
+lint: .venv/.ready ## style, types, imports, rules
+	ruff check $(python_files)
+	ruff format --check $(python_files)
+	mypy
+	lint-imports
+	snakefmt --check $(snakefiles)
+	snakemake --lint
+
+format: .venv/.ready ## put every file into the style that lint checks
+	ruff check --fix $(python_files)
+	ruff format $(python_files)
+	snakefmt $(snakefiles)
+
+test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
+	python -m pytest tests/slurm
+
+bench: .venv/.ready ## speed and memory, measured
+	python -m tests.bench
+
+soak: .venv/.ready ## the long reliability runs
+	python -m pytest tests/reliability --soak
+
+ui: .venv/.ready ## review every run in MLflow
+	mlflow ui --backend-store-uri sqlite:///mlflow.db
+
+lock: .venv/.ready ## pin the newest packages that envs/requirements.in allows
+	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
+		--output-file envs/requirements.lock envs/requirements.in
+	sed --in-place '1i # Made by `make lock` from envs/requirements.in: every package the project uses, pinned, with hashes.' \
+		envs/requirements.lock
+
+clean: ## delete the environment; results stay
+	rm -rf .venv
+
+# uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had.
+.venv/.ready: envs/requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
+	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \
+		&& .venv/bin/uv pip install --python .venv/bin/python --require-hashes --requirement envs/requirements.lock; } \
+		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch .venv/.ready
