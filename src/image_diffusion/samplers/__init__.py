@@ -1,0 +1,34 @@
+"""Noise -> samples."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.dpm_solver import DpmSolver
+from image_diffusion.samplers.euler import Euler
+from image_diffusion.samplers.guidance import Guidance, guided
+from image_diffusion.samplers.heun import Heun
+from image_diffusion.samplers.noise import image_streams, initial_noise
+from image_diffusion.samplers.sampler import SamplerConfig
+from image_diffusion.samplers.unipc import UniPc
+
+Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc, Field(discriminator="type")]
+
+__all__ = [
+    "Ddim",
+    "Ddpm",
+    "DpmSolver",
+    "Euler",
+    "Guidance",
+    "Heun",
+    "Sampler",
+    "SamplerConfig",
+    "UniPc",
+    "guided",
+    "image_streams",
+    "initial_noise",
+]

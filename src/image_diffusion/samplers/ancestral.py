@@ -1,0 +1,41 @@
+"""Ancestral sampling: x_s ~ p(x_s | x_t), from each noise level t to the next lower one, s.
+
+Ho et al. 2020, "Denoising diffusion probabilistic models", Algorithm 2, with the posterior of Kingma et al. 2021,
+"Variational diffusion models", appendix A.2, so that time may be discrete or continuous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.samplers.noise import step_noise
+from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
+
+
+class Ddpm(SamplerConfig):
+    """Ancestral sampling, with the variance the network learned or a fixed one."""
+
+    type: Literal["ddpm"] = "ddpm"
+    num_steps: NumSteps = 250
+    variance: Literal["fixed_small", "fixed_large"] = "fixed_small"
+    """The variance where the network has learned none: the posterior's, or that of the forward step (beta)."""
+
+    @property
+    def draws_noise(self) -> bool:
+        return True
+
+    def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
+        """x_s = mean + std z; the mean alone where the step ends without noise."""
+        for i in range(grid.num_steps):
+            denoised, step = denoiser(x, i), grid.steps.at(i, x)
+            fixed = step.log_variance if self.variance == "fixed_small" else step.log_large_variance
+            log_variance = fixed if denoised.log_variance is None else denoised.log_variance
+            x = step.reverse_mean(denoised, x)
+            if step.variance > 0:
+                x = x + (0.5 * log_variance).exp() * step_noise(streams, i, x)
+            yield Step(x, denoised.x0)
