@@ -1,0 +1,160 @@
+"""The continuous process: alpha = scale sqrt(gamma(t)), sigma = sqrt(1 - gamma(t)), t in [0, 1], 1 the most noise.
+
+Schedules: Chen 2023, "On the importance of noise scheduling for diffusion models", algorithm 1; scale below 1 shrinks
+the image, section 2.2. Not from there: with scale below 1 the levels do not lie on alpha^2 + sigma^2 = 1, which all
+conversions here respect, and a grid ends at alpha = 1, so that a sampler returns the image at its own scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.process.grid import Grid
+from image_diffusion.process.noise_process import count_steps
+from image_diffusion.process.respacing import Respacing
+
+
+class _Gamma(Config):
+    minimum: float = Field(1e-9, gt=0, lt=1)
+    """gamma is never below this."""
+
+
+class LinearGamma(_Gamma):
+    """gamma = 1 - t."""
+
+    type: Literal["linear"] = "linear"
+
+    def gamma(self, t: Tensor) -> Tensor:
+        """gamma at times t, any shape."""
+        return (1 - t).clamp(min=self.minimum)
+
+
+class CosineGamma(_Gamma):
+    """gamma follows cos(u pi / 2)^(2 tau) for u from start to end."""
+
+    type: Literal["cosine"] = "cosine"
+    start: float = Field(0.0, ge=0, le=1)
+    """u at t = 0."""
+    end: float = Field(1.0, ge=0, le=1)
+    """u at t = 1."""
+    tau: float = Field(1.0, gt=0)
+    """The larger, the more of the time is spent at high noise."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CosineGamma:
+        _check_ordered(self.start, self.end)
+        return self
+
+    def gamma(self, t: Tensor) -> Tensor:
+        """gamma at times t, any shape."""
+        u = t * (self.end - self.start) + self.start
+        first, last = (math.cos(end * math.pi / 2) ** (2 * self.tau) for end in (self.start, self.end))
+        value: Tensor = torch.cos(u * math.pi / 2) ** (2 * self.tau)
+        return ((last - value) / (last - first)).clamp(self.minimum, 1)
+
+
+class SigmoidGamma(_Gamma):
+    """gamma follows the logistic function of u / tau for u from start to end."""
+
+    type: Literal["sigmoid"] = "sigmoid"
+    start: float = -3.0
+    """u at t = 0."""
+    end: float = 3.0
+    """u at t = 1."""
+    tau: float = Field(1.0, gt=0)
+    """The larger, the nearer to linear."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SigmoidGamma:
+        _check_ordered(self.start, self.end)
+        return self
+
+    def gamma(self, t: Tensor) -> Tensor:
+        """gamma at times t, any shape."""
+        u = t * (self.end - self.start) + self.start
+        first, last = (1 / (1 + math.exp(-end / self.tau)) for end in (self.start, self.end))
+        value = torch.sigmoid(u / self.tau)
+        return ((last - value) / (last - first)).clamp(self.minimum, 1)
+
+
+GammaSchedule = Annotated[LinearGamma | CosineGamma | SigmoidGamma, Field(discriminator="type")]
+
+
+class Continuous(Config):
+    """A process in continuous time."""
+
+    type: Literal["continuous"] = "continuous"
+    schedule: GammaSchedule = SigmoidGamma()
+    """gamma, the share of the signal's variance."""
+    scale: float = Field(1.0, gt=0, le=1)
+    """What images are multiplied by before noise is added; below 1 the network's input is brought to unit variance."""
+    min_time: float = Field(1e-4, gt=0, lt=1)
+    """Training draws times from here to 1: at exactly 0 there is no noise, and nothing to predict it from."""
+    time_difference: float = Field(0.0, ge=0, lt=1)
+    """Ancestral steps go this much further than the next time (Chen et al. 2023, "Analog bits", section 3.3)."""
+
+    def build(self) -> ContinuousProcess:
+        """The process."""
+        return ContinuousProcess(self)
+
+
+class ContinuousProcess:
+    """A process in continuous time; t is float64 [B] in [0, 1]."""
+
+    def __init__(self, config: Continuous) -> None:
+        self._config, self._schedule = config, config.schedule
+
+    def draw(self, streams: Streams) -> Tensor:
+        """A time for each sample, uniform in [min_time, 1). Float64 [B]."""
+        first = self._config.min_time
+        return first + (1 - first) * streams.uniform("timestep").double()
+
+    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha and sigma at times [B]. Float64 [B] each."""
+        gamma = self._schedule.gamma(t.double())
+        return self._config.scale * gamma.sqrt(), (1 - gamma).sqrt()
+
+    def log_snr(self, t: Tensor) -> Tensor:
+        """log(alpha^2 / sigma^2) at times [B], at least log(1e-5), infinite where sigma is 0. Float64 [B]."""
+        alpha, sigma = self.levels(t)
+        return (alpha**2 / sigma**2).clamp(min=1e-5).log()
+
+    def network_time(self, t: Tensor) -> Tensor:
+        """What the network is given for times [B]: the same. Float32 [B]."""
+        return t.float()
+
+    def network_input(self, x_t: Tensor) -> Tensor:
+        """What the network is given for x_t [B, …]: with scale below 1, each sample over its standard deviation."""
+        if self._config.scale == 1:
+            return x_t
+        std = x_t.flatten(1).std(1, correction=0).clamp(min=1e-5)
+        return x_t / std.view(-1, *[1] * (x_t.ndim - 1))
+
+    def fraction(self, t: Tensor) -> Tensor:
+        """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
+        return t.double().clamp(max=1 - 2**-24)
+
+    def grid(self, num_steps: Respacing) -> Grid:
+        """Times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps."""
+        times = torch.linspace(1, 0, count_steps(num_steps, "continuous") + 1, dtype=torch.float64)
+        alpha, sigma = self._to_clean(times)
+        later = (times[1:] - self._config.time_difference).clamp(min=0)
+        target = self._to_clean(later) if self._config.time_difference else None
+        return Grid(time=times[:-1], alpha=alpha, sigma=sigma, target=target)
+
+    def _to_clean(self, times: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, sigma = self.levels(times)
+        alpha[-1], sigma[-1] = 1, 0
+        return alpha, sigma
+
+
+def _check_ordered(start: float, end: float) -> None:
+    if start >= end:
+        raise ValueError(f"start must be below end; got start {start} and end {end}.")

@@ -1,0 +1,53 @@
+"""What the discrete, the continuous and the flow process have in common, for objectives and samplers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.process.grid import Grid
+from image_diffusion.process.respacing import Respacing
+
+
+class NoiseProcess(Protocol):
+    """x_t = alpha_t x0 + sigma_t eps. The times of a batch are one tensor t [B], integers or reals."""
+
+    def draw(self, streams: Streams) -> Tensor:
+        """A time for each sample, as training draws them. [B]."""
+        ...
+
+    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """alpha and sigma at times [B]. Float64 [B] each."""
+        ...
+
+    def network_time(self, t: Tensor) -> Tensor:
+        """What the network is given for times [B]. Float32 [B]."""
+        ...
+
+    def network_input(self, x_t: Tensor) -> Tensor:
+        """What the network is given for x_t [B, …]."""
+        ...
+
+    def fraction(self, t: Tensor) -> Tensor:
+        """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
+        ...
+
+    def grid(self, num_steps: Respacing) -> Grid:
+        """The points to sample at. Raises ValueError where the process cannot take that many or such steps."""
+        ...
+
+
+def broadcast(levels: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha and sigma [B] in the shape and type that multiply x [B, …]."""
+    alpha, sigma = (level.view(-1, *[1] * (x.ndim - 1)).to(x.dtype) for level in levels)
+    return alpha, sigma
+
+
+def count_steps(num_steps: Respacing, process: str) -> int:
+    """A number of steps evenly spaced in time. Raises ValueError for anything else: a real time has no respacing."""
+    text = str(num_steps)
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"The {process} process takes a number of steps, at least 1; got {num_steps!r}. Use 50, say.")
+    return int(text)
