@@ -24,8 +24,9 @@ import PIL
 from PIL import features
 
 from image_diffusion.core.command import run
-from image_diffusion.core.config import load
+from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import digest, sha256_file, write_json, write_text
+from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
@@ -50,10 +51,14 @@ from image_diffusion.data.write import Chunk, chunk_samples, histogram, write_sh
 
 @dataclass(frozen=True)
 class Cropped:
-    """What a run of `crop_dataset` did. manifest: what it wrote. num_written: shards that were not up to date."""
+    """What a run of `crop_dataset` did.
+
+    manifest: what it wrote. num_written: shards that were not up to date. sheets: pictures for people.
+    """
 
     manifest: dict[str, Any]
     num_written: int
+    sheets: list[Path]
 
 
 def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = None, processes: int = 1) -> Cropped:
@@ -84,13 +89,14 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
     manifest = _manifest(config, listing, records, bad, output)
+    sheets = _write_sheets(output, manifest, records)
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
         hashes: dict[str, str] = {}
         for record in records:
             hashes |= _hashes(record.samples, record.quarantined)
         remember(config.source, source_json, files, hashes)
-    return Cropped(manifest, num_written)
+    return Cropped(manifest, num_written, sheets)
 
 
 def crop_layout(config: DataConfig, labelled: bool) -> Layout:
@@ -131,7 +137,7 @@ def _crops(
         data = b""
         try:
             data = config.source.read(item)
-            crop, flags = crop_image(data, config)
+            crop = crop_image(data, config)
         except OSError as error:
             bad.append(Quarantined(item.name, f"cannot be read: {error.strerror or error}"))
             continue
@@ -139,8 +145,9 @@ def _crops(
             bad.append(Quarantined(item.name, str(error), hashlib.sha256(data).hexdigest()))
             continue
         key = f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"
-        samples.append(Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, flags))
-        crops.append(crop)
+        sha256 = hashlib.sha256(data).hexdigest()
+        samples.append(Sample(key, item.name, sha256, item.label, crop.size, crop.flags))
+        crops.append(crop.pixels)
         labels.append(item.label or 0)
         if len(crops) == size:
             yield {"npy": np.stack(crops)}, np.array(labels, dtype=np.int64)
@@ -247,19 +254,40 @@ def _manifest(
     }
 
 
+def _write_sheets(output: Path, manifest: dict[str, Any], records: list[ShardRecord]) -> list[Path]:
+    """Write the pictures for people beside the manifest; returns where they are."""
+    # Here and not above: torch and matplotlib would slow the start of every crop process by seconds.
+    from image_diffusion.data.shards import Shards
+    from image_diffusion.data.sheets import contact_sheet, histograms
+
+    dataset = Shards(output, manifest, "all")
+    sheet, plot = output / "sheet.png", output / "histograms.png"
+    contact_sheet(dataset, sheet)
+    histograms(dataset.classes, dataset.manifest["histogram"], records, plot)
+    return [sheet, plot]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
     parser.add_argument("--config", type=Path, required=True, help="the data section, YAML")
     parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
     parser.add_argument("--output", type=Path, required=True, help="manifest.json to write, beside the shards")
     parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
+    parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
-    done = crop_dataset(
-        load(DataConfig, arguments.config), arguments.output.parent, arguments.source, arguments.processes
-    )
+    config = load(DataConfig, arguments.config)
+    with Journal.open(arguments.journal, "crop") if arguments.journal else NullJournal() as journal:
+        journal.params(dump(config))
+        done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes)
+        manifest = done.manifest
+        numbers = {"images": manifest["num_samples"], "quarantined": manifest["quarantined"]}
+        journal.metrics({**numbers, **{f"flag/{name}": count for name, count in manifest["flags"].items()}}, step=0)
+        for picture in done.sheets:
+            journal.image(picture.stem, picture, step=0)
+        journal.artifact(arguments.output.parent / "quarantine.csv")
     print(
-        f"crop: {done.manifest['num_samples']:,} crops in {len(done.manifest['shards'])} shards "
-        f"({done.num_written} written), {done.manifest['quarantined']:,} files quarantined"
+        f"crop: {manifest['num_samples']:,} crops in {len(manifest['shards'])} shards "
+        f"({done.num_written} written), {manifest['quarantined']:,} files quarantined"
     )
 
 

@@ -18,6 +18,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,15 @@ class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of
     """A file that gives no crop, and why, in a few words."""
 
 
+@dataclass(frozen=True)
+class Crop:
+    """pixels: uint8 [C, resolution, resolution]. size: (width, height) of the upright image. flags: sorted."""
+
+    pixels: NDArray[np.uint8]
+    size: tuple[int, int]
+    flags: list[str]
+
+
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
     """Inside, Pillow neither warns nor keeps its own limit of pixels: `crop_image` holds a stricter one."""
@@ -52,8 +62,8 @@ def quiet_pillow() -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = limit
 
 
-def crop_image(data: bytes, config: DataConfig) -> tuple[NDArray[np.uint8], list[str]]:
-    """The bytes of an image file -> its crop, uint8 [C, resolution, resolution], and its flags, sorted.
+def crop_image(data: bytes, config: DataConfig) -> Crop:
+    """The bytes of an image file -> its crop.
 
     Raises BadImage. Call it inside `quiet_pillow()`.
     """
@@ -75,7 +85,7 @@ def crop_image(data: bytes, config: DataConfig) -> tuple[NDArray[np.uint8], list
         pixels = np.asarray(centre_crop(upright, config.resolution))
     if pixels.ndim == 2:
         pixels = pixels[:, :, None]
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1)), sorted(flags)
+    return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags))
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:

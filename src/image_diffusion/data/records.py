@@ -22,12 +22,16 @@ INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a shard: its key in the tar, and the image it was made from."""
+    """One sample of a shard: its key in the tar, and the image it was made from.
+
+    path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels.
+    """
 
     key: str
     path: str
     sha256: str
     label: int | None
+    size: tuple[int, int]
     flags: list[str]
 
 
@@ -89,7 +93,7 @@ def read_record(folder: Path, shard: int) -> ShardRecord:
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"{path} has format {data['format']}; this version reads format {FORMAT}. Run crop again.")
-        samples = [Sample(**each) for each in data.pop("samples")]
+        samples = [Sample(**{**each, "size": tuple(each["size"])}) for each in data.pop("samples")]
         quarantined = [Quarantined(**each) for each in data.pop("quarantined")]
         return ShardRecord(samples=samples, quarantined=quarantined, **data)
     except (KeyError, TypeError) as error:
