@@ -55,6 +55,7 @@ from mlflow.entities import (  # noqa: E402
     RunTag,
 )
 from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # noqa: E402
 from PIL import Image as PillowImage  # noqa: E402
 
 for _logger in ("alembic", "mlflow", "urllib3"):  # what goes wrong is raised, and told once by the command
@@ -74,7 +75,8 @@ class Store:
     """One MLflow experiment, created when missing.
 
     uri: any tracking URI: `sqlite:///mlflow.db`, `http://host:5000`, `postgresql+psycopg2://…`. Files of a sqlite
-    store lie in `mlruns/` beside its database. Every method raises TrackingError when the store does not answer.
+    store lie in `mlruns/` beside its database. experiment_id: the number the user interface shows it under.
+    Every method raises TrackingError when the store does not answer.
     """
 
     def __init__(self, uri: str, project: str) -> None:
@@ -88,20 +90,19 @@ class Store:
             self._lock = Path(tempfile.gettempdir()) / f"image-diffusion-{name}.lock"
         self.shown_uri = without_password(uri)
         self._sent: dict[str, set[tuple[str, int, int, str]]] = {}
+        self._taken_of: dict[str, tuple[int, set[tuple[str, int]]]] = {}
         mlflow.set_tracking_uri(uri)
         with self._told(), locked(self._lock):  # creating the tables is a race between processes
+            if self._local is not None and not self._local.exists():
+                _create_database(self._local)
             self._client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-            self._experiment = self._experiment_named(project)
-
-    def experiment_id(self) -> str:
-        """The number under which the user interface shows the experiment."""
-        return self._experiment
+            self._project, self.experiment_id = project, self._experiment_named(project)
 
     def run(self, key: str, name: str, start_time: int, tags: Mapping[str, str]) -> str:
         """The id of the run with this key, created when missing. start_time: milliseconds since 1970."""
 
         def create() -> None:
-            self._client.create_run(self._experiment, start_time, {**tags, KEY: key}, name)
+            self._client.create_run(self.experiment_id, start_time, {**tags, KEY: key}, name)
 
         def delete(run: Run) -> None:
             self._client.delete_run(run.info.run_id)
@@ -221,10 +222,10 @@ class Store:
         where they are."""
 
         def create() -> None:
-            self._client.create_logged_model(self._experiment, name, run_id, {**tags, KEY: key}, {}, "diffusion")
+            self._client.create_logged_model(self.experiment_id, name, run_id, {**tags, KEY: key}, {}, "diffusion")
 
         def search() -> list[Any]:
-            return list(self._client.search_logged_models([self._experiment], f"tags.`{KEY}` = '{key}'"))
+            return list(self._client.search_logged_models([self.experiment_id], f"tags.`{KEY}` = '{key}'"))
 
         with self._told():
             model = self._once(
@@ -245,9 +246,10 @@ class Store:
             if model_id not in used:
                 self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 
-    def register(self, name: str, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None) -> None:
-        """Make a logged model a version of a registered one, and give the alias `champion` to the version with the
-        lowest score; a version without a score is never champion."""
+    def register(self, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None) -> None:
+        """Make a logged model a version of the project's registered model, and give the alias `champion` to the
+        version with the lowest score; a version without a score is never champion."""
+        name = re.sub(r"[/:]", "_", self._project)
         score_tags = {} if score is None else {"score": repr(score)}
 
         def search() -> list[Any]:
@@ -300,7 +302,7 @@ class Store:
         return str(found.experiment_id)
 
     def _runs(self, key: str) -> list[Run]:
-        return list(self._client.search_runs([self._experiment], f"tags.`{KEY}` = '{key}'", max_results=100))
+        return list(self._client.search_runs([self.experiment_id], f"tags.`{KEY}` = '{key}'", max_results=100))
 
     def _once(
         self,
@@ -322,14 +324,17 @@ class Store:
             return first
 
     def _taken(self, run_id: str, superseded: Sequence[Point]) -> set[tuple[str, int]]:
-        """(key, step) of the superseded points that are in the store."""
-        by_key: dict[str, list[Point]] = {}
-        for point in superseded:
-            by_key.setdefault(_name(point.key), []).append(point)
-        taken: set[tuple[str, int]] = set()
-        for key, points in by_key.items():
-            there = {(metric.step, metric.timestamp) for metric in self._client.get_metric_history(run_id, key)}
-            taken |= {(key, point.step) for point in points if (point.step, point.time) in there}
+        """(key, step) of the superseded points that are in the store. What is superseded is never sent any more, so
+        the answer changes only when more is."""
+        count, taken = self._taken_of.get(run_id, (0, set()))
+        if count != len(superseded):
+            by_key: dict[str, list[Point]] = {}
+            for point in superseded:
+                by_key.setdefault(_name(point.key), []).append(point)
+            for key, points in by_key.items():
+                there = {(metric.step, metric.timestamp) for metric in self._client.get_metric_history(run_id, key)}
+                taken |= {(key, point.step) for point in points if (point.step, point.time) in there}
+            self._taken_of[run_id] = (len(superseded), taken)
         return taken
 
     def _sizes(self, run_id: str, folder: str) -> dict[str, int]:
@@ -389,6 +394,14 @@ def without_password(uri: str) -> str:
     parts = urlsplit(uri)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc else uri
+
+
+def _create_database(path: Path) -> None:
+    """An empty database, whole or absent: one that was half made by a killed process could never be opened again."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        SqlAlchemyStore(f"sqlite:///{fresh}", (path.parent / "mlruns").as_uri()).engine.dispose()
+        fresh.replace(path)
 
 
 def _sqlite_path(uri: str) -> Path | None:

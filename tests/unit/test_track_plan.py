@@ -1,0 +1,87 @@
+"""What MLflow is to hold follows from the journals alone: parents, names, headline metrics, files."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.core import journal as journal_module
+from image_diffusion.core.journal import Journal
+from image_diffusion.track import plan
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(1000)
+    monkeypatch.setattr(journal_module, "_now_ms", lambda: next(ticks))
+
+
+def stage(folder: Path, name: str, seed: int = 0, step: int = 10, resume: int | None = None, **values: float) -> None:
+    with Journal.open(folder / "journal", name, resume_step=resume) as journal:
+        journal.params({"seed": seed})
+        journal.metrics(values, step=step)
+
+
+def test_train_is_the_parent_and_shows_what_its_children_measured(tmp_path: Path) -> None:
+    experiment, data = tmp_path / "results" / "demo", tmp_path / "results" / "datasets" / "digits-32"
+    stage(data, "crop", images=100)
+    stage(experiment, "train", loss=0.5)
+    stage(experiment, "sample", **{"speed/images_per_s": 3.0})
+    stage(experiment, "evaluate", **{"eval/fid": 7.0, "recall": 0.5, "system/rss": 9.0})
+    planned = plan(experiment, [data])
+    assert [each.name for each in planned] == ["crop digits-32", "demo", "sample demo", "evaluate demo"]
+    crop, train, sample, evaluate = planned
+    assert (crop.parent, train.parent) == (None, None)
+    assert sample.parent == evaluate.parent == train.history.id
+    assert [(point.key, point.step) for point in train.points] == [
+        ("loss", 10),
+        ("eval/fid", 10),
+        ("evaluate/recall", 10),
+    ]
+
+
+def test_a_child_belongs_to_the_training_that_ran_before_it(tmp_path: Path) -> None:
+    experiment = tmp_path / "demo"
+    stage(experiment, "train", seed=0, loss=1)
+    stage(experiment, "evaluate", seed=0, fid=10)
+    stage(experiment, "train", seed=1, loss=2)
+    stage(experiment, "evaluate", seed=1, fid=20)
+    stage(experiment, "train", seed=0, resume=10)  # the first configuration again: nothing left to train
+    stage(experiment, "evaluate", seed=2, fid=30)
+    by_name = {each.name: each for each in plan(experiment, []) if each.parent is None}
+    assert list(by_name) == ["demo", "demo (2)"]
+    values = {name: [point.value for point in each.points] for name, each in by_name.items()}
+    assert values == {"demo": [1, 10, 30], "demo (2)": [2, 20]}
+
+
+def test_a_child_without_a_training_stands_alone(tmp_path: Path) -> None:
+    stage(tmp_path / "demo", "evaluate", fid=1)
+    (only,) = plan(tmp_path / "demo", [])
+    assert (only.name, only.parent) == ("evaluate demo", None)
+
+
+def test_files_that_changed_since_they_were_recorded_are_told_and_not_shown(tmp_path: Path) -> None:
+    experiment = tmp_path / "demo"
+    for name in ("kept", "changed", "gone"):
+        (tmp_path / name).write_text(name)
+    with Journal.open(experiment / "journal", "train") as journal:
+        for name in ("kept", "changed", "gone"):
+            journal.artifact(tmp_path / name)
+    (tmp_path / "changed").write_text("other")
+    (tmp_path / "gone").unlink()
+    (experiment / "config").mkdir()
+    (experiment / "config" / "train.yaml").write_text("steps: 1\n")
+    (only,) = plan(experiment, [])
+    assert [file.name for file in only.files] == ["kept", "config/train.yaml"]
+    assert only.missing == ["changed", "gone"]
+
+
+def test_results_are_shown_with_the_latest_run_only(tmp_path: Path) -> None:
+    experiment = tmp_path / "demo"
+    stage(experiment, "evaluate", seed=0)
+    stage(experiment, "evaluate", seed=1)
+    (experiment / "metrics.json").write_text("{}")
+    first, second = plan(experiment, [])
+    assert ([file.name for file in first.files], [file.name for file in second.files]) == ([], ["metrics.json"])
