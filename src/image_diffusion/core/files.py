@@ -44,9 +44,20 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def write_if_changed(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically, unless the file holds it already: its modification time then stays."""
+    if not path.is_file() or path.read_bytes() != text.encode("utf-8"):
+        write_text(path, text)
+
+
+def to_json(data: Any) -> str:
+    """Plain data as JSON. The same data gives the same text; NaN and infinity are refused."""
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write plain data as JSON, atomically. The same data gives the same bytes; NaN and infinity are refused."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write plain data as JSON, atomically."""
+    write_text(path, to_json(data))
 
 
 def read_json(path: Path) -> Any:

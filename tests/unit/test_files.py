@@ -1,0 +1,53 @@
+"""Files are whole or absent; digests depend on content only."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from image_diffusion.core.files import atomic_write, digest, read_json, write_if_changed, write_json
+from image_diffusion.core.weights import read_weights, save_weights
+
+
+def test_a_file_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "file"
+    with pytest.raises(RuntimeError), atomic_write(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, {"good": 1})
+    with pytest.raises(ValueError):
+        write_json(path, {"bad": float("nan")})
+    assert read_json(path) == {"good": 1}
+
+
+def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_if_changed(path, "text")
+    os.utime(path, ns=(1, 1))
+    write_if_changed(path, "text")
+    assert path.stat().st_mtime_ns == 1
+    write_if_changed(path, "other")
+    assert path.stat().st_mtime_ns != 1
+
+
+def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
+    assert digest({"a": 1, "b": [2, "ü"]}) == digest({"b": [2, "ü"], "a": 1}) != digest({"a": 1, "b": [2, "u"]})
+
+
+def test_weights_come_back_and_a_changed_byte_is_found(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(3, 2), "a": torch.arange(4)}
+    save_weights(tmp_path, tensors, {"step": 7})
+    loaded, model = read_weights(tmp_path)
+    assert model["step"] == 7 and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    path = tmp_path / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="not the file that"):
+        read_weights(tmp_path)
