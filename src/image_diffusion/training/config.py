@@ -1,0 +1,95 @@
+"""How to train: the section `train` of an experiment."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from image_diffusion.core.config import Config, dump
+from image_diffusion.training.ema import Ema, ExponentialEma
+from image_diffusion.training.optimizer import AdamW, Optimizer
+from image_diffusion.training.schedule import Constant, Schedule
+
+
+class CheckpointConfig(Config):
+    """When to save what a run needs to go on."""
+
+    every_steps: int = Field(1000, gt=0)
+    """Steps from one checkpoint to the next; the last step and a request to stop save as well."""
+    keep_last: int = Field(2, gt=0)
+    """How many of the newest checkpoints are kept."""
+    keep_every: int | None = Field(None, gt=0)
+    """Keep the checkpoint of every multiple of this many steps for good; unset: none."""
+
+
+class TrainConfig(Config):
+    """How to train. Everything but `steps` has a value that works."""
+
+    steps: int = Field(gt=0)
+    """Updates of the weights in all."""
+    global_batch: int = Field(256, gt=0)
+    """Examples of one update, over all processes."""
+    microbatch: int | None = Field(None, gt=0)
+    """Examples a process computes at once; unset: its whole share. Follows from memory, changes no result."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Of everything random: initial weights, order, flips, noise, timesteps, dropout."""
+    optimizer: Optimizer = AdamW()
+    """What turns gradients into updates."""
+    schedule: Schedule = Constant()
+    """The learning rate over time."""
+    grad_clip: float | None = Field(None, gt=0)
+    """Largest norm of the gradient; unset: no limit."""
+    ema: Ema = ExponentialEma()
+    """Running averages of the weights."""
+    weights: Literal["ema", "raw"] = "ema"
+    """What is written at the end: the first average, or the weights as trained."""
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    """In what the network computes; weights, moments and averages are float32 always. fp16 scales the loss."""
+    tf32: bool = False
+    """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
+    compile: bool = False
+    """Compile the network with torch.compile."""
+    channels_last: bool = False
+    """Lay images out with their channels innermost, which suits convolutions."""
+    deterministic: Literal["off", "strict"] = "off"
+    """strict: the same bits for any number of processes, by adding in a fixed order; slower."""
+    strict_chunk: int = Field(8, gt=0)
+    """Examples computed at once with `deterministic: strict`; part of the result's last bits, as microbatch is not."""
+    flip_probability: float = Field(0.5, ge=0, le=1)
+    """How often an example is mirrored."""
+    init_from: str | None = None
+    """A weights folder to start from, with a fresh optimizer; unset: random weights."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save what a run needs to go on."""
+    log_every_steps: int = Field(100, gt=0)
+    """Steps from one log line to the next; each gives means over the steps since the last."""
+    validate_every_steps: int | None = Field(1000, gt=0)
+    """Steps from one loss on the validation split to the next; unset: never."""
+    validation_samples: int = Field(1024, gt=0)
+    """Samples of the validation split that are used, or all where there are fewer."""
+    grid_every_steps: int | None = Field(5000, gt=0)
+    """Steps from one grid of samples to the next; unset: never."""
+    max_hours: float | None = Field(None, gt=0)
+    """Save and stop after this long, to be continued by the same command; unset: no limit."""
+
+    @model_validator(mode="after")
+    def _weights_exist(self) -> TrainConfig:
+        if self.weights == "ema" and not self.ema.names:
+            raise ValueError("weights is ema but ema.rates is empty. Name a rate, or set weights to raw.")
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What of this section a run is: a checkpoint of another identity is never continued.
+
+        Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
+        """
+        free = {
+            "microbatch", "weights", "compile", "channels_last", "init_from", "checkpoint", "log_every_steps",
+            "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
+        }  # fmt: skip
+        if not self.schedule.has_horizon:
+            free.add("steps")
+        if self.deterministic == "off":
+            free.add("strict_chunk")
+        return {key: value for key, value in dump(self).items() if key not in free}

@@ -1,0 +1,171 @@
+"""The gradient of the mean loss over the global batch, in every process.
+
+Each process computes its share, each example weighs the same whichever process has it, and the sum over the processes
+is taken in flat pieces while the backward pass still runs. The pieces are fixed when training starts. (PyTorch's
+DistributedDataParallel lays its buckets out anew after the first step of every start, so that with three processes or
+more a run that was resumed adds in another order than one that was not.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from image_diffusion.core.types import Losses
+from image_diffusion.data.batches import Examples
+from image_diffusion.data.order import share
+from image_diffusion.training.distributed import World
+from image_diffusion.training.flat import Flat
+
+LossesOf = Callable[[Examples, int], Losses]
+"""Examples and a number that no other part of the step has -> their losses."""
+
+_PIECE = 8 * 1024 * 1024  # elements summed at once: 32 MiB
+
+
+@dataclass
+class _Piece:
+    start: int
+    stop: int
+    num_parameters: int = 0
+    missing: int = 0
+
+
+class Shared:
+    """Every process takes a contiguous share of the global batch, in microbatches.
+
+    Returns the losses of this process's own share.
+    """
+
+    def __init__(
+        self, flat: Flat, world: World, global_batch: int, microbatch: int | None, scale: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._flat, self._world, self._scale = flat, world, scale
+        self._global_batch, self._microbatch = global_batch, microbatch or global_batch
+        self._pieces = _cut(flat) if world.size > 1 else []
+        self._running: list[Any] = []
+        self._armed, self._next = False, 0
+        for slot, parameter in zip(flat.slots, flat.parameters.values(), strict=True):
+            for piece in self._pieces:
+                if piece.start <= slot.start < piece.stop:
+                    piece.num_parameters += 1
+                    parameter.register_post_accumulate_grad_hook(partial(self._ready, piece))  # type: ignore[no-untyped-call]
+
+    def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
+        """Fill the flat gradient for the examples of this process."""
+        self._flat.gradient.zero_()
+        parts = examples.split(self._microbatch)
+        losses = []
+        for i, part in enumerate(parts):
+            losses.append(losses_of(part, self._world.rank + self._world.size * i))
+            self._arm(i + 1 == len(parts))
+            self._scale(losses[-1].loss.sum() / self._global_batch).backward()  # type: ignore[no-untyped-call]
+        self._launch(everything=True)
+        for work in self._running:
+            work.wait()
+        self._running.clear()
+        return joined(losses)
+
+    def _arm(self, armed: bool) -> None:
+        self._armed, self._next = armed, 0
+        for piece in self._pieces:
+            piece.missing = piece.num_parameters
+
+    def _ready(self, piece: _Piece, _: Tensor) -> None:
+        piece.missing -= 1
+        if self._armed:
+            self._launch(everything=False)
+
+    def _launch(self, everything: bool) -> None:
+        """Start the sums of the next pieces that are complete, in their fixed order."""
+        while self._next < len(self._pieces) and (everything or self._pieces[self._next].missing <= 0):
+            piece = self._pieces[self._next]
+            self._running.append(dist.all_reduce(self._flat.gradient[piece.start : piece.stop], async_op=True))
+            self._next += 1
+
+
+def _cut(flat: Flat) -> list[_Piece]:
+    """Pieces of the flat gradient from its end to its start, as the backward pass fills it; vectors come last."""
+    pieces, stop = [], flat.matrices_end
+    for slot in reversed([slot for slot in flat.slots if slot.start < flat.matrices_end]):
+        if stop - slot.start >= _PIECE or slot.start == 0:
+            pieces.append(_Piece(slot.start, stop))
+            stop = slot.start
+    if flat.size > flat.matrices_end:
+        pieces.append(_Piece(flat.matrices_end, flat.size))
+    return pieces
+
+
+class Ordered:
+    """Bit-identical for any number of processes: the global batch is cut into chunks of a fixed size, process r takes
+    the chunks r, r + size, …, and every process adds the gradients of all chunks in the order of the chunks.
+
+    Every process is given the whole global batch. Returns the losses of the whole global batch.
+    """
+
+    def __init__(
+        self, flat: Flat, world: World, global_batch: int, chunk: int, scale: Callable[[Tensor], Tensor]
+    ) -> None:
+        num_chunks = -(-global_batch // chunk)
+        if num_chunks < world.size:
+            raise ValueError(
+                f"{world.size} processes cannot share {num_chunks} chunks of {chunk} examples. "
+                f"Use at most {num_chunks} processes, or a smaller train.strict_chunk."
+            )
+        self._flat, self._world, self._scale = flat, world, scale
+        self._global_batch, self._chunk = global_batch, chunk
+        self._sum = torch.zeros_like(flat.gradient)
+
+    def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
+        """Fill the flat gradient for the examples of all processes."""
+        chunks = examples.split(self._chunk)
+        self._sum.zero_()
+        gathered = []
+        for first in range(0, len(chunks), self._world.size):
+            mine = first + self._world.rank
+            self._flat.gradient.zero_()
+            if mine < len(chunks):
+                losses = losses_of(chunks[mine], mine)
+                self._scale(losses.loss.sum() / self._global_batch).backward()  # type: ignore[no-untyped-call]
+            for gradient in self._world.gather(self._flat.gradient)[: len(chunks) - first]:
+                self._sum += gradient
+            sizes = [len(chunk.sample) for chunk in chunks[first : first + self._world.size]]
+            gathered.append(gather_losses(losses, sizes, self._world))
+        self._flat.gradient.copy_(self._sum)
+        return joined(gathered)
+
+
+def joined(losses: list[Losses]) -> Losses:
+    """Losses of parts of a batch -> of the batch, detached."""
+    return Losses(
+        loss=torch.cat([each.loss.detach() for each in losses]),
+        parts={key: torch.cat([each.parts[key] for each in losses]) for key in losses[0].parts},
+        time=None if losses[0].time is None else torch.cat([each.time for each in losses if each.time is not None]),
+    )
+
+
+def gather_losses(losses: Losses, sizes: list[int], world: World) -> Losses:
+    """The losses of all processes, in the order of their ranks; process r has sizes[r] of them, or none."""
+    if world.size == 1:
+        return joined([losses])
+    rows = [losses.loss, *losses.parts.values(), *([] if losses.time is None else [losses.time])]
+    packed = torch.zeros(len(rows), max(sizes), dtype=torch.float64, device=losses.loss.device)
+    mine = sizes[world.rank] if world.rank < len(sizes) else 0
+    if mine:
+        packed[:, :mine] = torch.stack([row.detach().double() for row in rows])
+    every = torch.cat([part[:, :size] for part, size in zip(world.gather(packed), sizes, strict=False)], dim=1)
+    columns = [column.to(row.dtype) for column, row in zip(every, rows, strict=True)]
+    time = None if losses.time is None else columns.pop()
+    return Losses(columns[0], dict(zip(losses.parts, columns[1:], strict=True)), time)
+
+
+def shares(global_batch: int, world: World) -> list[int]:
+    """How many examples of a global batch each process has."""
+    bounds = [share(0, global_batch, rank, world.size) for rank in range(world.size)]
+    return [stop - start for start, stop in bounds]

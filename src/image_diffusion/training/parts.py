@@ -1,0 +1,236 @@
+"""What a training run consists of, put together from its configuration, and taken apart for a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, Losses, Network, Objective
+from image_diffusion.data.batches import Batches, Examples
+from image_diffusion.data.shards import Shards
+from image_diffusion.training.checkpoint import Checkpoint
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.distributed import World
+from image_diffusion.training.ema import Averages
+from image_diffusion.training.flat import Flat
+from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
+from image_diffusion.training.meter import Health, Meter
+from image_diffusion.training.optimizer import FlatAdam
+from image_diffusion.training.precision import Precision, set_up_machine
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """An objective that learns from the losses it gave, as the importance sampler of timesteps does."""
+
+    def observe(self, losses: Losses) -> None:
+        """Take in the losses of one step's whole global batch, in the order of the batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it learnt."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state_dict` gave."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train on what.
+
+    network: float32, anywhere. objective: batch -> losses. prepare: what the shards hold [B, …], labels [B] and the
+    random numbers of the batch -> what the objective is given. data, validation: the two splits. grid: the network,
+    with the averaged weights where there are any, and the step -> pictures by name; called in the first process only.
+    """
+
+    network: nn.Module
+    objective: Objective
+    prepare: Callable[[Tensor, Tensor, Streams], Batch]
+    data: Shards
+    validation: Shards | None = None
+    grid: Callable[[nn.Module, int], Mapping[str, Path]] | None = None
+
+
+class Parts:
+    """A run's moving parts, on this process's device, the same in every process."""
+
+    def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
+        strict = config.deterministic == "strict"
+        if world.size > config.global_batch:
+            raise ValueError(
+                f"{world.size} processes cannot share a global batch of {config.global_batch}. "
+                f"Use at most {config.global_batch} processes."
+            )
+        set_up_machine(config.tf32, strict)
+        layout = torch.channels_last if config.channels_last else torch.preserve_format
+        self.task, self.config, self.world = task, config, world
+        self.network = task.network.to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        self.flat = Flat(self.network)
+        self.optimizer: FlatAdam = config.optimizer.build(self.flat)
+        self.precision = Precision(config.precision, world.device)
+        self.meter, self.health = Meter(world, strict), Health(world)
+        self.gradients: Shared | Ordered = (
+            Ordered(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scale)
+            if strict
+            else Shared(self.flat, world, config.global_batch, config.microbatch, self.precision.scale)
+        )
+        self._synchronise()
+        self.averages = Averages(config.ema, self.flat.values)
+        self._layout = layout
+        if config.compile:
+            self.network.compile()
+        self.network.train()
+
+    def batches(self, step: int) -> Iterator[Examples]:
+        """The examples of this process from a step on; with `strict`, of all processes."""
+        strict = self.config.deterministic == "strict"
+        return iter(
+            Batches(
+                self.task.data,
+                self.config.global_batch,
+                self.config.seed,
+                rank=0 if strict else self.world.rank,
+                world_size=1 if strict else self.world.size,
+                start=step * self.config.global_batch,
+                flip_probability=self.config.flip_probability,
+                device=self.world.device,
+            )
+        )
+
+    def losses(self, step: int, examples: Examples, part: int) -> Losses:
+        """The objective's losses, in the configured precision. step, part: no other examples of the run have both;
+        they seed PyTorch's own generator, which only dropout uses."""
+        torch.manual_seed(_seed_of(self.config.seed, step, part))
+        streams = Streams(self.config.seed, examples.epoch, examples.sample)
+        batch = self.task.prepare(examples.stored, examples.label, streams)
+        batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)))
+        with self.precision.autocast():
+            return self.task.objective(cast("Network", self.network), batch)
+
+    def clip(self) -> Tensor:
+        """The norm of the gradient, [] on the device, after which it is at most `grad_clip`."""
+        self.precision.scaler.unscale_(self.optimizer.torch)
+        norm: Tensor = torch.linalg.vector_norm(self.flat.gradient)
+        if self.config.grad_clip is not None:
+            self.flat.gradient.mul_((self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def update(self, step: int) -> None:
+        """Update number `step`, counted from 1: the weights, then their averages."""
+        self.precision.scaler.step(self.optimizer.torch)
+        self.precision.scaler.update()
+        self.averages.update(step)
+
+    def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
+        """Take in what a step gave, without waiting for it: for the log, for the alarm, for the objective."""
+        self.meter.add(losses, norm)
+        self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
+        if isinstance(self.task.objective, Remembers):
+            if self.config.deterministic == "off":
+                losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
+            self.task.objective.observe(losses)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """The network in evaluation mode, with the first average for its weights where there is one."""
+        average = next(iter(self.averages.vectors.values()), self.flat.values)
+        kept = self.flat.values.clone()
+        self.network.eval()
+        try:
+            self.flat.values.copy_(average)
+            with torch.no_grad(), self._eagerly():
+                yield self.network
+        finally:
+            self.flat.values.copy_(kept)
+            self.network.train()
+
+    def _eagerly(self) -> AbstractContextManager[None]:
+        """Without the compiled network, which would be compiled anew for this mode and these shapes."""
+        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that are written at the end, under the network's own names."""
+        state = {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()}
+        if self.config.weights == "ema":
+            state |= self.flat.named(next(iter(self.averages.vectors.values())))
+        return state
+
+    def capture(self, step: int, reports_due: bool) -> Checkpoint:
+        """A checkpoint of this moment, still on the device. All processes call it together."""
+        objective = self.task.objective
+        groups = {
+            "network": dict(self.network.state_dict()),
+            **{name: self.flat.named(vector) for name, vector in self.averages.vectors.items()},
+            "optimizer": {
+                "steps": self.optimizer.steps,
+                **{
+                    f"{moment}/{name}": tensor
+                    for moment, vector in self.optimizer.moments.items()
+                    for name, tensor in self.flat.named(vector).items()
+                },
+            },
+            "meter": self.meter.state(),
+            "objective": objective.state_dict() if isinstance(objective, Remembers) else {},
+        }
+        extra = {"precision": self.precision.state()} if self.precision.skips_overflow else {}
+        return Checkpoint(step, step * self.config.global_batch, reports_due, groups, extra)
+
+    def restore(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
+        """Go on from the first process's checkpoint: (step, whether its reports are due); (0, False) without one."""
+        small = None
+        note = json.dumps(None)
+        if checkpoint is not None:
+            groups = checkpoint.groups
+            self.network.load_state_dict(groups["network"])
+            for name, vector in self.averages.vectors.items():
+                self.flat.fill(vector, groups[name])
+            self.optimizer.steps.copy_(groups["optimizer"]["steps"])
+            for moment, vector in self.optimizer.moments.items():
+                prefix = f"{moment}/"
+                named = {n.removeprefix(prefix): t for n, t in groups["optimizer"].items() if n.startswith(prefix)}
+                self.flat.fill(vector, named)
+            small = {f"{group}/{n}": t for group in ("meter", "objective") for n, t in groups[group].items()}
+            note = json.dumps([checkpoint.step, checkpoint.reports_due, checkpoint.extra])
+        small, note = self.world.broadcast_small(small, note)
+        self._synchronise()
+        if small is None:
+            return 0, False
+        for vector in (*self.averages.vectors.values(), *self.optimizer.moments.values(), self.optimizer.steps):
+            self.world.broadcast(vector)
+        step, reports_due, extra = json.loads(note)
+        self.meter.load(_within("meter/", small))
+        if isinstance(self.task.objective, Remembers):
+            self.task.objective.load_state_dict(_within("objective/", small))
+        if "precision" in extra:
+            self.precision.load(extra["precision"])
+        return step, reports_due
+
+    def _synchronise(self) -> None:
+        """Give every process the weights and buffers of the first one."""
+        self.world.broadcast(self.flat.values)
+        trained = set(self.flat.parameters)
+        for name, tensor in self.network.state_dict().items():
+            if name not in trained:
+                self.world.broadcast(tensor)
+
+    def _format(self, x: Tensor) -> torch.memory_format:
+        return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
+
+
+def _seed_of(*key: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little")
+
+
+def _within(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,55 @@
+"""In which numbers a step computes. Weights, gradients' sums, moments and averages are float32 always."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Name = Literal["float32", "bf16", "fp16"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast and, for fp16, a loss scale that adapts itself without asking the device."""
+
+    def __init__(self, name: Name, device: torch.device) -> None:
+        self._dtype, self._device = _DTYPES.get(name), device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of the network's forward pass."""
+        return torch.autocast(self._device.type, self._dtype) if self._dtype is not None else nullcontext()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What is differentiated."""
+        return self.scaler.scale(loss)
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a gradient that is not finite is an overflow, whose step is left out, instead of a failure."""
+        return self.scaler.is_enabled()
+
+    def state(self) -> dict[str, Any]:
+        """Plain data to continue with. Waits for the device."""
+        return dict(self.scaler.state_dict())
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue with what `state` gave."""
+        self.scaler.load_state_dict(state)
+
+
+def set_up_machine(tf32: bool, strict: bool) -> None:
+    """Process-wide switches. strict: only kernels that add in a fixed order, and one CPU thread."""
+    mode = "high" if tf32 else "highest"
+    torch.set_float32_matmul_precision(mode)
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = not strict
+    if strict:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)

@@ -1,0 +1,156 @@
+"""What a run tells and leaves behind beside the steps: log lines, validation, pictures, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.progress import Progress
+from image_diffusion.data.batches import Examples
+from image_diffusion.training.meter import means_of
+from image_diffusion.training.parts import Parts
+from image_diffusion.training.signals import Stop
+from image_diffusion.training.state import State
+from image_diffusion.training.validation import validation_sums
+
+_VALIDATION_CHUNK = 64
+
+
+class Reports:
+    """Everything here is done by all processes together, between two steps; files are written by the first.
+
+    state, and a journal that keeps something, are given in the first process only.
+    """
+
+    def __init__(
+        self, parts: Parts, journal: Journal | NullJournal, stop: Stop, state: State | None, step: int
+    ) -> None:
+        self._parts, self._journal, self._stop, self._state = parts, journal, stop, state
+        self._progress = Progress("train", parts.config.steps, "step", initial=step) if state is not None else None
+        self._logged_step, self._logged_at = step, time.monotonic()
+        self._waited_s = self._away_s = 0.0
+
+    def timed(self, batches: Iterator[Examples]) -> Generator[Examples, None, None]:
+        """The same batches; how long each is waited for is counted, and the step before it is shown as done."""
+        started = time.monotonic()
+        for examples in batches:
+            self._waited_s += time.monotonic() - started
+            yield examples
+            started = time.monotonic()
+            if self._progress is not None:
+                self._progress.advance()
+                self._state.check() if self._state is not None else None
+
+    def log(self, step: int, rate: float) -> None:
+        """Write the means since the last log into the journal."""
+        self._check_health()
+        means = self._parts.meter.take()  # waits for the device, so that the clock below is right
+        now, config = time.monotonic(), self._parts.config
+        elapsed = max(now - self._logged_at - self._away_s, 1e-9)
+        examples = (step - self._logged_step) * config.global_batch
+        values = {f"train/{key}": value for key, value in means.items()}
+        values |= {
+            "train/learning_rate": rate,
+            "speed/examples_per_second": examples / elapsed,
+            "speed/steps_per_second": (step - self._logged_step) / elapsed,
+            "speed/waiting_for_data": self._waited_s / elapsed,
+        }
+        if self._parts.precision.skips_overflow:
+            values["train/loss_scale"] = self._parts.precision.scaler.get_scale()
+        if self._parts.world.device.type == "cuda":
+            values["system/gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self._journal.metrics(values, step, step * config.global_batch)
+        self._logged_step, self._logged_at, self._waited_s, self._away_s = step, now, 0.0, 0.0
+        if self._progress is not None:
+            self._progress.advance(0, f"loss {means['loss']:.4f}")
+
+    def are_due(self, step: int) -> bool:
+        """Whether a validation or a grid belongs to this step."""
+        return self._validates(step) or self._draws(step)
+
+    def make(self, step: int) -> bool:
+        """Validate and draw. False, in every process, when it was given up because the run was asked to stop."""
+        started = time.monotonic()
+        made = (not self._validates(step) or self._validate(step)) and (not self._draws(step) or self._draw(step))
+        self._away_s += time.monotonic() - started
+        return made
+
+    def save(self, step: int, due: bool) -> None:
+        """Save a checkpoint, never one that is not finite. due: whether this step's reports are still to be made."""
+        started = time.monotonic()
+        self._check_health()
+        checkpoint = self._parts.capture(step, due)
+        if self._state is not None:
+            self._journal.sync()
+            self._state.save(checkpoint)
+        self._away_s += time.monotonic() - started
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is on disk."""
+        if self._state is not None:
+            self._state.wait()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _check_health(self) -> None:
+        def advice() -> str:
+            if self._state is None:
+                return ""
+            self._state.wait()
+            return self._state.advice
+
+        self._parts.health.check(advice)
+
+    def _validates(self, step: int) -> bool:
+        config = self._parts.config
+        every = config.validate_every_steps
+        data = self._parts.task.validation
+        return data is not None and data.num_samples > 0 and every is not None and _at(step, every, config.steps)
+
+    def _draws(self, step: int) -> bool:
+        config = self._parts.config
+        every = config.grid_every_steps
+        return self._parts.task.grid is not None and every is not None and _at(step, every, config.steps)
+
+    def _validate(self, step: int) -> bool:
+        parts, config = self._parts, self._parts.config
+        data = parts.task.validation
+        assert data is not None
+        chunk = min(_VALIDATION_CHUNK, config.microbatch or config.global_batch)
+        with parts.averaged():
+            sums = self._stop.interruptible(
+                lambda: validation_sums(
+                    data, config.validation_samples, chunk, parts.world, partial(parts.losses, step)
+                )
+            )
+        if parts.world.any(sums is None):
+            return False
+        assert sums is not None
+        if parts.world.size > 1:
+            for rows in sums.values():
+                dist.all_reduce(rows)  # every row is one process's and zero elsewhere: no rounding
+        means = means_of({key: rows.sum(0) for key, rows in sums.items()})
+        self._journal.metrics({f"validation/{key}": value for key, value in means.items()}, step)
+        return True
+
+    def _draw(self, step: int) -> bool:
+        grid, world = self._parts.task.grid, self._parts.world
+        assert grid is not None
+        done = True
+        if world.is_main:
+            with self._parts.averaged() as network:
+                pictures = self._stop.interruptible(lambda: grid(network, step))
+            done = pictures is not None
+            for key, path in (pictures or {}).items():
+                self._journal.image(key, path, step)
+        return not world.any(not done)
+
+
+def _at(step: int, every: int, steps: int) -> bool:
+    """Whether something that happens every so many steps, and at the end, happens after this step."""
+    return step > 0 and (step % every == 0 or step == steps)

@@ -1,0 +1,95 @@
+"""One start of a training: join the other processes, go on from the state there is, train, write what was declared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from image_diffusion.core.config import dump
+from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.weights import read_model, read_weights, save_weights
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.distributed import World, join
+from image_diffusion.training.loop import train
+from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.signals import Stop
+from image_diffusion.training.state import State
+
+
+def run(
+    build: Callable[[World], Task],
+    config: TrainConfig,
+    model: dict[str, Any],
+    data: dict[str, Any],
+    output: Path,
+    journal: Path | None = None,
+) -> None:
+    """Train, or go on training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
+
+    build: what to train on what; called with PyTorch's generator seeded, for the initial weights. model: plain data
+    that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
+    what the training data are. journal: the folder of journals; None: none is kept.
+
+    The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
+    Raises Stopped, ValueError or OSError as `loop.train` does.
+    """
+    with ExitStack() as stack:
+        world = stack.enter_context(join())
+        stop = stack.enter_context(Stop(world, config.max_hours))
+        torch.manual_seed(config.seed)
+        parts = Parts(build(world), config, world)
+        state = State(output / "state", _identity(config, model, data), config.checkpoint) if world.is_main else None
+        checkpoint = None
+        if state is not None:
+            state.claim()
+            checkpoint = state.load()
+            if checkpoint is None and config.init_from is not None:
+                _warm_start(parts, Path(config.init_from))
+        step, due = parts.restore(checkpoint)
+        keeps = state is not None and journal is not None
+        book: Journal | NullJournal = NullJournal()
+        if state is not None and journal is not None:
+            resumed = step if checkpoint is not None else None
+            book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint})
+        with book:
+            if keeps:
+                book.params({"train": dump(config), **model, **data})
+            train(parts, step, due, state, book, stop)
+        if state is not None:
+            _write(parts, model, output)
+
+
+def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    start = None if config.init_from is None else read_model(Path(config.init_from))["sha256"]
+    identity = {"train": config.identity(), **model, "data": data, "init_from": start}
+    plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
+    return plain
+
+
+def _warm_start(parts: Parts, folder: Path) -> None:
+    """Begin with the weights in a folder, in the network and in its averages."""
+    tensors, _ = read_weights(folder)
+    try:
+        parts.network.load_state_dict(tensors)
+    except RuntimeError as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
+    for vector in parts.averages.vectors.values():
+        vector.copy_(parts.flat.values)
+
+
+def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
+    config = parts.config
+    average = next(iter(parts.averages.vectors)) if config.weights == "ema" else None
+    record = {
+        **model,
+        "step": config.steps,
+        "examples_seen": config.steps * config.global_batch,
+        "ema": average,
+    }
+    save_weights(output, parts.weights(), record)

@@ -1,0 +1,87 @@
+"""The learning rate as a function of the number of updates done."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config import Config
+
+
+class _Schedule(Config):
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from zero, whatever it does afterwards."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """What the learning rate is multiplied with in the update after `step` updates, of `steps` in all."""
+        warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return warmup * self._after_warmup(step, steps)
+
+    @property
+    def has_horizon(self) -> bool:
+        """Whether the learning rate depends on the number of steps in all."""
+        return False
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        raise NotImplementedError
+
+
+class Constant(_Schedule):
+    """The same learning rate throughout."""
+
+    type: Literal["constant"] = "constant"
+    """The same learning rate throughout."""
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return 1.0
+
+
+class Linear(_Schedule):
+    """Straight down to `final` at the last step (Nichol and Dhariwal's lr_anneal_steps)."""
+
+    type: Literal["linear"] = "linear"
+    """Straight down to `final` at the last step."""
+    final: float = Field(0.0, ge=0, le=1)
+    """What is left at the last step, as a share of the learning rate."""
+
+    @property
+    def has_horizon(self) -> bool:
+        return True
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return 1.0 - (1.0 - self.final) * min(step / steps, 1.0)
+
+
+class Cosine(_Schedule):
+    """Half a cosine down to `final` at the last step (Loshchilov and Hutter 2017, equation 5, without restarts)."""
+
+    type: Literal["cosine"] = "cosine"
+    """Half a cosine down to `final` at the last step."""
+    final: float = Field(0.0, ge=0, le=1)
+    """What is left at the last step, as a share of the learning rate."""
+
+    @property
+    def has_horizon(self) -> bool:
+        return True
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(step / steps, 1.0)))
+
+
+class Exponential(_Schedule):
+    """Multiplied with `decay` every `every_steps` steps, smoothly."""
+
+    type: Literal["exponential"] = "exponential"
+    """Multiplied with `decay` every `every_steps` steps, smoothly."""
+    decay: float = Field(0.98, gt=0, le=1)
+    """What is left after `every_steps` steps."""
+    every_steps: int = Field(1000, gt=0)
+    """Steps in which the learning rate falls to `decay` of what it was."""
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return float(self.decay ** (step / self.every_steps))
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Exponential, Field(discriminator="type")]

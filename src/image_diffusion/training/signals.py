@@ -1,0 +1,104 @@
+"""Ending early and in order: a signal or the clock asks, all processes agree on the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from image_diffusion.training.distributed import World
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class _Interrupted(BaseException):
+    pass
+
+
+class Stop:
+    """Whether to stop. A context: inside it SIGTERM, SIGINT and SIGUSR1 only set a flag.
+
+    A second signal ends the process at once, except under torchrun, which repeats signals of its own accord and has
+    its own time limit. max_hours is measured on a clock that nobody can set.
+    """
+
+    def __init__(self, world: World, max_hours: float | None) -> None:
+        self._world = world
+        self._until = time.monotonic() + 3600.0 * max_hours if max_hours is not None else None
+        self._repeats = "TORCHELASTIC_RUN_ID" in os.environ
+        self._signal: int | None = None
+        self._interrupts = False
+        self._asked: Any = None
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def reason(self) -> str:
+        """What asked this process to stop."""
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        return "train.max_hours" if self._wanted() else "another process"
+
+    def poll(self) -> bool:
+        """Whether all processes stop now; every process gets the same answer, and asks once a step.
+
+        The answer is to the question of the step before, so that nobody waits for it.
+        """
+        if self._world.size == 1:
+            return self._wanted()
+        answer = self._answer()
+        self._flag.fill_(int(self._wanted()))
+        self._asked = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        return answer
+
+    def close(self) -> None:
+        """Take in the answer that is still on its way."""
+        self._answer()
+
+    def interruptible(self, work: Callable[[], T]) -> T | None:
+        """Do something that may be given up half-way: None when it was, because this process was asked to stop."""
+        try:
+            try:
+                self._interrupts = True
+                return None if self._wanted() else work()
+            finally:
+                self._interrupts = False
+        except _Interrupted:
+            return None
+
+    def _answer(self) -> bool:
+        if self._asked is None:
+            return False
+        self._asked.wait()
+        self._asked = None
+        return bool(self._flag.item())
+
+    def _wanted(self) -> bool:
+        return self._signal is not None or (self._until is not None and time.monotonic() >= self._until)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None and not self._repeats:
+            os._exit(128 + number)
+        self._signal = number
+        if self._interrupts:
+            self._interrupts = False
+            raise _Interrupted

@@ -1,0 +1,128 @@
+"""Trainings of a fraction of a second, for tests that train hundreds of times.
+
+A system under test is a name in `SYSTEMS` and a function that builds what to train.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, Losses, Network
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.distributed import World
+from image_diffusion.training.parts import Task
+from image_diffusion.training.run import run
+
+
+class Latents:
+    """Samples in memory, read as shards are. 53 is a prime: no batch divides an epoch."""
+
+    def __init__(self, num_samples: int = 53, seed: int = 0) -> None:
+        ids = torch.arange(num_samples)
+        self.num_samples, self.shape, self.dtype = num_samples, (4, 8, 8), torch.float32
+        self.labels: NDArray[np.int64] = (ids % 3).numpy()
+        self._stored = Streams(seed, torch.zeros_like(ids), ids).normal("latents", self.shape)
+
+    def gather(
+        self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        stored = self._stored[torch.from_numpy(indices)]
+        if flip is not None:
+            rows = torch.from_numpy(np.flatnonzero(flip))
+            stored[rows] = stored[rows].flip(-1)
+        return stored
+
+
+class Denoiser(nn.Module):
+    """Two layers, a table of classes, and dropout, which draws from PyTorch's own generator."""
+
+    def __init__(self, size: int = 256, hidden: int = 24) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(size, hidden), nn.Linear(hidden, size)
+        self.label, self.time = nn.Embedding(4, hidden), nn.Linear(1, hidden)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor, t: Tensor, *, label: Tensor) -> Tensor:
+        hidden = self.first(x.flatten(1)) + self.time(t[:, None]) + self.label(label)
+        return self.scale * self.last(self.dropout(torch.nn.functional.silu(hidden))).view_as(x)
+
+
+class Eps:
+    """Predict the noise at a cosine of the time, which is drawn with weights learnt from the losses."""
+
+    def __init__(self) -> None:
+        self.history = torch.ones(4, dtype=torch.float64)
+
+    def __call__(self, network: Network, batch: Batch) -> Losses:
+        u = batch.streams.uniform("timestep")
+        edges = torch.cumsum(self.history / self.history.sum(), 0)
+        t = 0.5 * u + 0.125 * torch.searchsorted(edges, u.double()).clamp(max=3)
+        eps = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
+        angle = 0.5 * math.pi * t.view(-1, 1, 1, 1)
+        label = torch.where(batch.streams.event("label_drop", 0.1), 3, batch.cond["label"])
+        prediction = network(torch.cos(angle) * batch.x + torch.sin(angle) * eps, t, label=label)
+        mse = (prediction - eps).square().flatten(1).mean(1)
+        return Losses(loss=mse, parts={"mse": mse.detach()}, time=t)
+
+    def observe(self, losses: Losses) -> None:
+        assert losses.time is not None
+        for quartile, loss in zip((losses.time * 4).long().tolist(), losses.loss.tolist(), strict=True):
+            self.history[quartile] = 0.9 * self.history[quartile] + 0.1 * loss
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.history = state["history"].clone()
+
+
+def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+    return Batch(stored + 0.01 * streams.normal("posterior", tuple(stored.shape[1:])), {"label": label}, streams)
+
+
+def mlp(world: World) -> Task:
+    """A denoiser of two layers, with everything that a task can have."""
+    return Task(Denoiser(), Eps(), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]
+
+
+SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp}
+
+MODEL = {
+    "system": {"type": "mlp"},
+    "spec": {"channels": 4, "resolution": 8, "num_classes": 3},
+    "codec": {},
+    "classes": [],
+}
+
+
+def config(**changes: Any) -> TrainConfig:
+    """A short training with checkpoints, log lines and validations that do not fall together."""
+    settings: dict[str, Any] = {
+        "steps": 24,
+        "global_batch": 12,
+        "microbatch": 5,
+        "optimizer": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.01},
+        "schedule": {"type": "cosine", "warmup_steps": 3},
+        "grad_clip": 1.0,
+        "ema": {"type": "exponential", "rates": [0.9, 0.99], "warmup": {"update_after_step": 2}},
+        "checkpoint": {"every_steps": 5, "keep_last": 2},
+        "log_every_steps": 3,
+        "validate_every_steps": 7,
+        "strict_chunk": 3,
+    }
+    return TrainConfig.model_validate(settings | changes)
+
+
+def start(folder: Path, system: str = "mlp", **changes: Any) -> None:
+    """One start of a training in a folder."""
+    run(SYSTEMS[system], config(**changes), MODEL, {"digest": "x"}, folder / "train", folder / "journal")
