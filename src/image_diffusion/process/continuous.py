@@ -8,7 +8,7 @@ conversions here respect, and a grid ends at alpha = 1, so that a sampler return
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -36,7 +36,18 @@ class LinearGamma(_Gamma):
         return (1 - t).clamp(min=self.minimum)
 
 
-class CosineGamma(_Gamma):
+class _Between(_Gamma):
+    start: float
+    end: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.start >= self.end:
+            raise ValueError(f"start must be below end; got start {self.start} and end {self.end}.")
+        return self
+
+
+class CosineGamma(_Between):
     """gamma follows cos(u pi / 2)^(2 tau) for u from start to end."""
 
     type: Literal["cosine"] = "cosine"
@@ -47,20 +58,15 @@ class CosineGamma(_Gamma):
     tau: float = Field(1.0, gt=0)
     """The larger, the more of the time is spent at high noise."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> CosineGamma:
-        _check_ordered(self.start, self.end)
-        return self
-
     def gamma(self, t: Tensor) -> Tensor:
         """gamma at times t, any shape."""
         u = t * (self.end - self.start) + self.start
-        first, last = (math.cos(end * math.pi / 2) ** (2 * self.tau) for end in (self.start, self.end))
-        value: Tensor = torch.cos(u * math.pi / 2) ** (2 * self.tau)
+        first, last = (math.pow(math.cos(end * math.pi / 2), 2 * self.tau) for end in (self.start, self.end))
+        value = torch.cos(u * math.pi / 2).pow(2 * self.tau)
         return ((last - value) / (last - first)).clamp(self.minimum, 1)
 
 
-class SigmoidGamma(_Gamma):
+class SigmoidGamma(_Between):
     """gamma follows the logistic function of u / tau for u from start to end."""
 
     type: Literal["sigmoid"] = "sigmoid"
@@ -70,11 +76,6 @@ class SigmoidGamma(_Gamma):
     """u at t = 1."""
     tau: float = Field(1.0, gt=0)
     """The larger, the nearer to linear."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> SigmoidGamma:
-        _check_ordered(self.start, self.end)
-        return self
 
     def gamma(self, t: Tensor) -> Tensor:
         """gamma at times t, any shape."""
@@ -153,8 +154,3 @@ class ContinuousProcess:
         alpha, sigma = self.levels(times)
         alpha[-1], sigma[-1] = 1, 0
         return alpha, sigma
-
-
-def _check_ordered(start: float, end: float) -> None:
-    if start >= end:
-        raise ValueError(f"start must be below end; got start {start} and end {end}.")

@@ -1,0 +1,155 @@
+"""Denoising: predict what was mixed into x_t (Ho et al. 2020), and the variance of the step (Nichol & Dhariwal 2021).
+
+Where it differs from the code those papers were published with: a weight multiplies its own sample's loss, and every
+prediction goes with every variance.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.objectives.timestep_sampling import TimestepSampler, TimestepSampling, UniformTimesteps
+from image_diffusion.objectives.weighting import UniformWeighting, Weighting
+from image_diffusion.process.discrete import DiscreteProcess
+from image_diffusion.process.grid import Steps
+from image_diffusion.process.likelihood import variational_bound
+from image_diffusion.process.noise_process import NoiseProcess, broadcast
+from image_diffusion.process.parameterization import (
+    LEARNED_VARIANCES,
+    Variance,
+    log_variance,
+    read_output,
+    split_output,
+    target,
+)
+
+Loss = Literal["simple", "hybrid", "rescaled_hybrid", "kl", "rescaled_kl"]
+
+
+class Denoising(Config):
+    """Predict eps, x0, v or previous_x."""
+
+    type: Literal["denoising"] = "denoising"
+    prediction: Literal["eps", "x0", "v", "previous_x"] = "eps"
+    """What the network predicts."""
+    variance: Variance = "fixed_large"
+    """The variance of the reverse process; to learn it the network returns twice the channels."""
+    loss: Loss = "simple"
+    """simple: squared error. hybrid: squared error, and the variational bound for the learned variance alone;
+    rescaled_hybrid: the bound times num_timesteps / 1000. kl: the bound; rescaled_kl: times num_timesteps."""
+    weighting: Weighting = UniformWeighting()
+    """Weight of the squared error at each noise level."""
+    timestep_sampling: TimestepSampling = UniformTimesteps()
+    """How timesteps are drawn."""
+    label_drop_probability: float = Field(0.0, ge=0, le=1)
+    """How often a label is replaced by the null label, for classifier-free guidance."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Denoising:
+        learned, hybrid = self.variance in LEARNED_VARIANCES, self.loss in ("hybrid", "rescaled_hybrid")
+        if hybrid and not learned:
+            raise ValueError(
+                f"Loss {self.loss} teaches a variance, but variance is {self.variance}. "
+                "Set variance to learned_range, or loss to simple."
+            )
+        if self.loss == "simple" and learned:
+            raise ValueError(
+                f"Loss simple teaches no variance, but variance is {self.variance}. "
+                "Set loss to hybrid, or variance to fixed_large."
+            )
+        if self.weighting.type != "uniform" and (self.prediction == "previous_x" or self.loss in ("kl", "rescaled_kl")):
+            raise ValueError(
+                f"Weighting {self.weighting.type} is of a squared error in eps, x0 or v; got prediction "
+                f"{self.prediction} with loss {self.loss}. Set weighting to uniform."
+            )
+        return self
+
+    def build(self, process: NoiseProcess, spec: DataSpec) -> DenoisingObjective:
+        """The objective for data on a process. Raises ValueError where they do not go together."""
+        return DenoisingObjective(self, process, spec)
+
+
+class DenoisingObjective:
+    """A batch -> one loss per sample; it is the sum of its parts "mse" and, in bits, "vb", those that exist."""
+
+    def __init__(self, config: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
+        needs_steps = config.loss != "simple" or config.prediction == "previous_x"
+        if needs_steps and not isinstance(process, DiscreteProcess):
+            raise ValueError(
+                f"Loss {config.loss} with prediction {config.prediction} needs a discrete process. "
+                "Use loss simple and prediction eps, x0 or v with this one."
+            )
+        self._config, self._process = config, process
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+        self.timestep_sampler: TimestepSampler = config.timestep_sampling.build(process)
+
+    def __call__(self, network: Network, batch: Batch) -> Losses:
+        """Draw a time and noise for each sample. Raises ValueError where the network's channels do not fit."""
+        t, importance = self.timestep_sampler.draw(batch.streams)
+        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
+        losses = self.losses_at(network, batch.x, t, noise, self._drop_labels(batch))
+        self.timestep_sampler.record(t, losses.loss)
+        if importance is None:
+            return losses
+        parts = {name: part * importance for name, part in losses.parts.items()}
+        return Losses(losses.loss * importance, parts, losses.time)
+
+    def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
+        """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn, nothing is remembered."""
+        levels = self._process.levels(t)
+        alpha, sigma = broadcast(levels, x)
+        x_t = alpha * x + sigma * noise
+        output = network(self._process.network_input(x_t), self._process.network_time(t), **cond).to(x.dtype)
+        predicted, raw = split_output(output, x.shape[1], self._config.variance)
+
+        parts = {}
+        if self._config.loss not in ("kl", "rescaled_kl"):
+            weight = self._config.weighting.weight(self._config.prediction, *levels).to(x.dtype)
+            error = self._target(x, noise, x_t, t) - predicted
+            parts["mse"] = error.square().flatten(1).mean(1) * weight
+            if raw is not None:
+                output = torch.cat([predicted.detach(), raw], 1)  # the bound teaches the variance only
+        if self._config.loss != "simple":
+            parts["vb"] = self._bound_weight() * self._bound(output, raw, x, x_t, t)
+        loss = torch.stack(list(parts.values())).sum(0)
+        return Losses(loss, {name: part.detach() for name, part in parts.items()}, self._process.fraction(t))
+
+    def end_step(self) -> None:
+        """To be called after each optimizer step, by all processes together."""
+        self.timestep_sampler.end_step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint needs."""
+        return self.timestep_sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The opposite of `state_dict`. Raises ValueError where it does not fit."""
+        self.timestep_sampler.load_state_dict(state)
+
+    def _target(self, x: Tensor, noise: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        if self._config.prediction == "previous_x":
+            return self._step(t, x).posterior_mean(x, x_t)
+        return target(self._config.prediction, x, noise, *broadcast(self._process.levels(t), x))
+
+    def _bound(self, output: Tensor, raw: Tensor | None, x: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """The term of the variational bound at each sample's timestep, in bits per dimension: [B]."""
+        step = self._step(t, x)
+        denoised = read_output(output, x_t, step, self._config.prediction, self._config.variance)
+        mean, log_var = step.reverse_mean(denoised, x_t), log_variance(raw, self._config.variance, step)
+        return variational_bound(x, x_t, step, mean, log_var, ends_clean=t == 0)
+
+    def _bound_weight(self) -> float:
+        assert isinstance(self._process, DiscreteProcess)
+        num_timesteps = self._process.num_timesteps
+        return {"rescaled_hybrid": num_timesteps / 1000, "rescaled_kl": num_timesteps}.get(self._config.loss, 1.0)
+
+    def _step(self, t: Tensor, x: Tensor) -> Steps:
+        assert isinstance(self._process, DiscreteProcess)
+        return self._process.steps_on(x.device).at(t, x)

@@ -1,0 +1,27 @@
+"""Label dropout, which trains one network with and without a label (Ho & Salimans 2022, algorithm 1)."""
+
+from __future__ import annotations
+
+import torch
+
+from image_diffusion.core.types import Batch, DataSpec
+
+
+class LabelDropout:
+    """Replaces a sample's class by the null label, num_classes, with some probability, each sample on its own."""
+
+    def __init__(self, probability: float, spec: DataSpec) -> None:
+        """Raises ValueError for data without classes, unless the probability is 0."""
+        if probability > 0 and spec.num_classes == 0:
+            raise ValueError(
+                f"label_drop_probability is {probability} but the data have no classes. "
+                "Set it to 0, or use labelled data."
+            )
+        self._probability, self._null = probability, spec.num_classes
+
+    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The batch's cond with some of the labels [B] dropped."""
+        if self._probability == 0:
+            return batch.cond
+        dropped = batch.streams.event("label_drop", self._probability)
+        return batch.cond | {"label": torch.where(dropped, self._null, batch.cond["label"])}
