@@ -7,7 +7,7 @@ Ho et al. 2020, "Denoising diffusion probabilistic models", Algorithm 2, with th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
 
 class Ddpm(SamplerConfig):
     """Ancestral sampling, with the variance the network learned or a fixed one."""
+
+    takes_time_difference: ClassVar[bool] = True
 
     type: Literal["ddpm"] = "ddpm"
     num_steps: NumSteps = 250

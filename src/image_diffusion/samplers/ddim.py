@@ -6,7 +6,7 @@ Song, Meng & Ermon 2021, "Denoising diffusion implicit models", Eq. 12 and 16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +19,8 @@ from image_diffusion.samplers.sampler import SamplerConfig, Step, clipped, initi
 
 class Ddim(SamplerConfig):
     """Deterministic with eta 0, and can then be run backwards; the ancestral sampler with eta 1."""
+
+    takes_time_difference: ClassVar[bool] = True
 
     type: Literal["ddim"] = "ddim"
     eta: float = Field(0.0, ge=0, le=1)

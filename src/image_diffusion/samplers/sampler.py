@@ -6,14 +6,18 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
+from image_diffusion.process import Process
+from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
+from image_diffusion.process.parameterization import clamp
 
 NumSteps = Annotated[
     Annotated[int, Field(gt=0)] | str | list[int],
@@ -35,6 +39,11 @@ class Step:
 class SamplerConfig(Config):
     """Noise -> samples. Called as sampler(denoiser, grid, noise, streams); a sampler only says how its steps go."""
 
+    takes_time_difference: ClassVar[bool] = False
+    """Whether its steps can end elsewhere than at the grid's next point (`Grid.target`)."""
+
+    type: str
+    """Which sampler."""
     num_steps: NumSteps = 50
     clip_denoised: bool = False
     """Clamp each predicted x0 to [-1, 1], and derive eps from it again: for pixels, not for latents."""
@@ -43,6 +52,20 @@ class SamplerConfig(Config):
     def draws_noise(self) -> bool:
         """Whether the steps add noise of their own; if not, the first noise decides the sample."""
         return False
+
+    def grid(self, process: Process) -> Grid:
+        """The points of a process to sample at. Raises ValueError where this sampler or its steps do not fit it."""
+        if isinstance(process, Flow) and self.draws_noise:
+            raise ValueError(
+                f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
+                "provide for. Use euler, heun, dpm_solver, unipc, or ddim with eta 0."
+            )
+        if isinstance(process, Continuous) and process.time_difference > 0 and not self.takes_time_difference:
+            raise ValueError(
+                f"The {self.type} sampler follows an ODE from point to point, but the process has time_difference "
+                f"{process.time_difference}. Use time_difference 0, or the ddpm or the ddim sampler."
+            )
+        return process.build().grid(self.num_steps)
 
     def __call__(self, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Tensor:
         """Samples of x0 [B, ...] from standard normal noise [B, ...].
@@ -76,7 +99,7 @@ def clipped(denoiser: Denoiser, grid: Grid) -> Denoiser:
 
     def clipped_denoiser(x: Tensor, i: int) -> Denoised:
         denoised = denoiser(x, i)
-        x0 = denoised.x0.clamp(-1, 1)
+        x0 = clamp(denoised.x0)
         return replace(denoised, x0=x0, eps=(x - alphas[i] * x0) / sigmas[i])
 
     return clipped_denoiser

@@ -1,0 +1,187 @@
+"""Samplers on Gaussian data, where the optimal denoiser, the ODE's solution and the result are known exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.process.grid import Denoised, Grid
+from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, UniPc, image_streams, initial_noise
+from image_diffusion.samplers.sampler import SamplerConfig, initial_scale
+
+F64 = torch.float64
+MEAN = torch.tensor([0.7, -0.4, 0.1], dtype=F64)
+FACTOR = torch.tensor([[0.9, 0.0, 0.0], [0.3, 0.5, 0.0], [-0.2, 0.1, 0.3]], dtype=F64)
+COVARIANCE = FACTOR @ FACTOR.T
+
+
+@dataclass(frozen=True)
+class GaussianDenoiser:
+    """E[x0 | x_t] for x0 ~ N(MEAN, COVARIANCE), along the covariance's eigenvectors."""
+
+    grid: Grid
+    covariance: Tensor
+
+    def __call__(self, x: Tensor, i: int) -> Denoised:
+        alpha, sigma = self.grid.alpha[i], self.grid.sigma[i]
+        values, vectors = torch.linalg.eigh(self.covariance)
+        gain = alpha * values / (alpha**2 * values + sigma**2)
+        x0 = (MEAN + ((x.double() - alpha * MEAN) @ vectors * gain) @ vectors.T).to(x)
+        return Denoised(x0, (x - alpha.item() * x0) / sigma.item())
+
+
+def exact_flow(grid: Grid, noise: Tensor) -> Tensor:
+    """The end of the probability flow ODE: along each eigenvector it keeps (x_t - mean) / standard deviation."""
+    alpha, sigma = grid.alpha[0], grid.sigma[0]
+    values, vectors = torch.linalg.eigh(COVARIANCE)
+    shrink = (values / (alpha**2 * values + sigma**2)).sqrt()
+    return MEAN + ((initial_scale(grid) * noise - alpha * MEAN) @ vectors * shrink) @ vectors.T
+
+
+def straight(num_steps: int) -> Grid:
+    """The path of flow matching, evenly in time."""
+    t = torch.linspace(1, 0, num_steps + 1, dtype=F64)
+    return Grid(t[:-1], 1 - t, t)
+
+
+def preserving(num_steps: int) -> Grid:
+    """alpha^2 + sigma^2 = 1, evenly in angle from just below a right angle."""
+    angle = torch.linspace(math.pi / 2 - 1e-3, 0, num_steps + 1, dtype=F64)
+    return Grid(angle[:-1], angle.cos(), angle.sin())
+
+
+def noise_levels(num_steps: int) -> Tensor:
+    """sigma / alpha from 20 to 0.002 as Karras et al. 2022 space them (Eq. 5, rho = 7), then 0."""
+    share = torch.linspace(0, 1, num_steps, dtype=F64)
+    levels = (20 ** (1 / 7) + share * (0.002 ** (1 / 7) - 20 ** (1 / 7))) ** 7
+    return torch.cat([levels, levels.new_zeros(1)])
+
+
+def exploding(num_steps: int) -> Grid:
+    """alpha = 1 (EDM)."""
+    level = noise_levels(num_steps)
+    return Grid(level[:-1], torch.ones_like(level), level)
+
+
+def straight_levels(num_steps: int) -> Grid:
+    """The straight path at the noise levels of EDM."""
+    level = noise_levels(num_steps)
+    return Grid(level[:-1], 1 / (1 + level), level / (1 + level))
+
+
+def preserving_levels(num_steps: int) -> Grid:
+    """The variance preserving path at the noise levels of EDM."""
+    level = noise_levels(num_steps)
+    return Grid(level[:-1], (1 + level**2).rsqrt(), level * (1 + level**2).rsqrt())
+
+
+def label(value: object) -> str:
+    """How a parameter is shown in the name of its test."""
+    if isinstance(value, SamplerConfig):
+        return "-".join([value.type, *(f"{k}={v}" for k, v in value.model_dump(exclude_defaults=True).items())])
+    return str(getattr(value, "__name__", value))
+
+
+def observed_order(sampler: SamplerConfig, path: Callable[[int], Grid], num_steps: int) -> float:
+    """log2 of how much smaller the largest error gets with twice the steps."""
+    streams = image_streams(torch.arange(64))
+    noise = initial_noise(streams, (3,)).double()
+    errors = []
+    for count in (num_steps, 2 * num_steps):
+        grid = path(count)
+        result = sampler(GaussianDenoiser(grid, COVARIANCE), grid, noise, streams)
+        errors.append((result - exact_flow(grid, noise)).abs().max().item())
+    return math.log2(errors[0] / errors[1])
+
+
+@pytest.mark.parametrize("path", [straight, preserving, exploding])
+@pytest.mark.parametrize(("sampler", "order"), [(Ddim(), 1), (Euler(), 1), (Heun(), 2)], ids=label)
+def test_order_of_one_step_solvers(sampler: SamplerConfig, order: int, path: Callable[[int], Grid]) -> None:
+    assert observed_order(sampler, path, 64) == pytest.approx(order, abs=0.1)
+
+
+@pytest.mark.parametrize("path", [straight_levels, preserving_levels, exploding])
+@pytest.mark.parametrize(("sampler", "order"), [(DpmSolver(), 2), (UniPc(), 3)], ids=label)
+def test_order_of_multistep_solvers(sampler: SamplerConfig, order: int, path: Callable[[int], Grid]) -> None:
+    """UniPC's predictor has order 2 and its corrector one more (Zhao et al. 2023, Corollary 3.2)."""
+    assert observed_order(sampler, path, 32) == pytest.approx(order, abs=0.2)
+
+
+@pytest.mark.parametrize("sampler", [DpmSolver(), UniPc()], ids=lambda s: s.type)
+def test_multistep_solvers_start_where_alpha_is_zero(sampler: SamplerConfig) -> None:
+    """Evenly in time the log-SNR has no bounds, which costs order 2 a logarithm, and nothing becomes infinite."""
+    assert observed_order(sampler, straight, 128) > 1.6
+
+
+@pytest.mark.parametrize("sampler", [Ddim(), DpmSolver(), UniPc()], ids=lambda s: s.type)
+def test_exponential_integrators_see_a_path_only_through_its_noise_levels(sampler: SamplerConfig) -> None:
+    streams = image_streams(torch.arange(8))
+    noise = initial_noise(streams, (3,)).double()
+    results = []
+    for path in (straight_levels, preserving_levels, exploding):
+        grid = path(10)
+        start = noise / initial_scale(grid) * grid.sigma[0]  # the same x_t / alpha_t on all three
+        results.append(sampler(GaussianDenoiser(grid, COVARIANCE), grid, start, streams))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=1e-5)
+
+
+SAMPLERS = [
+    (Ddpm(), preserving, 400),
+    (Ddpm(variance="fixed_large"), preserving, 400),
+    (Ddim(), preserving, 400),
+    (Ddim(eta=1.0), preserving, 400),
+    (Ddim(eta=0.5), preserving, 400),
+    (Ddim(), straight, 400),
+    (Euler(), straight, 400),
+    (Euler(), exploding, 400),
+    (Heun(), straight, 50),
+    (Heun(), preserving, 50),
+    (Heun(), exploding, 50),
+    (DpmSolver(), straight, 50),
+    (DpmSolver(), preserving, 50),
+    (UniPc(), straight, 50),
+    (UniPc(), preserving, 50),
+]
+
+
+@pytest.mark.parametrize(("sampler", "path", "num_steps"), SAMPLERS, ids=label)
+def test_mean_and_covariance_are_recovered(sampler: SamplerConfig, path: Callable[[int], Grid], num_steps: int) -> None:
+    """Within five standard errors of 10,000 samples: sqrt(S_ii / n) and sqrt((S_ii S_jj + S_ij^2) / n)."""
+    count = 10_000
+    streams = image_streams(torch.arange(count), seed=1)
+    grid = path(num_steps)
+    samples = sampler(GaussianDenoiser(grid, COVARIANCE), grid, initial_noise(streams, (3,)), streams).double()
+    variance = COVARIANCE.diagonal()
+    mean_error = (samples.mean(0) - MEAN) / (variance / count).sqrt()
+    spread = ((variance[:, None] * variance + COVARIANCE**2) / count).sqrt()
+    covariance_error = (samples.T.cov() - COVARIANCE) / spread
+    assert mean_error.abs().max() < 5
+    assert covariance_error.abs().max() < 5
+
+
+@pytest.mark.parametrize("num_steps", [2, 5])
+def test_ancestral_sampling_with_the_learned_variance_is_exact_in_few_steps(num_steps: int) -> None:
+    """p(x_s | x_t) of isotropic Gaussian data is Gaussian, so a network that knows its variance needs no small steps."""
+    grid, count, variance = preserving(num_steps), 10_000, 0.25
+    optimal = GaussianDenoiser(grid, variance * torch.eye(3, dtype=F64))
+
+    def denoiser(x: Tensor, i: int) -> Denoised:
+        """Var(x_s | x_t) = posterior variance + x0_weight^2 Var(x0 | x_t)."""
+        denoised, step = optimal(x, i), grid.steps.at(i, x)
+        of_x0 = variance * step.sigma**2 / (step.alpha**2 * variance + step.sigma**2)
+        log_variance = (step.variance + step.x0_weight**2 * of_x0).log().expand_as(x)
+        return Denoised(denoised.x0, denoised.eps, log_variance)
+
+    streams = image_streams(torch.arange(count))
+    samples = Ddpm()(denoiser, grid, initial_noise(streams, (3,)), streams)
+    # The last step gives the mean of x0 and draws nothing, so the variance of x0 given the last x_t is missing.
+    last = variance * grid.sigma[-2] ** 2 / (grid.alpha[-2] ** 2 * variance + grid.sigma[-2] ** 2)
+    expected = variance - last.item()
+    assert samples.var(0).numpy() == pytest.approx(expected, abs=5 * expected * math.sqrt(2 / count))
+    assert samples.mean(0).numpy() == pytest.approx(MEAN.numpy(), abs=5 * math.sqrt(expected / count))
