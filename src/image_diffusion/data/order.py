@@ -26,13 +26,16 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
+def _mix_one(word: int) -> int:
+    return int(_mix(np.array([word & _MASK], dtype=np.uint64))[0])
+
+
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
     """Int64 [num_samples]: the samples in the order of an epoch, sorted by a hash of (seed, epoch, sample).
 
     The hash is one-to-one in the sample, so there are no ties and the order is the same on every machine.
     """
-    key = int(_mix(np.array([seed & _MASK], dtype=np.uint64))[0])
-    key = int(_mix(np.array([(key + epoch * _GOLDEN) & _MASK], dtype=np.uint64))[0])
+    key = _mix_one(_mix_one(seed + _GOLDEN) + (epoch + 1) * _GOLDEN)
     words = np.arange(num_samples, dtype=np.uint64)
     words *= np.uint64(_GOLDEN)
     words += np.uint64(key)

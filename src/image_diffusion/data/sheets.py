@@ -25,15 +25,15 @@ def contact_sheet(dataset: Shards, path: Path, max_rows: int = 20, columns: int 
     """
     groups: list[tuple[str, NDArray[np.int64]]] = []
     if dataset.num_classes:
-        shown = np.unique(np.linspace(0, dataset.num_classes - 1, min(max_rows, dataset.num_classes)).round())
-        for label in shown.astype(int).tolist():
+        spread = np.linspace(0, dataset.num_classes - 1, min(max_rows, dataset.num_classes)).round()
+        for label in spread.astype(int).tolist():
             members = np.flatnonzero(dataset.labels == label)
             groups.append((f"{dataset.classes[label]} ({len(members):,})", members[:columns]))
     else:
         shown = np.arange(min(dataset.num_samples, max_rows * columns))
         groups = [("", shown[start : start + columns]) for start in range(0, len(shown), columns)]
     rows = [(title, list(dataset.gather(members).numpy())) for title, members in groups]
-    _write(_sheet(rows, columns, tile), path)
+    _write(_sheet(rows, tile), path)
 
 
 def reconstruction_sheet(
@@ -49,7 +49,7 @@ def reconstruction_sheet(
         ("decoded from its latent", list(decoded)),
         (f"difference x {gain}", list(difference.clip(0, 255).astype(np.uint8))),
     ]
-    _write(_sheet(rows, len(images), tile), path)
+    _write(_sheet(rows, tile), path)
 
 
 def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[ShardRecord], path: Path) -> None:
@@ -60,7 +60,7 @@ def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[
     by_class, by_size = figure.subplots(1, 2)
     if classes:
         order = np.argsort(counts)[::-1]
-        by_class.bar(np.arange(len(counts)), np.array(counts)[order], color="#4878a8")
+        by_class.bar(np.arange(len(counts)), np.array(counts)[order], width=1.0, color="#4878a8")
         if len(classes) <= 30:
             by_class.set_xticks(np.arange(len(classes)), [classes[i] for i in order], rotation=60, ha="right")
         by_class.set(title=f"{len(classes):,} classes", xlabel="class, most frequent first", ylabel="images")
@@ -73,11 +73,12 @@ def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[
         figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
 
 
-def _sheet(rows: list[tuple[str, list[NDArray[np.uint8]]]], columns: int, tile: int) -> Image.Image:
+def _sheet(rows: list[tuple[str, list[NDArray[np.uint8]]]], tile: int) -> Image.Image:
     """Rows of images [C, H, W], each under its title."""
     gap = 2
     height = sum(tile + gap + (_LINE if title else 0) for title, _ in rows)
-    sheet = Image.new("RGB", (columns * (tile + gap), max(height, 1)), "white")
+    width = max([1, *(len(images) for _, images in rows)]) * (tile + gap)
+    sheet = Image.new("RGB", (width, max(height, 1)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_LINE - 3)
     top = 0
     for title, images in rows:
