@@ -36,15 +36,16 @@ class Reports:
         self._waited_s = self._away_s = 0.0
 
     def timed(self, batches: Iterator[Examples]) -> Generator[Examples, None, None]:
-        """The same batches; how long each is waited for is counted, and the step before it is shown as done."""
+        """The same batches; how long each is waited for is counted, and shown as a step."""
         started = time.monotonic()
         for examples in batches:
             self._waited_s += time.monotonic() - started
-            yield examples
-            started = time.monotonic()
+            if self._state is not None:
+                self._state.check()
             if self._progress is not None:
                 self._progress.advance()
-                self._state.check() if self._state is not None else None
+            yield examples
+            started = time.monotonic()
 
     def log(self, step: int, rate: float) -> None:
         """Write the means since the last log into the journal."""

@@ -1,0 +1,223 @@
+"""Start trainings and end them at a chosen instant, at a cost of a fork instead of an import of PyTorch.
+
+`python attempts.py` imports everything once and then forks for every request that it reads, a line of JSON, from its
+standard input. `Attempts` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+
+
+@dataclass
+class Attempt:
+    """One start of a training.
+
+    processes: how many train together. changes: of the configuration. kill_after_s: SIGKILL after so many seconds.
+    kill_at_operation: SIGKILL of the first process just before the so many-th operation on a file of the run.
+    signals: (seconds, number) to send to every process, one after another. victim: the only process that gets any of
+    this; by default all do. address_space: most bytes a file may have, as a disk that is full. inject: a name in
+    `tiny_runs.FAULTS`.
+    """
+
+    folder: str
+    system: str = "mlp"
+    processes: int = 1
+    changes: dict[str, Any] = field(default_factory=dict)
+    kill_after_s: float | None = None
+    kill_at_operation: int | None = None
+    signals: list[tuple[float, int]] = field(default_factory=list)
+    victim: int | None = None
+    inject: str | None = None
+
+
+@dataclass
+class Outcome:
+    """codes: exit status of each process, negative for a signal. seconds: until the last one ended. operations: on
+    files, by the first process, where it ended by itself. output: what each process printed."""
+
+    codes: list[int]
+    seconds: float
+    operations: int | None
+    output: list[str]
+
+
+class Attempts:
+    """A server of attempts; a context."""
+
+    def __enter__(self) -> Attempts:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [sys.executable, __file__]
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+
+    def __call__(self, attempt: Attempt) -> Outcome:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(asdict(attempt)) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, "the server of attempts died"
+        return Outcome(**json.loads(answer))
+
+
+def serve() -> None:
+    """Answer requests until standard input ends."""
+    import tiny_runs
+    import torch._dynamo
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    for line in sys.stdin:
+        attempt = Attempt(**json.loads(line))
+        print(json.dumps(asdict(_run(attempt, tiny_runs))), flush=True)
+
+
+def _run(attempt: Attempt, tiny_runs: Any) -> Outcome:
+    folder = Path(attempt.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = time.monotonic()
+    children = []
+    for rank in range(attempt.processes):
+        child = os.fork()
+        if child == 0:
+            _child(attempt, rank, port, folder, tiny_runs)
+        children.append(child)
+    codes = _watch(attempt, children, started)
+    operations = folder / "operations"
+    count = int(operations.read_text()) if operations.exists() else None
+    operations.unlink(missing_ok=True)
+    output = [(folder / f"output-{rank}").read_text() for rank in range(attempt.processes)]
+    return Outcome(codes, time.monotonic() - started, count, output)
+
+
+def _watch(attempt: Attempt, children: Sequence[int], started: float) -> list[int]:
+    """Send what is to be sent, when it is due; as a launcher does, kill the rest when one process fails."""
+    due = [(when, number) for when, number in attempt.signals]
+    if attempt.kill_after_s is not None:
+        due.append((attempt.kill_after_s, signal.SIGKILL))
+    due.sort()
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+        if due and time.monotonic() - started >= due[0][0]:
+            _, number = due.pop(0)
+            chosen = children if attempt.victim is None else [children[attempt.victim]]
+            for child in chosen:
+                if child not in codes:
+                    os.kill(child, number)
+        if any(code not in (0, 75) for code in codes.values()):
+            time.sleep(0.2)
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGKILL)
+        select.select([], [], [], 0.002)
+    return [codes[child] for child in children]
+
+
+def _child(attempt: Attempt, rank: int, port: int, folder: Path, tiny_runs: Any) -> NoReturn:
+    code = 1
+    try:
+        with (folder / f"output-{rank}").open("wb") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.environ["PATH"] = ""  # no git: the journal would ask it for the commit
+        if attempt.processes > 1:
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(attempt.processes))
+        count = _count_operations(folder, attempt.kill_at_operation if rank == 0 else None)
+        if attempt.inject is not None:
+            tiny_runs.FAULTS[attempt.inject](rank)
+        try:
+            from image_diffusion.core import command
+
+            command.run(lambda: tiny_runs.start(folder, attempt.system, **attempt.changes))
+            code = 0
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        if rank == 0:
+            (folder / "operations").write_text(str(count[0]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _count_operations(folder: Path, kill_at: int | None) -> list[int]:
+    """Count the operations on files in a folder from now on, and die just before number `kill_at`."""
+    prefix, count = str(folder), [0]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in FILE_OPERATIONS and str(arguments[0]).startswith(prefix):
+            count[0] += 1
+            if count[0] == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return count
+
+
+def killed_run(
+    attempts: Attempts, folder: Path, draw: random.Random, kills: int, usual: Outcome, **settings: Any
+) -> int:
+    """Start a training again and again, killed at random instants, until it ends; returns how often it was killed.
+
+    kills: most of them. usual: an undisturbed run, for its length and its number of file operations. Half of the kills
+    are at an instant of its whole length, half just before an operation on a file.
+    """
+    assert usual.operations is not None
+    for done in range(kills):
+        attempt = Attempt(str(folder), **settings)
+        if draw.random() < 0.5:
+            attempt.kill_after_s = draw.uniform(0.0, 1.1 * usual.seconds)
+        else:
+            attempt.kill_at_operation = draw.randint(1, usual.operations)
+        outcome = attempts(attempt)
+        if outcome.codes == [0] * len(outcome.codes):
+            return done
+        assert -signal.SIGKILL in outcome.codes, outcome.output
+    outcome = attempts(Attempt(str(folder), **settings))
+    assert outcome.codes == [0] * len(outcome.codes), outcome.output
+    return kills
+
+
+def fresh(folder: Path) -> Path:
+    """The folder, empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,28 @@
+"""What a training leaves behind, to be compared byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from image_diffusion.core.journal import read_journal
+
+
+def results(folder: Path) -> dict[str, str]:
+    """The sha256 of everything that is promised to be the same: weights, the newest checkpoint's tensors, the journal.
+
+    Timings, kept under `speed/` and `system/`, are not.
+    """
+    train = folder / "train"
+    newest = max(train.glob("state/*/step-*"))
+    files = [train / "weights.safetensors", train / "model.json", *sorted(newest.glob("*.safetensors"))]
+    found = {str(path.relative_to(train)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return found | {"journal": hashlib.sha256(repr(points(folder)).encode()).hexdigest()}
+
+
+def points(folder: Path) -> list[tuple[str, int, float]]:
+    """The merged journal without timings."""
+    history = read_journal(folder / "journal" / "train")
+    assert history is not None
+    assert history.status == "finished"
+    return sorted((p.key, p.step, p.value) for p in history.points if not p.key.startswith(("speed/", "system/")))
