@@ -1,0 +1,167 @@
+"""Schedules and objective in continuous time, against the numbers of diffusion-policy (c01, c02)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.core.config import parse
+from image_diffusion.core.types import DataSpec
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.objectives.weighting import MinSnrWeighting, SnrWeighting
+from image_diffusion.process.continuous import Continuous, ContinuousProcess, SigmoidGamma
+from image_diffusion.process.noise_process import broadcast
+from image_diffusion.process.parameterization import clamp, target, to_x0_and_eps
+
+SPEC = DataSpec(channels=3, resolution=4)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: dict[str, Any], label: str) -> None:
+    torch.testing.assert_close(
+        actual.to(expected.dtype),
+        expected,
+        rtol=tolerance["rtol"],
+        atol=tolerance["atol"],
+        msg=lambda text: f"{label}: {text}",
+    )
+
+
+def process_of(schedule: str, arguments: dict[str, Any], scale: float = 1.0) -> ContinuousProcess:
+    minimum = {"minimum" if key in ("clip_min", "clamp_min") else key: value for key, value in arguments.items()}
+    config: Continuous = parse(Continuous, {"schedule": {"type": schedule, **minimum}, "scale": scale}, "test")
+    return config.build()
+
+
+def objective_of(params: dict[str, Any], process: ContinuousProcess) -> Any:
+    weighting = MinSnrWeighting(gamma=params["min_snr_gamma"]) if params["min_snr_loss_weight"] else SnrWeighting()
+    return Denoising(prediction=params["objective"], weighting=weighting).build(process, SPEC)
+
+
+def with_ends_in_float32(t: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """gamma with the rounding of the original, which has the ends of its sigmoid and their difference in float32.
+
+    An error below 1e-8, which square roots and the logarithm magnify where they go to zero. Our own ends are exact.
+    """
+    start, end, tau = (arguments.get(key, default) for key, default in (("start", -3), ("end", 3), ("tau", 1)))
+    first, last = torch.tensor([start / tau, end / tau], dtype=torch.float64).sigmoid()
+    value = last - SigmoidGamma(start=start, end=end, tau=tau, minimum=1e-30).gamma(t) * (last - first)
+    first, last = torch.tensor([start / tau, end / tau]).sigmoid()
+    return ((last.double() - value) / (last - first).double()).clamp(arguments.get("clamp_min", 1e-9), 1)
+
+
+def test_c01_gamma_schedules(golden: Callable[[str], Any]) -> None:
+    """D-21: the original's cosine schedule cannot run; these are the numbers of its formula."""
+    file = golden("c01_gamma_schedules.npz")
+    for case in file:
+        params, tolerance = file.params(case), file.cases[case]["tolerance"]
+        t = file[f"{case}/t"]
+        for scale in (1.0, 0.5):
+            process = process_of(params["schedule"], params["schedule_kwargs"], scale)
+            alpha, sigma = process.levels(t)
+            expected = {name: file[f"{case}/{name}_scale{scale}_f64"] for name in ("alpha", "sigma", "log_snr")}
+            close((alpha / scale) ** 2, (expected["alpha"] / scale) ** 2, tolerance["f64"], f"{case}/gamma")
+            close(sigma**2, expected["sigma"] ** 2, tolerance["f64"], f"{case}/1 - gamma")
+            log_snr = process.log_snr(t)
+            if params["schedule"] == "sigmoid":
+                gamma = with_ends_in_float32(t, params["schedule_kwargs"])
+                alpha, sigma = scale * gamma.sqrt(), (1 - gamma).sqrt()
+                log_snr = (alpha**2 / sigma**2).clamp(min=1e-5).log()
+            for name, result in {"alpha": alpha, "sigma": sigma, "log_snr": log_snr}.items():
+                close(result, expected[name], tolerance["f64"], f"{case}/{name}")
+            if scale == 1.0:
+                close(process.levels(t)[0] ** 2, file[f"{case}/gamma_f64"], tolerance["f64"], f"{case}/gamma")
+                close(
+                    process.levels(t)[0] ** 2, file[f"{case}/gamma_f32"], tolerance["f32"], f"{case}/gamma in float32"
+                )
+
+
+def test_c02_objective(golden: Callable[[str], Any]) -> None:
+    """Levels, network input, target, errors, weights and the loss of all 36 combinations."""
+    file = golden("c02_training_objective.npz")
+    given = file.tensors("in")
+    x0, noise, t, output = 2 * given["img"] - 1, given["noise"], given["times"], given["model_output"]
+    cases = [case for case in file if case != "in"]
+    assert len(cases) == 36
+    for case in cases:
+        params, tolerance = file.params(case), file.cases[case]["tolerance"]
+        process = process_of(params["noise_schedule"], params["schedule_kwargs"], params["scale"])
+        objective = objective_of(params, process)
+        seen: dict[str, Tensor] = {}
+
+        def network(x: Tensor, t: Tensor, seen: dict[str, Tensor] = seen) -> Tensor:
+            seen["net_input"] = x
+            return output
+
+        levels = process.levels(t)
+        alpha, sigma = broadcast(levels, x0)
+        losses = objective.losses_at(network, x0, t, noise, {})
+        weight = objective._config.weighting.weight(params["objective"], *levels)
+        first = given["model_output_selfcond_pass"]
+        x_t = alpha * x0 + sigma * noise
+        results = seen | {
+            "alpha": alpha.flatten(),
+            "sigma": sigma.flatten(),
+            "gamma": (alpha.flatten() / params["scale"]) ** 2,
+            "target": target(params["objective"], x0, noise, alpha, sigma),
+            "mse_per_sample": losses.loss / weight,
+            "snr": (levels[0] / levels[1]) ** 2,
+            "loss_weight": weight,
+            "loss_correct": losses.loss.mean(),
+        }
+        if params["scale"] == 1:  # below 1 the original's conversion is wrong: see D-22
+            results["self_cond"] = clamp(to_x0_and_eps(params["objective"], first, x_t, alpha, sigma)[0])
+        for name, result in results.items():
+            close(result, file[f"{case}/{name}"], tolerance, f"{case}/{name}")
+
+
+def test_d20_weights_multiply_their_own_sample(golden: Callable[[str], Any]) -> None:
+    """D-20: the original multiplies the mean error with the mean weight."""
+    file = golden("c02_training_objective.npz")
+    for case in ("v-sigmoid-scale1-minsnr", "x0-linear-scale1-minsnr"):
+        mse, weight = file[f"{case}/mse_per_sample"], file[f"{case}/loss_weight"]
+        tolerance = file.cases[case]["tolerance"]
+        close(mse.mean() * weight.mean(), file[f"{case}/loss_upstream_defective"], tolerance, case)
+        assert abs(file[f"{case}/loss_correct"] - file[f"{case}/loss_upstream_defective"]) > 1e-2
+
+
+@pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
+def test_d22_scale_below_one_returns_the_image(prediction: str) -> None:
+    """D-22: the original inverts v as if alpha^2 + sigma^2 were 1, and from the normalised input at that."""
+    process = Continuous(scale=0.5).build()
+    x0, eps = torch.randn(4, 3, 4, 4).double(), torch.randn(4, 3, 4, 4).double()
+    alpha, sigma = broadcast(process.levels(torch.tensor([0.1, 0.4, 0.7, 0.95])), x0)
+    output = target(prediction, x0, eps, alpha, sigma)
+    recovered = to_x0_and_eps(prediction, output, alpha * x0 + sigma * eps, alpha, sigma)
+    torch.testing.assert_close(recovered, (x0, eps))
+
+
+def test_d22_a_grid_ends_at_the_image_itself() -> None:
+    """D-22: the original's last step returns the image times the scale."""
+    grid = Continuous(scale=0.5).build().grid(10)
+    assert grid.alpha[-1] == 1 and grid.sigma[-1] == 0
+    last = grid.steps.at(9, torch.zeros(1, 1).double())
+    assert last.x0_weight == 1 and last.x_t_weight == 0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "sigmoid"])
+@pytest.mark.parametrize("prediction", ["v", "eps", "x0"])
+@pytest.mark.parametrize("weighting", [SnrWeighting(), MinSnrWeighting()])
+def test_d35_no_time_gives_nan(schedule: str, prediction: str, weighting: Any) -> None:
+    """D-35: in the original the weight at t = 0 is NaN."""
+    objective = Denoising(prediction=prediction, weighting=weighting).build(process_of(schedule, {}), SPEC)
+    x, noise = torch.randn(3, 3, 4, 4), torch.randn(3, 3, 4, 4)
+    t = torch.tensor([0.0, 1e-12, 1.0], dtype=torch.float64)
+    assert objective.losses_at(lambda x, t: x, x, t, noise, {}).loss.isfinite().all()
+
+
+def test_time_difference_moves_the_target_of_ancestral_steps_only() -> None:
+    """D-23: the original applies it in one of its two samplers; it is a property of ancestral steps."""
+    plain, moved = Continuous().build().grid(5), Continuous(time_difference=0.05).build().grid(5)
+    assert torch.equal(plain.alpha, moved.alpha) and plain.target is None and moved.target is not None
+    alpha, sigma = Continuous().build().levels(torch.tensor([0.75, 0.55]))
+    torch.testing.assert_close(moved.target[0][:2], alpha)
+    torch.testing.assert_close(moved.target[1][:2], sigma)
