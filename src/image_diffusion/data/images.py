@@ -28,9 +28,9 @@ from image_diffusion.data.centre_crop import centre_crop, halve, scaled_size
 from image_diffusion.data.config import DataConfig
 
 FORMATS = (
-    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000", "ICO", "TGA",
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA",
 )  # fmt: skip
-"""Formats that are read, by Pillow's names: all of them decode without running another program."""
+"""Formats that are read, by Pillow's names: all of them decode without running another program. JPEG includes MPO."""
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _ORIENTATION = 0x0112
