@@ -1,0 +1,78 @@
+"""Continuous and flow processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
+from image_diffusion.process.flow import Flow, LogitNormalTimes, UniformTimes
+
+
+def streams(count: int) -> Streams:
+    return Streams(seed=3, epoch=torch.zeros(count, dtype=torch.int64), sample=torch.arange(count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([CosineGamma, SigmoidGamma]), st.floats(0, 0.6), st.floats(0.2, 0.4), st.floats(0.3, 3))
+def test_gamma_falls_from_one_to_its_minimum(kind: type[CosineGamma], start: float, span: float, tau: float) -> None:
+    schedule = kind(start=start, end=start + span, tau=tau)
+    gamma = schedule.gamma(torch.linspace(0, 1, 101, dtype=torch.float64))
+    assert gamma[0] == pytest.approx(1) and gamma[-1] == pytest.approx(1e-9, abs=1e-12)
+    assert (gamma.diff() < 0).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.4])
+def test_levels_have_the_signal_to_noise_ratio_they_report(scale: float) -> None:
+    process = Continuous(schedule=LinearGamma(), scale=scale).build()
+    t = torch.tensor([0.1, 0.5, 0.9])
+    torch.testing.assert_close(process.log_snr(t).exp(), scale**2 * (1 - t.double()) / t.double())
+    assert process.log_snr(torch.tensor([0.0])).isinf().all()
+
+
+def test_training_times_stay_away_from_the_clean_end() -> None:
+    """D-35: at t = 0 there is no noise."""
+    process = Continuous().build()
+    t = process.draw(streams(20000))
+    assert t.min() >= 1e-4 and t.max() < 1 and process.levels(t)[1].min() > 0
+    assert t.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert process.fraction(torch.tensor([0.0, 1.0])).tolist() == [0, 1 - 2**-24]
+
+
+def test_flow_times_follow_their_distribution() -> None:
+    uniform = Flow(times=UniformTimes()).build().draw(streams(20000))
+    assert uniform.mean().item() == pytest.approx(0.5, abs=0.01)
+    times = Flow(times=LogitNormalTimes(mean=0.4, std=0.7)).build().draw(streams(20000))
+    logit = torch.logit(times)
+    assert logit.mean().item() == pytest.approx(0.4, abs=0.02) and logit.std().item() == pytest.approx(0.7, abs=0.02)
+
+
+def test_the_flow_is_straight_with_the_velocity_it_teaches() -> None:
+    process = Flow(time_scale=1000).build()
+    t = torch.tensor([0.0, 0.25, 1.0])
+    alpha, sigma = process.levels(t)
+    assert torch.equal(alpha + sigma, torch.ones(3).double()) and torch.equal(sigma, t.double())
+    assert process.network_time(t).tolist() == [0, 250, 1000]
+    grid = process.grid(4)
+    assert grid.time.tolist() == [1000, 750, 500, 250] and grid.sigma.tolist() == [1, 0.75, 0.5, 0.25, 0]
+    assert grid.steps.log_variance.isfinite().all()
+
+
+@pytest.mark.parametrize("process", [Flow(), Continuous()])
+@pytest.mark.parametrize("num_steps", ["ddim50", "10,10", [5, 5], 0, ""])
+def test_a_real_time_has_no_respacing(process: Flow | Continuous, num_steps: str) -> None:
+    with pytest.raises(ValueError, match="process takes a number of steps, at least 1; got"):
+        process.build().grid(num_steps)
+
+
+def test_bad_schedules_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"start must be below end; got start 3\.0 and end -3\.0"):
+        SigmoidGamma(start=3, end=-3)
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        Continuous(scale=1.5)
+    assert math.isclose(Continuous(scale=1).build().levels(torch.tensor([0.5]))[0].item() ** 2, 0.5)
