@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.parameterization import to_x0_and_eps
 from image_diffusion.process.schedules import Cosine, Linear
-from image_diffusion.samplers import Ddim, Ddpm
+from image_diffusion.samplers import Ddim, Ddpm, guided
 from image_diffusion.samplers.gradient import with_mean_gradient, with_score_gradient
 from image_diffusion.samplers.sampler import SamplerConfig, clipped, initial_scale
 
@@ -170,6 +172,27 @@ def test_gradient_guidance(d06: Any, sampler: SamplerConfig) -> None:
         results.append(result.x)
     expected = d06[f"{case}/{sampler.type}_guided_f32"]
     torch.testing.assert_close(torch.cat(results), expected, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5, 4.0])
+def test_guidance_of_dit(golden: Callable[[str], Any], scale: float) -> None:
+    """The original takes [x; x] with labels [y; null] and guides the first three channels; here that is a wrapper."""
+    m01 = golden("m01_dit.npz")
+    params = m01.params("a")
+    config = DiTConfig(
+        depth=params["depth"],
+        width=params["hidden_size"],
+        num_heads=params["num_heads"],
+        patch=params["patch_size"],
+        time_frequencies="dit",
+    )
+    spec = DataSpec(channels=params["in_channels"], resolution=params["input_size"], num_classes=params["num_classes"])
+    network = config.build(spec, learned_variance=True).eval()
+    network.load_state_dict(m01.tensors("a/sd"))
+    null = {"label": torch.tensor(params["num_classes"])}
+    with torch.no_grad():
+        out = guided(network, scale, null, "first_three")(m01["a/x"][:2], m01["a/cfg_t"][:2], label=m01["a/cfg_y"][:2])
+    torch.testing.assert_close(out, m01[f"a/cfg_{scale}"][:2], rtol=1e-3, atol=5e-5)
 
 
 C03 = {"rtol": 5e-3, "atol": 5e-3}

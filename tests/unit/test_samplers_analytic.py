@@ -14,6 +14,8 @@ from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, UniPc, image_streams, initial_noise
 from image_diffusion.samplers.sampler import SamplerConfig, initial_scale
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
+
 F64 = torch.float64
 MEAN = torch.tensor([0.7, -0.4, 0.1], dtype=F64)
 FACTOR = torch.tensor([[0.9, 0.0, 0.0], [0.3, 0.5, 0.0], [-0.2, 0.1, 0.3]], dtype=F64)
@@ -112,6 +114,20 @@ def test_order_of_multistep_solvers(sampler: SamplerConfig, order: int, path: Ca
     assert observed_order(sampler, path, 32) == pytest.approx(order, abs=0.2)
 
 
+@pytest.mark.parametrize("path", [straight, preserving])
+def test_encoding_and_sampling_return_with_order_one(path: Callable[[int], Grid]) -> None:
+    streams = image_streams(torch.arange(64))
+    x0 = MEAN + initial_noise(streams, (3,)).double() @ FACTOR.T
+    errors = []
+    for num_steps in (64, 128):
+        grid = path(num_steps)
+        denoiser = GaussianDenoiser(grid, COVARIANCE)
+        returned = Ddim()(denoiser, grid, Ddim().encode(denoiser, grid, x0), streams)
+        errors.append((returned - x0).abs().max().item())
+    assert errors[0] < 0.2
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("sampler", [DpmSolver(), UniPc()], ids=lambda s: s.type)
 def test_multistep_solvers_start_where_alpha_is_zero(sampler: SamplerConfig) -> None:
     """Evenly in time the log-SNR has no bounds, which costs order 2 a logarithm, and nothing becomes infinite."""
@@ -167,7 +183,7 @@ def test_mean_and_covariance_are_recovered(sampler: SamplerConfig, path: Callabl
 
 @pytest.mark.parametrize("num_steps", [2, 5])
 def test_ancestral_sampling_with_the_learned_variance_is_exact_in_few_steps(num_steps: int) -> None:
-    """p(x_s | x_t) of isotropic Gaussian data is Gaussian, so a network that knows its variance needs no small steps."""
+    """p(x_s | x_t) of isotropic Gaussian data is Gaussian: a network that knows its variance needs no small steps."""
     grid, count, variance = preserving(num_steps), 10_000, 0.25
     optimal = GaussianDenoiser(grid, variance * torch.eye(3, dtype=F64))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from image_diffusion.core.config import Config
@@ -19,8 +19,20 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.parameterization import clamp
 
+
+def _checked_num_steps(value: object) -> object:
+    counts = value if isinstance(value, list) else [value]
+    if isinstance(value, str) or all(type(count) is int and count > 0 for count in counts):
+        return value
+    raise ValueError(
+        f"got {value!r}; expected a number of steps, at least 1, or which timesteps to keep. "
+        'Use 50, "ddim50" or "10,15,20".'
+    )
+
+
 NumSteps = Annotated[
-    Annotated[int, Field(gt=0)] | str | list[int],
+    int | str | list[int],
+    BeforeValidator(_checked_num_steps),
     Field(
         description="Number of steps, evenly spaced in time. For a discrete process also which timesteps to keep, as "
         'IDDPM writes it: "ddim50", "10,15,20" or [10, 15, 20] (so many from each third), "" for every one.'

@@ -1,0 +1,141 @@
+"""Guidance is a network made of networks: what it calls, what it mixes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from image_diffusion.process.flow import Flow
+from image_diffusion.process.grid import Grid
+from image_diffusion.samplers import Guidance, guided
+from image_diffusion.samplers.guidance import times_between
+
+NULL = {"label": torch.tensor(10)}
+
+
+class Recorder:
+    """A network with 2 C output channels whose output tells its inputs apart; remembers every call."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self.offset = offset
+        self.calls: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+
+    def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+        self.calls.append((x, t, cond))
+        label = cond["label"].to(x).view(-1, 1, 1, 1) + self.offset
+        return torch.cat([x * label, x + label], dim=1)
+
+
+@pytest.fixture
+def inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 2, 2, generator=generator)
+    low_res = torch.randn(3, 3, 1, 1, generator=generator)
+    return x, torch.full((3,), 0.5), {"label": torch.tensor([1, 2, 3]), "low_res": low_res}
+
+
+def test_scale_one_is_the_network_itself() -> None:
+    network = Recorder()
+    assert guided(network, 1.0, NULL) is network
+    assert guided(network, 1.0, {}) is network
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    scale=st.floats(0, 20).filter(lambda value: value != 1),
+    labels=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    first_three=st.booleans(),
+)
+def test_one_batched_call_mixes_the_guided_channels_only(scale: float, labels: list[int], first_three: bool) -> None:
+    network = Recorder()
+    label = torch.tensor(labels)
+    x = torch.linspace(-1, 1, 16 * len(labels)).view(-1, 4, 2, 2)
+    t = torch.linspace(0.1, 0.9, len(labels))
+    out = guided(network, scale, NULL, "first_three" if first_three else "all")(x, t, label=label)
+
+    ((both_x, both_t, both_cond),) = network.calls
+    assert torch.equal(both_x, torch.cat([x, x]))
+    assert torch.equal(both_t, torch.cat([t, t]))
+    assert both_cond["label"].tolist() == [*labels, *[10] * len(labels)]
+
+    positive, negative = network(x, t, label=label), network(x, t, label=torch.full_like(label, 10))
+    count = 3 if first_three else 4
+    expected = negative + scale * (positive - negative)
+    torch.testing.assert_close(out[:, :count], expected[:, :count])
+    assert torch.equal(out[:, count:], positive[:, count:])
+
+
+def test_a_condition_without_null_is_shared(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    x, t, cond = inputs
+    network = Recorder()
+    guided(network, 3.0, NULL)(x, t, **cond)
+    low_res = network.calls[0][2]["low_res"]
+    assert torch.equal(low_res, torch.cat([cond["low_res"], cond["low_res"]]))
+
+
+def test_autoguidance_moves_away_from_the_weaker_network(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    """Both are asked with the same condition, each once."""
+    x, t, cond = inputs
+    strong, weak = Recorder(), Recorder(offset=0.5)
+    out = guided(strong, 2.0, {}, negative=weak)(x, t, **cond)
+    assert len(strong.calls) == len(weak.calls) == 1
+    assert torch.equal(weak.calls[0][2]["label"], cond["label"])
+    good, bad = strong(x, t, **cond), weak(x, t, **cond)
+    torch.testing.assert_close(out[:, :4], 2 * good[:, :4] - bad[:, :4])
+    assert torch.equal(out[:, 4:], good[:, 4:])
+
+
+def test_a_weaker_network_can_be_unconditional_too(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    x, t, cond = inputs
+    weak = Recorder(offset=0.5)
+    guided(Recorder(), 2.0, NULL, negative=weak)(x, t, **cond)
+    assert weak.calls[0][2]["label"].tolist() == [10, 10, 10]
+
+
+def test_outside_the_interval_there_is_one_plain_call(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    x, _, cond = inputs
+    network = Recorder()
+    guided_network = guided(network, 3.0, NULL, times=(0.2, 0.6))
+    out = guided_network(x, torch.full((3,), 0.7), **cond)
+    assert [len(call[0]) for call in network.calls] == [3]
+    assert torch.equal(out, network(x, torch.full((3,), 0.7), **cond))
+    mixed = guided_network(x, torch.tensor([0.6, 0.7, 0.1]), **cond)
+    everywhere = guided(network, 3.0, NULL)(x, torch.tensor([0.6, 0.7, 0.1]), **cond)
+    assert torch.equal(mixed[0], everywhere[0])
+    assert torch.equal(mixed[1:], out[1:])
+
+
+def test_an_interval_of_noise_levels_follows_the_grid(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    """On the straight path sigma / alpha = t / (1 - t): 0.3 to 1.6 are t = 0.3, …, 0.6 of ten steps."""
+    x, _, cond = inputs
+    grid = Flow(time_scale=1000).build().grid(10)
+    assert times_between(grid, 0.3, 1.6) == pytest.approx((300.0, 600.0))
+    network = Recorder()
+    guided_network = Guidance(guidance_scale=2, interval=(0.3, 1.6)).build(network, NULL, grid)
+    for time in grid.time.tolist():
+        guided_network(x, torch.full((3,), time), **cond)
+    assert [len(call[0]) for call in network.calls] == [3, 3, 3, 3, 6, 6, 6, 6, 3, 3]
+
+
+def test_an_interval_between_the_points_guides_nowhere() -> None:
+    ones = torch.ones(2, dtype=torch.float64)
+    grid = Grid(ones[:1], ones, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    low, high = times_between(grid, 0.1, 0.2)
+    assert low > high
+
+
+def test_mistakes_are_told_in_one_line(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    x, t, cond = inputs
+    with pytest.raises(ValueError, match=r"guidance_scale is 2\.0, but the network has no condition to leave out"):
+        guided(Recorder(), 2.0, {})
+    with pytest.raises(ValueError, match=r"leaves out the condition 'text'.*Given: label, low_res\."):
+        guided(Recorder(), 2.0, {"text": torch.zeros(())})(x, t, **cond)
+    with pytest.raises(ValueError, match=r"first_three guides three channels, but x has 2"):
+        guided(Recorder(), 2.0, NULL, "first_three")(x[:, :2], t, **cond)
+    with pytest.raises(ValueError, match=r"guidance interval is \(2\.0, 1\.0\); expected 0 <= low < high"):
+        Guidance(interval=(2.0, 1.0))
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        Guidance(guidance_scale=-1)
