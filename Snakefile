@@ -1,0 +1,23 @@
+# The whole workflow, from images to a report: snakemake --cores all
+
+
+configfile: "config/config.yaml"
+
+
+include: "workflow/rules/owner.smk"
+include: "workflow/rules/start.smk"
+include: "workflow/rules/common.smk"
+include: "workflow/rules/data.smk"
+include: "workflow/rules/detector.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/sample.smk"
+include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/export.smk"
+include: "workflow/rules/track.smk"
+include: "workflow/rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        finals,

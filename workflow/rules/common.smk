@@ -1,0 +1,131 @@
+# What the rules share: which files a stage reads, and what it asks a machine for.
+
+
+def finals(wildcards):
+    """What `snakemake` makes when no file is named."""
+    for name, plan in plans.items():
+        yield f"{results}/{name}/tracked.json"
+        yield f"{results}/{name}/report/index.html"
+
+
+def data_folder(plan):
+    """Where the training examples of an experiment lie."""
+    return f"{results}/datasets/{plan['dataset']}/{plan['codec'] or 'crops'}"
+
+
+def training_data(wildcards):
+    """The manifest of what an experiment trains on: latents, or crops."""
+    return f"{data_folder(plans[wildcards.experiment])}/manifest.json"
+
+
+def encoded_parts(wildcards):
+    """The marks of the jobs that share the shards of a large data set, 16 or more each; one job alone leaves none."""
+    parts = min(64, latents[wildcards.dataset, wildcards.codec]["num_shards"] // 16)
+    folder = f"{results}/datasets/{wildcards.dataset}/{wildcards.codec}"
+    return [f"{folder}/part-{part}-of-{parts}.done" for part in range(parts)] if parts > 1 else []
+
+
+def codec_weights(wildcards):
+    """The weights of the codec, where another experiment trains it."""
+    codec = plan_of(wildcards)["codec_experiment"]
+    return f"{results}/{codec}/train/weights.safetensors" if codec else []
+
+
+def results_of(wildcards):
+    """What an experiment ends with, apart from what is made of all of it."""
+    folder = f"{results}/{wildcards.experiment}"
+    plan = plan_of(wildcards)
+    yield f"{folder}/train/model.json"
+    if plan["makes_samples"]:
+        yield f"{folder}/samples/samples.json"
+        yield f"{folder}/metrics.json"
+    if plan["export"] != "none":
+        yield f"{folder}/diffusers"
+
+
+def config_of(stage):
+    """The configuration a stage runs with."""
+    return lambda wildcards: plan_of(wildcards)["configs"][stage]
+
+
+def configs_before(stage):
+    """The configurations of the stages before: should one of those fail, nothing after it passes for up to date."""
+
+    def configs(wildcards):
+        known = plan_of(wildcards)["configs"]
+        return [known[each] for each in stages[: stages.index(stage)] if each in known]
+
+    return configs
+
+
+def plan_of(wildcards):
+    """The plan that a job belongs to; for a data set, that of an experiment which uses it."""
+    if "experiment" in wildcards.keys():
+        return plans[wildcards.experiment]
+    if "codec" in wildcards.keys():
+        return latents[wildcards.dataset, wildcards.codec]
+    return datasets[wildcards.dataset]
+
+
+def codec_option(wildcards):
+    """How a command is told where those weights lie."""
+    codec = plan_of(wildcards)["codec_experiment"]
+    return ["--codec-weights", f"{results}/{codec}/train/weights.safetensors"] if codec else []
+
+
+# ---- What a stage asks a machine for
+
+
+def asked(name):
+    """A number of the experiment's section `resources`; --config NAME=NUMBER goes before it."""
+    return lambda wildcards: config.get(name, plan_of(wildcards)["resources"][name])
+
+
+def gpus(wildcards):
+    """The GPUs of each node that trains, in Slurm's words; none on CPUs."""
+    return gpu_request(asked("gpus_per_node")(wildcards))
+
+
+def one_gpu(wildcards):
+    """One GPU, where the experiment uses any."""
+    return gpu_request(min(1, asked("gpus_per_node")(wildcards)))
+
+
+def gpu_request(number):
+    kind = (config.get("slurm") or {}).get("gpu_type")
+    return ":".join(["gpu", *([kind] if kind else []), str(number)]) if number else None
+
+
+def several_nodes(value):
+    """A resource that only a job on several nodes has: `value`, or the number of nodes."""
+
+    def resource(wildcards):
+        nodes = asked("nodes")(wildcards)
+        return (value or nodes) if nodes > 1 else None
+
+    return resource
+
+
+def training_cpus(wildcards):
+    """CPU cores of each node that trains."""
+    return asked("processes_per_node")(wildcards) * asked("cpus_per_process")(wildcards)
+
+
+def local_threads(cpus):
+    """Cores on this machine, where stages that use its GPU run one at a time."""
+    everything = 1024
+
+    def threads(wildcards):
+        alone = asked("gpus_per_node")(wildcards) and not workflow.remote_exec
+        return everything if alone else cpus(wildcards)
+
+    return threads
+
+
+def attempts(number):
+    """How often a job that a queue has lost is sent again. Inside the job, and on this machine, it is not."""
+    return (
+        number
+        if workflow.resource_settings.nodes is not None and not workflow.remote_exec
+        else 0
+    )

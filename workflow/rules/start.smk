@@ -1,0 +1,169 @@
+# What happens when Snakemake starts: the experiments become plans. Nothing here imports torch, so that a dry run takes
+# seconds.
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+root = Path(workflow.basedir)
+source = root / "src"
+experiments = Path("config", "experiments")
+results = config.get("results", "results")
+
+# Stages run the Python that runs Snakemake, and find `logged`; an activated conda environment still goes before it.
+found_first = [Path(sys.executable).parent, root / "workflow" / "scripts"]
+os.environ.update(PATH=os.pathsep.join(map(str, [*found_first, os.environ["PATH"]])))
+# A stage takes the place of its shell, so that signals reach it.
+shell.prefix("exec ")
+
+sys.path.insert(0, str(source))
+from image_diffusion.core.code import code_digest
+from image_diffusion.core.config import parse as parse_config
+from image_diffusion.core.files import digest, sha256_file, write_json, write_text
+
+
+def stop(message):
+    """End Snakemake with one clear line."""
+    raise SystemExit(f"error: {str(message).strip().removeprefix('error: ')}")
+
+
+# ---- What the experiments resolve to
+
+stages = ["crop", "encode", "train", "sample", "evaluate", "export"]
+
+
+def resolve():
+    """Have the experiments checked and written out stage by stage; the digest of each stage's code.
+
+    Importing the package takes seconds, so it is done when an experiment, config.yaml or the package has changed.
+    """
+    read = [*sorted(experiments.glob("*.yaml")), *sorted(source.rglob("*.py"))]
+    state = digest([config, [[str(path), sha256_file(path)] for path in read]])
+    cache = Path(results, ".resolved.json")
+    known = json.loads(cache.read_text()) if cache.is_file() else {"state": None}
+    if known["state"] == state and all(Path(written).is_file() for written in known["written"]):
+        return known["code"]
+    check_config()
+    files = [experiments / f"{name}.yaml" for name in config["experiments"]]
+    command = [
+        sys.executable,
+        "-m",
+        "image_diffusion.configure",
+        "--experiments",
+        *files,
+        "--results",
+        results,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        stop(done.stderr)
+    code = {stage: code_digest(f"image_diffusion.{stage}", source) for stage in stages}
+    plans = read_plans(config["experiments"])
+    written = [plan_file(name) for name in plans] + [file for plan in plans.values() for file in plan["configs"].values()]
+    write_json(cache, {"state": state, "code": code, "written": written})
+    return code
+
+
+def check_config():
+    """Compare config/config.yaml, and what the command line added to it, with its schema."""
+    import jsonschema
+
+    schema = json.loads(
+        (root / "workflow" / "schemas" / "config.schema.json").read_text()
+    )
+    for problem in jsonschema.Draft202012Validator(schema).iter_errors(config):
+        where = ".".join(map(str, problem.absolute_path))
+        stop(f"config/config.yaml: {where + ': ' if where else ''}{problem.message}")
+
+
+def plan_file(experiment):
+    """Where `configure` writes what Snakemake has to know of an experiment."""
+    return f"{results}/{experiment}/config/plan.json"
+
+
+def read_plans(names):
+    """The plan of each experiment, and of those that train their codecs."""
+    plans = {}
+    for name in names:
+        plan = json.loads(Path(plan_file(name)).read_text())
+        codec = plan["codec_experiment"]
+        plans |= {name: plan, **(read_plans([codec]) if codec else {})}
+    return plans
+
+
+def look_at_sources():
+    """Note which data sets' files have changed: crop reads the note."""
+    from image_diffusion.data.source import refresh
+    from image_diffusion.data.sources import Source
+
+    for dataset, plan in datasets.items():
+        try:
+            refresh(
+                parse_config(Source, plan["source"], dataset),
+                Path(results, "datasets", dataset, "source.json"),
+            )
+        except (ValueError, OSError) as error:
+            stop(error)
+
+
+# ---- Code that has changed
+
+# Stages whose work takes long: they are made again only when asked. The others carry the digest in their params.
+long_stages = {
+    "crop": "{results}/datasets/{dataset}/config/crop.code",
+    "encode": "{results}/datasets/{dataset}/config/encode-{codec}.code",
+    "train": "{results}/{experiment}/config/train.code",
+}
+made_by = {
+    "crop": "{results}/datasets/{dataset}/crops/manifest.json",
+    "encode": "{results}/datasets/{dataset}/{codec}/manifest.json",
+    "train": "{results}/{experiment}/train/weights.safetensors",
+}
+
+
+def note_code():
+    """Write down which code each long stage is made with, unless it has been made: then only tell that it changed."""
+    for plan in plans.values():
+        for stage, pattern in long_stages.items():
+            if stage == "encode" and plan["codec"] is None:
+                continue
+            note, made = (
+                Path(form.format(results=results, **plan))
+                for form in (pattern, made_by[stage])
+            )
+            if note.is_file() and note.read_text() == code[stage]:
+                continue
+            if note.is_file() and made.is_file():
+                print(
+                    f"The code of {stage} has changed since {made} was made. To make it again: rm {note}",
+                    file=sys.stderr,
+                )
+            else:
+                write_text(note, code[stage])
+
+
+# ---- Read once, where Snakemake was started; jobs on other machines take what it found
+
+code = (
+    resolve()
+    if not workflow.remote_exec
+    else json.loads(Path(results, ".resolved.json").read_text())["code"]
+)
+plans = read_plans(config["experiments"])
+datasets = {plan["dataset"]: plan for plan in plans.values()}
+latents = {
+    (plan["dataset"], plan["codec"]): plan for plan in plans.values() if plan["codec"]
+}
+if not workflow.remote_exec:
+    look_at_sources()
+    note_code()
+
+
+wildcard_constraints:
+    experiment="|".join(map(re.escape, plans)),
+    dataset="|".join(map(re.escape, datasets)),
+    codec="|".join(sorted({re.escape(codec) for _, codec in latents})) or "none",
+    part=r"\d+",
+    parts=r"\d+",

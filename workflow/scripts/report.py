@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""An experiment on one page: results/x -> results/x/report/index.html, with every picture inside the file.
+
+python workflow/scripts/report.py --experiment results/x --data results/datasets/d-32/latents --output index.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+
+from image_diffusion.core import command
+from image_diffusion.core.files import read_json, write_text
+from image_diffusion.core.journal import History, read_journal
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+img, svg { max-width: 100%; height: auto } img { image-rendering: pixelated }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px } summary { cursor: pointer }
+"""
+
+
+def page(experiment: Path, data: Path) -> str:
+    """The HTML of one experiment. data: the folder of what it was trained on."""
+    parts = [
+        *pictures(experiment / "samples"),
+        *metrics(experiment / "metrics.json"),
+        *training(experiment / "journal" / "train"),
+        *examples(data),
+        *model(experiment / "train" / "model.json"),
+        *configurations(experiment / "config", data.parent / "config"),
+    ]
+    name = html.escape(experiment.name)
+    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{name}</title>\n<style>{STYLE}</style>\n'
+    return head + f"<h1>{name}</h1>\n" + "\n".join(parts) + "\n</html>\n"
+
+
+def pictures(folder: Path) -> Iterator[str]:
+    """What `sample` drew."""
+    for name, title in {"grid.png": "Samples", "steps.png": "From noise to image"}.items():
+        if (folder / name).is_file():
+            encoded = base64.b64encode((folder / name).read_bytes()).decode()
+            yield f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{encoded}">'
+
+
+def metrics(path: Path) -> Iterator[str]:
+    """Every number of metrics.json, and how it was taken."""
+    if path.is_file():
+        yield "<h2>Metrics</h2>"
+        yield table(flat(read_json(path)))
+
+
+def training(journal: Path) -> Iterator[str]:
+    """The curves of training, one axis a metric."""
+    history = read_journal(journal)
+    if history is None:
+        return
+    keys = sorted({point.key for point in history.points if not point.key.startswith(("speed/", "system/"))})
+    yield "<h2>Training</h2>"
+    yield table({"attempts": len(history.starts), "status": history.status})
+    if keys:
+        yield curves(history, keys)
+
+
+def curves(history: History, keys: list[str]) -> str:
+    """One small plot a metric, as SVG. The same history gives the same text."""
+    columns = 2
+    rows = -(-len(keys) // columns)
+    with matplotlib.rc_context({"svg.hashsalt": "report", "axes.spines.top": False, "axes.spines.right": False}):
+        figure, axes = pyplot.subplots(rows, columns, figsize=(10, 2.4 * rows), squeeze=False, layout="constrained")
+        for axis in axes.flat[len(keys) :]:
+            axis.set_axis_off()
+        for axis, key in zip(axes.flat, keys, strict=False):
+            steps, values = history.series(key)
+            axis.plot(steps, values, marker="" if len(steps) > 1 else "o", linewidth=1)
+            axis.set_title(key, fontsize=10, loc="left")
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def examples(folder: Path) -> Iterator[str]:
+    """What it was trained on."""
+    if (folder / "manifest.json").is_file():
+        manifest = read_json(folder / "manifest.json")
+        yield "<h2>Data</h2>"
+        yield table({key: value for key, value in manifest.items() if isinstance(value, str | int | float)})
+
+
+def model(path: Path) -> Iterator[str]:
+    """What the weights are."""
+    if path.is_file():
+        yield "<h2>Model</h2>"
+        yield table({key: value for key, value in read_json(path).items() if isinstance(value, str | int | float)})
+
+
+def configurations(*folders: Path) -> Iterator[str]:
+    """What every stage ran with."""
+    yield "<h2>Configuration</h2>"
+    for path in sorted(path for folder in folders for path in folder.glob("*.yaml")):
+        text = html.escape(path.read_text(encoding="utf-8"))
+        yield f"<details><summary>{html.escape(path.stem)}</summary><pre>{text}</pre></details>"
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Two columns: a name, a value."""
+    lines = (f"<tr><td>{html.escape(name)}</td>{cell(value)}</tr>" for name, value in rows.items())
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def cell(value: object) -> str:
+    if isinstance(value, float):
+        return f'<td class="number">{value:.5g}</td>'
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f'<td class="number">{value:,}</td>'
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+def flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested plain data with dotted names; lists of numbers, an interval for one, in one line."""
+    if isinstance(data, dict):
+        pairs: Iterable[tuple[str, Any]] = data.items()
+    elif isinstance(data, list) and any(isinstance(each, dict | list) for each in data):
+        pairs = ((str(number), each) for number, each in enumerate(data))
+    elif isinstance(data, list):
+        return {prefix: " to ".join(f"{each:.5g}" if isinstance(each, float) else str(each) for each in data)}
+    else:
+        return {prefix: data}
+    rows: dict[str, Any] = {}
+    for key, value in pairs:
+        rows |= flat(value, f"{prefix}.{key}" if prefix else key)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", type=Path, required=True, help="folder: results/<experiment>")
+    parser.add_argument("--data", type=Path, required=True, help="folder of what the experiment was trained on")
+    parser.add_argument("--output", type=Path, required=True, help="the page to write")
+    arguments = parser.parse_args()
+    write_text(arguments.output, page(arguments.experiment, arguments.data))
+
+
+if __name__ == "__main__":
+    command.run(main)
