@@ -1,238 +1,90 @@
-"""encode: shards of crops -> shards of latents, one tar in, one tar out.
+"""Stage `encode`: shards of crops -> shards of latents.
 
-For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that
-training can draw a new latent and a new flip in every epoch without the codec.
+    python -m image_diffusion.encode --config encode.yaml --data crops/manifest.json --output latents/manifest.json
+
+With --part 2/8 only the shards of that part are encoded and no manifest is written: parts run side by side, and a
+last call without --part finds every shard in place and writes the manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain, islice
+import argparse
 from pathlib import Path
-from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from pydantic import Field
-from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.files import digest, sha256_file, write_json
-from image_diffusion.core.progress import Progress
-from image_diffusion.data.records import (
-    FORMAT,
-    ShardRecord,
-    describe_shards,
-    kept,
-    read_record,
-    remove_surplus,
-    tar_path,
-    write_index,
-    write_record,
-)
-from image_diffusion.data.shards import Shards, open_shards
-from image_diffusion.data.tar import Layout
-from image_diffusion.data.write import Chunk, write_shard
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core import command
+from image_diffusion.core.config import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files import write_text
+from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.data.encoding import encode_shards, write_manifest
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.sheets import reconstruction_sheet
+from image_diffusion.experiment import EncodeStage
 
-_MEMBERS = ("npy", "flip.npy")
+_SHOWN = 16
 
 
-class EncodeSettings(Config):
-    """How images are encoded. The codec itself is a section of its own."""
-
-    dtype: Literal["float16", "float32"] = "float16"
-    """How moments are stored. float16 rounds a latent 50 times finer than the smallest noise of DiT's process."""
-    batch_size: int = Field(default=32, ge=1)
-    """Images encoded at a time."""
-
-
-class Encoder(Protocol):
-    """What is needed of a codec. identity: plain data that tells it from every other codec."""
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation."""
-        ...
+def part_of(text: str) -> tuple[int, int]:
+    """ "2/8" -> (2, 8): part 2 of the parts 0 to 7."""
+    try:
+        index, count = (int(number) for number in text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no part. Write 2/8 for part 2 of the parts 0 to 7.") from None
+    if not 0 <= index < count:
+        raise argparse.ArgumentTypeError(f"'{text}' is no part: parts are numbered from 0 to {count - 1}.")
+    return index, count
 
 
-def encode_shards(
-    crops: Path,
-    output: Path,
-    codec: Encoder,
-    settings: EncodeSettings,
-    device: torch.device,
-    part: tuple[int, int] = (0, 1),
-) -> int:
-    """Encode the shards of one part, those with `number % n == i` of part (i, n); returns how many were written.
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.encode", description="Crops -> latents.")
+    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
+    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument("--part", type=part_of, help="which shards to encode, 2/8 for part 2 of 0 to 7; unset: all")
+    parser.add_argument("--output", type=Path, required=True, help="manifest.json, or a part's mark, to write")
+    parser.add_argument("--journal", type=Path, help="folder of journals to log to")
+    arguments = parser.parse_args()
 
-    Shards that already hold what they should are kept. `write_manifest` ends the set, once every part is done.
-    Raises ValueError when the crops are damaged or the codec gives a number that is not finite.
-    """
-    index, of = part
-    if not 0 <= index < of:
-        raise ValueError(f"Part {index}/{of} does not exist. Parts are numbered from 0 to {of - 1}.")
-    task = _Task(crops, open_shards(crops, "all"), codec, settings, device)
-    counts = [shard["num_samples"] for shard in task.source.manifest["shards"]]
-    mine = range(index, len(counts), of)
-    written = 0
-    with Progress("encode", sum(counts[shard] for shard in mine), "image") as progress:
-        for shard in mine:
-            if kept(output, shard, task.made_from(shard)) is None:
-                task.encode(shard, sum(counts[:shard]), output)
-                written += 1
-            progress.advance(counts[shard])
-    return written
+    stage = load(EncodeStage, arguments.config)
+    device = best_device()
+    weights = arguments.codec_weights.parent if arguments.codec_weights else None
+    codec: Codec = stage.codec.build(weights, None, device, torch.float32)
+    crops, output = arguments.data.parent, arguments.output.parent
+    if arguments.part is not None:
+        written = encode_shards(crops, output, codec, stage.encode, device, arguments.part)
+        write_text(arguments.output, "")
+        print(f"encode: part {arguments.part[0]} of {arguments.part[1]} is done, {written} shards written")
+        return
 
-
-def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeSettings) -> dict[str, Any]:
-    """Write the manifest of a set whose shards are all there; returns it.
-
-    Raises ValueError naming the first shard that is missing or was made from something else.
-    """
-    source = open_shards(crops, "all")
-    records = []
-    for shard, entry in enumerate(source.manifest["shards"]):
-        record = read_record(output, shard)
-        if record.made_from != _made_from(entry["sha256"], codec, settings):
-            raise ValueError(
-                f"{tar_path(output, shard)} was made from other crops or by another codec. Run encode again."
-            )
-        records.append(record)
-    remove_surplus(output, len(records))
-    write_index(output / "index.npy", records)
-    statistics = [record.statistics for record in records if record.statistics is not None]
-    layout = Layout(_MEMBERS, tuple(statistics[0]["shape"]), settings.dtype, labelled=source.num_classes > 0)
-    manifest = {
-        "format": FORMAT,
-        "kind": "latents",
-        "name": source.manifest["name"],
-        "codec": codec.identity,
-        "crop": source.manifest["crop"],
-        "crops": source.digest,
-        "classes": source.classes,
-        "validation_fraction": source.manifest["validation_fraction"],
-        **describe_shards(layout, records),
-        "histogram": source.manifest["histogram"],
-        "statistics": merge_statistics(statistics),
-        "index": sha256_file(output / "index.npy"),
-    }
-    write_json(output / "manifest.json", manifest)
-    return manifest
+    with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
+        journal.params(dump(stage))
+        written = encode_shards(crops, output, codec, stage.encode, device)
+        manifest = write_manifest(crops, output, codec, stage.encode)
+        statistics = manifest["statistics"]
+        journal.metrics({"images": manifest["num_samples"], "latent_std": statistics["global_std"]}, step=0)
+        show_reconstructions(crops, codec, device, output / "reconstructions.png")
+        journal.image("reconstructions", output / "reconstructions.png", step=0)
+    print(
+        f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), "
+        f"standard deviation of the latents {statistics['global_std']:.3f}"
+    )
 
 
-def merge_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The distribution of x = mean + std eps over all images and their mirror images.
-
-    mean, std: [c], of each channel. global_mean, global_std: of all numbers together; 1 / global_std is what the
-    scale of a latent stands for (Rombach et al. 2022, appendix G). From float64 sums, exact in the stored numbers.
-    """
-    count = sum(part["count"] for part in parts)
-    total = np.sum([part["sum"] for part in parts], axis=0)
-    squares = np.sum([part["sum_of_squares"] for part in parts], axis=0)
-    mean = total / count
-    std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
-    global_mean = float(mean.mean())
-    global_std = float(np.sqrt(max(float(squares.sum()) / (count * len(mean)) - global_mean**2, 0.0)))
-    return {"mean": mean.tolist(), "std": std.tolist(), "global_mean": global_mean, "global_std": global_std}
+def show_reconstructions(crops: Path, codec: Codec, device: torch.device, path: Path) -> None:
+    """Draw images evenly spread over the set, what the codec makes of them, and the difference."""
+    dataset = open_shards(crops, "all")
+    chosen = np.linspace(0, dataset.num_samples - 1, min(_SHOWN, dataset.num_samples)).astype(np.int64)
+    images = dataset.gather(chosen)
+    mean = codec.encode(images.to(device))[:, 0]
+    decoded = codec.decode(mean * codec.scale)
+    reconstruction_sheet(images.numpy(), decoded.cpu().numpy(), path)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What every shard of a set is encoded with. source: the crops, all of them, in the order of their shards."""
-
-    crops: Path
-    source: Shards
-    codec: Encoder
-    settings: EncodeSettings
-    device: torch.device
-
-    def made_from(self, shard: int) -> str:
-        """What decides the numbers of a shard: its crops, the codec, and how they are stored."""
-        crops = self.source.manifest["shards"][shard]["sha256"]
-        return _made_from(crops, self.codec, self.settings)
-
-    def encode(self, shard: int, first: int, output: Path) -> None:
-        """Encode one shard, whose samples are numbered from `first` in the whole set."""
-        entry = self.source.manifest["shards"][shard]
-        if sha256_file(self.crops / entry["file"]) != entry["sha256"]:
-            raise ValueError(
-                f"{self.crops / entry['file']} is damaged: its sha256 is not the manifest's. Run crop again."
-            )
-        crop = read_record(self.crops, shard)
-        sums = _Sums()
-        chunks = self._chunks(crop, first, sums)
-        head = list(islice(chunks, 1))  # its shape is the shape of them all
-        shape = head[0][0]["npy"].shape[1:] if head else ()
-        layout = Layout(_MEMBERS, shape, self.settings.dtype, labelled=self.source.num_classes > 0)
-        sha256, size, count = write_shard(output, shard, layout, chain(head, chunks))
-        record = ShardRecord(
-            shard=shard,
-            made_from=self.made_from(shard),
-            sha256=sha256,
-            bytes=size,
-            num_samples=count,
-            histogram=crop.histogram,
-            samples=crop.samples,
-            made_with={"torch": torch.__version__},
-            statistics=sums.record(shape),
-        )
-        write_record(output, record)
-
-    def _chunks(self, crop: ShardRecord, first: int, sums: _Sums) -> Iterator[Chunk]:
-        for start in range(0, crop.num_samples, self.settings.batch_size):
-            rows = range(start, min(start + self.settings.batch_size, crop.num_samples))
-            samples = np.arange(first + rows.start, first + rows.stop)
-            images = self.source.gather(samples).to(self.device)
-            plain = self._moments(images, crop, rows)
-            mirrored = self._moments(images.flip(-1), crop, rows)
-            sums.add(plain)
-            sums.add(mirrored)
-            yield {"npy": plain, "flip.npy": mirrored}, self.source.labels[samples]
-
-    @torch.inference_mode()
-    def _moments(self, images: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
-        """Moments [B, 2, c, h, w] as they are stored. Raises ValueError when a number is not finite."""
-        moments: NDArray[np.generic] = self.codec.encode(images).cpu().numpy().astype(self.settings.dtype)
-        finite = np.isfinite(moments).reshape(len(moments), -1).all(axis=1)
-        if not finite.all():
-            bad = crop.samples[rows[int(finite.argmin())]]
-            raise ValueError(
-                f"The codec gave a number that is not finite, or too large for {self.settings.dtype}, for {bad.path} "
-                f"(sample {bad.key}). Set encode.dtype to float32, or look at the codec's weights."
-            )
-        return moments
-
-
-class _Sums:
-    """Float64 sums over a shard: of x and of x squared, x = mean + std eps, by channel."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._sum: NDArray[np.float64] | float = 0.0
-        self._squares: NDArray[np.float64] | float = 0.0
-
-    def add(self, moments: NDArray[np.generic]) -> None:
-        """Count moments [B, 2, c, h, w] in. E[x] = mean; E[x²] = mean² + std²."""
-        values = moments.astype(np.float64)
-        self._count += values.shape[0] * values.shape[3] * values.shape[4]
-        self._sum = self._sum + values[:, 0].sum(axis=(0, 2, 3))
-        self._squares = self._squares + (values**2).sum(axis=(0, 1, 3, 4))
-
-    def record(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
-        """Plain data for the shard's record; None for a shard without samples. shape: of a sample, [2, c, h, w]."""
-        if not self._count:
-            return None
-        return {
-            "shape": list(shape),
-            "count": self._count,
-            "sum": np.asarray(self._sum).tolist(),
-            "sum_of_squares": np.asarray(self._squares).tolist(),
-        }
-
-
-def _made_from(crops_sha256: str, codec: Encoder, settings: EncodeSettings) -> str:
-    return digest({"format": FORMAT, "crops": crops_sha256, "codec": codec.identity, "dtype": settings.dtype})
+if __name__ == "__main__":
+    command.run(main)

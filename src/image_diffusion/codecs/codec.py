@@ -22,6 +22,11 @@ class Codec(Protocol):
         """Plain data that tells this codec from every other: latents of another identity are never used with it."""
         ...
 
+    @property
+    def scale(self) -> float:
+        """What a latent is multiplied with to become x; 1 for pixels."""
+        ...
+
     def encode(self, images: Tensor) -> Tensor:
         """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, not scaled."""
         ...

@@ -31,6 +31,10 @@ class Rgb(Config):
         return self
 
     @property
+    def scale(self) -> float:
+        return 1.0
+
+    @property
     def identity(self) -> dict[str, Any]:
         return {"type": "rgb"}
 

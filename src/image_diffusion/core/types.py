@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -55,6 +55,9 @@ class Network(Protocol):
 
 
 class Objective(Protocol):
-    """A batch -> one loss per example. It is given the network, never imports one."""
+    """A batch -> one loss per example. It is given the network, never imports one.
 
-    def __call__(self, network: Network, batch: Batch) -> Losses: ...
+    network: a `Network` for the diffusion objectives; others say themselves how they call it.
+    """
+
+    def __call__(self, network: Any, batch: Batch) -> Losses: ...

@@ -36,6 +36,11 @@ class AutoencoderConfig(Config):
             )
         return Autoencoder(self, spec)
 
+    def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:
+        """Shape [c, h, w] of the latent of an image of `spec`."""
+        edge = spec.resolution // self.downsampling
+        return self.latent_channels, edge, edge
+
     @property
     def downsampling(self) -> int:
         """Pixels along an edge of the image for each element along an edge of the latent."""
@@ -61,11 +66,6 @@ class Autoencoder(nn.Module):
             norm_num_groups=config.norm_groups,
             sample_size=spec.resolution,
             scaling_factor=1.0,
-        )
-        self.latent_shape = (
-            config.latent_channels,
-            spec.resolution // config.downsampling,
-            spec.resolution // config.downsampling,
         )
 
     def forward(self, x: Tensor, noise: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:

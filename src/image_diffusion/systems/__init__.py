@@ -1,0 +1,10 @@
+"""One page per system: which parts it is made of. One system, one file; its name in `System`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.dit import DiTSystem
+
+System = Annotated[DiTSystem | AutoencoderSystem, Field(discriminator="type")]

@@ -20,10 +20,15 @@ class AutoencoderSystem(Config):
     objective: AutoencodingConfig = AutoencodingConfig()
     """Weights of the loss."""
 
+    @property
+    def is_conditional(self) -> bool:
+        """Labels play no part."""
+        return False
+
     def build_network(self, spec: DataSpec) -> Autoencoder:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)
 
-    def build_objective(self, network: Autoencoder, spec: DataSpec) -> Autoencoding:
-        """The objective for that network."""
-        return self.objective.build(network.latent_shape)
+    def build_objective(self, spec: DataSpec) -> Autoencoding:
+        """The objective for images of `spec`."""
+        return self.objective.build(self.network.latent_shape(spec))

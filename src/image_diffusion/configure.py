@@ -1,0 +1,131 @@
+"""Stage `configure`: experiment files -> one resolved configuration per stage, and a plan for Snakemake.
+
+    python -m image_diffusion.configure --experiments config/experiments/demo.yaml --results results
+
+Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
+results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
+changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec is
+found beside it and configured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.codecs.trained import Trained
+from image_diffusion.core import command
+from image_diffusion.core.config import Config, dump, to_yaml
+from image_diffusion.core.files import to_json, write_if_changed
+from image_diffusion.experiment import (
+    EncodeStage,
+    EvaluateStage,
+    Experiment,
+    ExportStage,
+    SampleStage,
+    TrainStage,
+    check_experiment,
+    load_experiment,
+)
+from image_diffusion.systems.autoencoder import AutoencoderSystem
+
+
+def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
+    """Experiments by name, and those that train their codecs. Raises ValueError for the first that cannot work."""
+    found: dict[str, tuple[Path, Experiment]] = {}
+    waiting = list(paths)
+    while waiting:
+        path = waiting.pop(0)
+        if path.stem in found:
+            continue
+        experiment = load_experiment(path)
+        found[path.stem] = (path, experiment)
+        if isinstance(experiment.codec, Trained):
+            trainer = path.with_name(f"{experiment.codec.experiment}.yaml")
+            if not trainer.is_file():
+                raise ValueError(
+                    f"{path}: codec.experiment is {experiment.codec.experiment}, but {trainer} is missing."
+                )
+            waiting.append(trainer)
+    for path, experiment in found.values():
+        codec = experiment.codec
+        try:
+            check_experiment(experiment, found[codec.experiment][1] if isinstance(codec, Trained) else None)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    _check_shared_data(found)
+    return found
+
+
+def _check_shared_data(found: dict[str, tuple[Path, Experiment]]) -> None:
+    """Two experiments that name the same data set must describe it alike, since they share its files."""
+    seen: dict[str, tuple[Path, Config]] = {}
+    for path, experiment in found.values():
+        sections: dict[str, Config] = {experiment.data.folder: experiment.data}
+        if experiment.codec.name is not None:
+            stage = EncodeStage(codec=experiment.codec, encode=experiment.encode)
+            sections[f"{experiment.data.folder}/{experiment.codec.name}"] = stage
+        for folder, section in sections.items():
+            other_path, other = seen.setdefault(folder, (path, section))
+            if other != section:
+                raise ValueError(
+                    f"{path} and {other_path} describe the data set {folder} differently. Give the sections data, "
+                    f"codec and encode the same values, or choose another data.name."
+                )
+
+
+def write_stages(name: str, experiment: Experiment, results: Path) -> None:
+    """Write the stage files and the plan of one experiment, those of them that changed."""
+    dataset = results / "datasets" / experiment.data.folder
+    codec = experiment.codec.name
+    own = results / name / "config"
+    stages: dict[str, tuple[Path, Config]] = {
+        "crop": (dataset / "config" / "crop.yaml", experiment.data),
+        "train": (
+            own / "train.yaml",
+            TrainStage(
+                experiment=name,
+                codec=experiment.codec,
+                system=experiment.system,
+                train=experiment.train,
+                preview=experiment.preview,
+            ),
+        ),
+        "sample": (own / "sample.yaml", SampleStage(sample=experiment.sample)),
+        "evaluate": (own / "evaluate.yaml", EvaluateStage(evaluate=experiment.evaluate)),
+        "export": (own / "export.yaml", ExportStage(export=experiment.export)),
+    }
+    if codec is not None:
+        encode = EncodeStage(codec=experiment.codec, encode=experiment.encode)
+        stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", encode)
+    for path, stage in stages.values():
+        write_if_changed(path, to_yaml(dump(stage)))
+    plan: dict[str, Any] = {
+        "experiment": name,
+        "system": experiment.system.type,
+        "dataset": experiment.data.folder,
+        "source": dump(experiment.data)["source"],
+        "num_shards": experiment.data.num_shards,
+        "codec": codec,
+        "codec_experiment": experiment.codec.experiment if isinstance(experiment.codec, Trained) else None,
+        "makes_samples": not isinstance(experiment.system, AutoencoderSystem),
+        "export": experiment.export.format,
+        "resources": dump(experiment.resources),
+        "configs": {stage: str(path) for stage, (path, _) in stages.items()},
+    }
+    write_if_changed(own / "plan.json", to_json(plan))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.configure", description=__doc__)
+    parser.add_argument("--experiments", type=Path, nargs="+", required=True, help="experiment files")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
+    arguments = parser.parse_args()
+    for name, (_, experiment) in load_all(arguments.experiments).items():
+        write_stages(name, experiment, arguments.results)
+
+
+if __name__ == "__main__":
+    command.run(main)

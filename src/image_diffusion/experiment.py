@@ -1,0 +1,129 @@
+"""An experiment: one section per stage. A YAML file under config/experiments is one of these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config import Config, load
+from image_diffusion.core.types import DataSpec
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.encoding import EncodeConfig
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.systems import System
+from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.generation import SampleConfig
+from image_diffusion.training.config import TrainConfig
+
+
+class ExportConfig(Config):
+    """What the trained model is written as, for other programs."""
+
+    format: Literal["diffusers", "none"] = "none"
+    """diffusers: a folder that diffusers loads (a DiTPipeline, or an AutoencoderKL). none: nothing."""
+
+
+class ResourcesConfig(Config):
+    """Where training runs. They do not change its result beyond the order of floating-point sums."""
+
+    nodes: int = Field(1, ge=1)
+    """Machines that train together."""
+    processes_per_node: int = Field(1, ge=1)
+    """Processes on each: one for each GPU, or any number on CPUs."""
+    gpus_per_node: int = Field(0, ge=0)
+    """GPUs that are requested on each machine from a cluster; 0 on CPUs."""
+    cpus_per_process: int = Field(2, ge=1)
+    """CPU cores that are requested for each process."""
+    memory_mb: int = Field(8000, ge=1)
+    """Memory that is requested on each machine, in MB."""
+    runtime_min: int = Field(60, ge=1)
+    """Time that is requested for one job, in minutes; longer training goes on in the next job."""
+
+
+class Experiment(Config):
+    """From images to a report."""
+
+    data: DataConfig
+    """Which images, and how they are cropped."""
+    codec: CodecConfig = Rgb()
+    """The space the network works in."""
+    encode: EncodeConfig = EncodeConfig()
+    """How images become latents."""
+    system: System
+    """The network, the process and the objective."""
+    train: TrainConfig
+    """How it is trained."""
+    preview: SampleConfig = SampleConfig()
+    """Which images are drawn now and then while training (train.grid_every_steps)."""
+    sample: SampleConfig = SampleConfig()
+    """Which images are made from the trained weights."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """How those images are judged."""
+    export: ExportConfig = ExportConfig()
+    """What the model is written as for other programs."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """Where training runs."""
+
+
+class EncodeStage(Config):
+    """What `encode` runs with."""
+
+    codec: CodecConfig
+    encode: EncodeConfig
+
+
+class TrainStage(Config):
+    """What `train` runs with."""
+
+    experiment: str
+    codec: CodecConfig
+    system: System
+    train: TrainConfig
+    preview: SampleConfig
+
+
+class SampleStage(Config):
+    """What `sample` runs with."""
+
+    sample: SampleConfig
+
+
+class EvaluateStage(Config):
+    """What `evaluate` runs with."""
+
+    evaluate: EvaluateConfig
+
+
+class ExportStage(Config):
+    """What `export` runs with."""
+
+    export: ExportConfig
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read an experiment file. Raises ValueError with one line for each mistake in it."""
+    return load(Experiment, path)
+
+
+def check_experiment(experiment: Experiment, codec_experiment: Experiment | None) -> None:
+    """Raise ValueError for what cannot work, before any work is done: sizes that do not fit one another.
+
+    codec_experiment: the experiment that trains the codec, where there is one. The network is built without memory
+    (torch's meta device), so that its own checks speak.
+    """
+    images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
+    autoencoder = None
+    if codec_experiment is not None and isinstance(codec_experiment.system, AutoencoderSystem):
+        autoencoder = codec_experiment.system.network
+        if codec_experiment.data != experiment.data:
+            raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
+    if isinstance(experiment.system, AutoencoderSystem) and not isinstance(experiment.codec, Rgb):
+        raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
+    spec = experiment.codec.spec(images, autoencoder)
+    with torch.device("meta"):
+        experiment.system.build_network(spec)

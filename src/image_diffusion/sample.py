@@ -1,0 +1,105 @@
+"""Stage `sample`: weights -> images. Each image has its own seed, and depends on nothing else.
+
+    python -m image_diffusion.sample --config sample.yaml --weights weights.safetensors --output samples.npz
+
+Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
+grid.png, steps.png (from noise to image) and samples.json (how they were made).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from image_diffusion.core import command
+from image_diffusion.core.config import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files import atomic_write, write_json
+from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.core.progress import Progress
+from image_diffusion.experiment import SampleStage
+from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels
+from image_diffusion.training.model import Model, load_codec, load_model
+
+
+def denoising_strip(generator: Generator, seeds: Tensor, labels: Tensor | None) -> Image.Image:
+    """A row for each seed: what was predicted at ten steps evenly spread from the first to the last."""
+    steps = generator.trajectory(seeds, labels)
+    chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
+    return image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))
+
+
+def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
+    """Write uint8 [N, C, H, W] and int64 [N] as ADM's evaluator reads them: arr_0 [N, H, W, C] and, if any, arr_1."""
+    arrays = [images.permute(0, 2, 3, 1).contiguous().numpy()]
+    if labels is not None:
+        arrays.append(labels.numpy())
+    with atomic_write(path) as file:
+        np.savez(file, *arrays)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.sample", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, sample.yaml")
+    parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="samples.npz to write")
+    parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
+    arguments = parser.parse_args()
+
+    device = best_device()
+    settings = load(SampleStage, arguments.config).sample
+    model = load_model(arguments.weights.parent)
+    codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, device)
+    generator = Generator(model.network.to(device), model.system, model.spec, codec, settings)
+    seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
+    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
+
+    output: Path = arguments.output.parent
+    journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
+    with journal, Progress("sample", settings.num_samples, "image") as progress:
+        journal.params({"sample": dump(settings)})
+        parts = []
+        for start in range(0, settings.num_samples, settings.batch_size):
+            rows = slice(start, start + settings.batch_size)
+            parts.append(generator(seeds[rows], None if labels is None else labels[rows]))
+            progress.advance(len(parts[-1]))
+        images = torch.cat(parts)
+        shown = images[: settings.grid_images]
+        columns = len(model.classes) if 1 < len(model.classes) <= 12 else math.ceil(len(shown) ** 0.5)
+        save_picture(image_grid(shown, columns), output / "grid.png")
+        save_picture(
+            denoising_strip(generator, seeds[:8], None if labels is None else labels[:8]), output / "steps.png"
+        )
+        write_json(output / "samples.json", protocol(settings, model))
+        journal.image("samples", output / "grid.png", model.step)
+        journal.image("denoising", output / "steps.png", model.step)
+        save_samples(arguments.output, images, labels)
+    print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
+
+
+def protocol(settings: SampleConfig, model: Model) -> dict[str, Any]:
+    """How samples were made: what metrics.json repeats beside every number."""
+    return {
+        "kind": "samples",
+        "num_samples": settings.num_samples,
+        "settings": dump(settings),
+        "classes": model.classes,
+        "weights_sha256": model.sha256,
+        "step": model.step,
+        "examples_seen": model.examples_seen,
+    }
+
+
+if __name__ == "__main__":
+    command.run(main)

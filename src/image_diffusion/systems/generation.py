@@ -1,0 +1,112 @@
+"""Images from a diffusion system: seeds and labels -> pixels, for the sample stage and for previews while training."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.process.grid import Denoiser
+from image_diffusion.samplers import Sampler
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.samplers.noise import image_streams, initial_noise
+from image_diffusion.systems.diffusion import DiffusionSystem
+
+
+class SampleConfig(Config):
+    """Which images are made, and how."""
+
+    num_samples: int = Field(64, ge=1)
+    """Number of images."""
+    first_seed: int = Field(0, ge=0)
+    """Seed of the first image; image number i has seed first_seed + i."""
+    seed: int = Field(0, ge=0)
+    """Mixed into every image's own seed: another value makes another set of images."""
+    labels: Literal["balanced", "random"] | list[int | str] = "balanced"
+    """Classes of the images: each in turn, at random from the image's seed, or a list of names or numbers in turn."""
+    sampler: Sampler = Ddim()
+    """The sampler and its number of steps."""
+    guidance: Guidance = Guidance()
+    """Classifier-free guidance; a scale of 1 is none."""
+    batch_size: int = Field(50, ge=1)
+    """Images made at once. Does not change them."""
+    grid_images: int = Field(100, ge=1)
+    """Images in the picture grid.png."""
+
+
+class Generator:
+    """Makes images from seeds, on the device of the network.
+
+    Raises ValueError when the sampler or the guidance do not fit the system, or the system makes no images.
+    """
+
+    def __init__(
+        self, network: nn.Module, system: Config, spec: DataSpec, codec: Codec, settings: SampleConfig
+    ) -> None:
+        if not isinstance(system, DiffusionSystem):
+            raise ValueError(
+                f"A {type(system).__name__} makes no images from noise. Sample an experiment with a diffusion system."
+            )
+        scale, labelled = settings.guidance.guidance_scale, spec.num_classes > 0
+        if scale != 1 and labelled and not system.drops_labels:
+            raise ValueError(
+                f"sample.guidance.guidance_scale is {scale}, but the network never learnt to do without a label. "
+                f"Use 1, or train with system.objective.label_drop_probability above 0."
+            )
+        self._device = next(network.parameters()).device
+        self._spec, self._system, self._codec = spec, system, codec
+        self._sampler, self._seed = settings.sampler, settings.seed
+        self._grid = self._sampler.grid(system.process)
+        null = {"label": torch.tensor(spec.num_classes, device=self._device)} if labelled else {}
+        self._network = settings.guidance.build(cast("Network", network), null, self._grid)
+
+    @torch.no_grad()
+    def __call__(self, seeds: Tensor, labels: Tensor | None) -> Tensor:
+        """Uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N]."""
+        denoiser, noise, streams = self._start(seeds, labels)
+        return self._codec.decode(self._sampler(denoiser, self._grid, noise, streams)).cpu()
+
+    @torch.no_grad()
+    def trajectory(self, seeds: Tensor, labels: Tensor | None) -> list[Tensor]:
+        """The images [N, C, H, W] that each step predicts, from the first step to the last."""
+        denoiser, noise, streams = self._start(seeds, labels)
+        steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
+        return [self._codec.decode(step.x0).cpu() for step in steps]
+
+    def _start(self, seeds: Tensor, labels: Tensor | None) -> tuple[Denoiser, Tensor, Streams]:
+        streams = image_streams(seeds.to(self._device), self._seed)
+        noise = initial_noise(streams, (self._spec.channels, self._spec.resolution, self._spec.resolution))
+        cond = {} if labels is None else {"label": labels.to(self._device)}
+        return self._system.denoiser(self._network, self._grid, cond), noise, streams
+
+
+def requested_labels(
+    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor
+) -> Tensor | None:
+    """The label of each sample, int64 [N]; None without classes.
+
+    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed, a list of class names
+    or numbers is repeated in turn. Raises ValueError for a class that does not exist.
+    """
+    if not classes:
+        return None
+    if labels == "random":
+        return image_streams(seeds).integers("label", len(classes))
+    chosen = range(len(classes)) if labels == "balanced" else [_class_number(label, classes) for label in labels]
+    return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
+
+
+def _class_number(label: int | str, classes: list[str]) -> int:
+    if isinstance(label, str) and label in classes:
+        return classes.index(label)
+    if isinstance(label, int) and 0 <= label < len(classes):
+        return label
+    shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
+    raise ValueError(f"sample.labels names the class {label!r}; the model knows 0 to {len(classes) - 1}: {shown}.")

@@ -1,0 +1,114 @@
+"""Stage `train`: shards -> weights. Can be killed at any moment; the same command goes on.
+
+    torchrun --standalone --nproc-per-node 2 -m image_diffusion.train --config train.yaml --data manifest.json \\
+        --output results/x/train/weights.safetensors
+
+Runs in one process as well. Checkpoints are kept in `state` beside the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core import command
+from image_diffusion.core.config import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.data.shards import Shards, open_shards
+from image_diffusion.experiment import TrainStage
+from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.generation import Generator, requested_labels
+from image_diffusion.training.distributed import World
+from image_diffusion.training.parts import Task
+from image_diffusion.training.run import run
+
+
+def data_spec(data: Shards) -> DataSpec:
+    """What the stored samples fix about a network: crops are [C, H, W], latents [2, c, h, w]."""
+    return DataSpec(channels=data.shape[-3], resolution=data.shape[-1], num_classes=data.num_classes)
+
+
+def latent_scale(data: Shards) -> float | None:
+    """One over the standard deviation of the whole set of latents; None for crops."""
+    statistics = data.manifest.get("statistics")
+    return None if statistics is None else 1.0 / statistics["global_std"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.train", description="Shards -> weights.")
+    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
+    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops or latents")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
+    parser.add_argument("--journal", type=Path, help="folder of journals to log to")
+    arguments = parser.parse_args()
+
+    stage = load(TrainStage, arguments.config)
+    folder: Path = arguments.data.parent
+    training = open_shards(folder, "train")
+    validation = open_shards(folder, "validation")
+    if training.num_samples < stage.train.global_batch:
+        raise ValueError(
+            f"The data set has {training.num_samples:,} training images, fewer than one batch of "
+            f"train.global_batch = {stage.train.global_batch}. Add images, or make the batch smaller."
+        )
+    output: Path = arguments.output.parent
+    codec = codec_of(stage, training, arguments.codec_weights)
+    spec = data_spec(training)
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        cond = {"label": label} if spec.num_classes and stage.system.is_conditional else {}
+        return Batch(codec.draw(stored, streams), cond, streams)
+
+    def draw_preview(network: nn.Module, step: int) -> dict[str, Path]:
+        weights = arguments.codec_weights.parent if arguments.codec_weights else None
+        decoder = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
+        generator = Generator(network, stage.system, spec, decoder, stage.preview)
+        seeds = torch.arange(stage.preview.first_seed, stage.preview.first_seed + stage.preview.num_samples)
+        labels = requested_labels(stage.preview.labels, len(seeds), training.classes, seeds)
+        path: Path = output / "previews" / f"step-{step:07d}.png"
+        save_picture(image_grid(generator(seeds, labels), math.ceil(len(seeds) ** 0.5)), path)
+        return {"preview": path}
+
+    preview = draw_preview if isinstance(stage.system, DiffusionSystem) else None
+
+    def build(world: World) -> Task:
+        network: nn.Module = stage.system.build_network(spec)
+        objective = stage.system.build_objective(spec)
+        return Task(network, objective, prepare, training, validation if validation.num_samples else None, preview)
+
+    model = {
+        "system": dump(stage.system),
+        "spec": dump(spec),
+        "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
+        "classes": training.classes,
+    }
+    run(build, stage.train, model, {"digest": training.digest}, output, arguments.journal)
+
+
+def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:
+    """The codec that wrote the data. Raises ValueError when it was another one."""
+    folder = weights.parent if weights else None
+    codec: Codec = stage.codec.build(folder, latent_scale(data), torch.device("cpu"), torch.float32)
+    written_by: dict[str, Any] = data.manifest.get("codec", {"type": "rgb"})
+    if written_by != codec.identity:
+        raise ValueError(
+            f"The latents were written by the codec {written_by}, but the experiment names {codec.identity}. "
+            f"Run encode again, or set codec to the one that wrote them."
+        )
+    return codec
+
+
+if __name__ == "__main__":
+    command.run(main)

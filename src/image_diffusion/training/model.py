@@ -1,0 +1,73 @@
+"""A trained model, rebuilt from its weights folder: network, system and codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core.config import parse
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import read_weights
+from image_diffusion.systems import System
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a weights folder holds.
+
+    network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
+    codec: {"config", "identity", "scale"}. step, examples_seen: of the training. sha256: of the weights.
+    """
+
+    network: nn.Module
+    system: System
+    spec: DataSpec
+    codec: dict[str, Any]
+    classes: list[str]
+    step: int
+    examples_seen: int
+    sha256: str
+
+
+def load_model(folder: Path) -> Model:
+    """Rebuild the model in a weights folder. Raises ValueError when its files are missing or do not fit."""
+    tensors, model = read_weights(folder)
+    where = f"{folder}/model.json"
+    system = parse(System, model["system"], where)
+    spec = parse(DataSpec, model["spec"], where)
+    network = system.build_network(spec)
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}/weights.safetensors does not fit the network in {where}: {error}") from None
+    return Model(
+        network=network.eval().requires_grad_(False),
+        system=system,
+        spec=spec,
+        codec=model["codec"],
+        classes=model["classes"],
+        step=model["step"],
+        examples_seen=model["examples_seen"],
+        sha256=model["sha256"],
+    )
+
+
+def load_codec(model: Model, weights: Path | None, device: torch.device) -> Codec:
+    """The codec a model was trained with. weights: the folder of the experiment that trained it, where there is one.
+
+    Raises ValueError when that folder now holds another codec.
+    """
+    config = parse(CodecConfig, model.codec["config"], "model.json: codec")
+    codec: Codec = config.build(weights, model.codec["scale"], device, torch.float32)
+    if codec.identity != model.codec["identity"]:
+        raise ValueError(
+            f"The model was trained on latents of the codec {model.codec['identity']}, but {weights} now holds "
+            f"{codec.identity}. Train the model again, or restore that codec."
+        )
+    return codec
