@@ -110,7 +110,7 @@ def test_order_of_one_step_solvers(sampler: SamplerConfig, order: int, path: Cal
 @pytest.mark.parametrize("path", [straight_levels, preserving_levels, exploding])
 @pytest.mark.parametrize(("sampler", "order"), [(DpmSolver(), 2), (UniPc(), 3)], ids=label)
 def test_order_of_multistep_solvers(sampler: SamplerConfig, order: int, path: Callable[[int], Grid]) -> None:
-    """UniPC's predictor has order 2 and its corrector one more (Zhao et al. 2023, Corollary 3.2)."""
+    """UniPC's predictor has order 2 and its corrector one more (Zhao et al. 2023, section 3)."""
     assert observed_order(sampler, path, 32) == pytest.approx(order, abs=0.2)
 
 

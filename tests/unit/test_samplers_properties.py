@@ -203,6 +203,7 @@ class Section(Config):
             "sampler.num_steps: got 0; expected a number of steps, at least 1, or which",
         ),
         ({"type": "ddim", "num_steps": [5, True]}, "sampler.num_steps: got [5, True]; expected a number of steps"),
+        ({"type": "ddim", "num_steps": [0]}, "sampler.num_steps: got [0]; expected a number of steps"),
         ({"type": "ddim", "eta": 2}, "sampler.eta is 2: input should be less than or equal to 1."),
     ],
     ids=lambda value: str(value)[:30],

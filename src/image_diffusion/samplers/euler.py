@@ -1,7 +1,7 @@
 """Euler's method for the probability flow ODE, dx = x0 dalpha + eps dsigma.
 
 On the straight path of flow matching this is x + (s - t) v with v = eps - x0 (Liu et al. 2023, "Flow straight and
-fast", Eq. 1; Ma et al. 2024, "SiT"); with alpha = 1 it is x + (sigma_s - sigma_t) eps (Karras et al. 2022,
+fast"; Ma et al. 2024, "SiT"); with alpha = 1 it is x + (sigma_s - sigma_t) eps (Karras et al. 2022,
 "Elucidating the design space of diffusion-based generative models", Algorithm 1 without its correction). Order 1.
 """
 

@@ -2,7 +2,7 @@
 
 Classifier-free guidance: Ho & Salimans 2022, "Classifier-free diffusion guidance", with w = guidance_scale - 1.
 Guidance interval: Kynkäänniemi et al. 2024, "Applying guidance in a limited interval improves sample quality".
-Autoguidance: Karras et al. 2024, "Guiding a diffusion model with a bad version of itself", Eq. 3.
+Autoguidance: Karras et al. 2024, "Guiding a diffusion model with a bad version of itself".
 """
 
 from __future__ import annotations

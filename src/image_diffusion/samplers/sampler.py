@@ -22,7 +22,7 @@ from image_diffusion.process.parameterization import clamp
 
 def _checked_num_steps(value: object) -> object:
     counts = value if isinstance(value, list) else [value]
-    if isinstance(value, str) or all(type(count) is int and count > 0 for count in counts):
+    if isinstance(value, str) or (all(type(count) is int and count >= 0 for count in counts) and any(counts)):
         return value
     raise ValueError(
         f"got {value!r}; expected a number of steps, at least 1, or which timesteps to keep. "

@@ -1,7 +1,7 @@
 """UniPC: a multistep predictor whose every step is corrected with the prediction made after it, at no further call.
 
-Zhao et al. 2023, "UniPC: A unified predictor-corrector framework for fast sampling of diffusion models", Algorithm 7
-and 8 with B(h) = exp(h) - 1.
+Zhao et al. 2023, "UniPC: A unified predictor-corrector framework for fast sampling of diffusion models", in
+its form that predicts x0, with B(h) = exp(h) - 1.
 """
 
 from __future__ import annotations
