@@ -1,4 +1,13 @@
-"""Schedules and objective in continuous time, against the numbers of diffusion-policy (c01, c02)."""
+"""Schedules and objective in continuous time, against the numbers of diffusion-policy (c01, c02).
+
+Different on purpose, each with its own test:
+- the ends of the sigmoid schedule are exact, not float32 (test_c01_gamma_schedules);
+- D-20: weights multiply their own sample (test_d20_…);
+- D-21: the cosine schedule runs (test_c01_gamma_schedules);
+- D-22: a scale below 1 is undone in every conversion and at the end of a grid (test_d22_…);
+- D-23: time_difference is a property of ancestral steps (test_time_difference_…);
+- D-35: no time gives NaN, and training stays away from t = 0 (test_d35_…, tests/unit/test_process_flow.py).
+"""
 
 from __future__ import annotations
 

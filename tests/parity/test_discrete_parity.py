@@ -1,4 +1,12 @@
-"""The discrete process, its losses and its bound, against the numbers of improved-diffusion and DiT (d01 to d09)."""
+"""The discrete process, its losses and its bound, against the numbers of improved-diffusion and DiT (d01 to d09).
+
+Different on purpose, each with its own test:
+- one timestep only: the variance is finite (test_a_schedule_of_one_timestep_has_a_finite_variance);
+- D-10, D-17: the loss history needs no removed NumPy name, takes shares of any length, is saved with a checkpoint
+  (test_d08_loss_second_moment; tests/unit/test_objectives_timestep_sampling.py);
+- D-30: previous_x and learned mean what they say (test_d30_…);
+- a hybrid loss without a learned variance, or the opposite, is refused (tests/unit/test_objectives_denoising.py).
+"""
 
 from __future__ import annotations
 
@@ -196,7 +204,9 @@ def test_d04_every_prediction_with_every_variance(golden: Callable[[str], Any]) 
         step = process.steps.at(given["t"], x_t)
         denoised = read_output(output, x_t, step, prediction, variance, restrict)
         log_var = log_variance(split_output(output, x_t.shape[1], variance)[1], variance, step)
-        exact = {"fixed_small": step.variance, "fixed_large": step.log_large_variance.exp()}.get(variance, log_var.exp())
+        exact = {"fixed_small": step.variance, "fixed_large": step.log_large_variance.exp()}.get(
+            variance, log_var.exp()
+        )
         results = {"mean_f64": step.reverse_mean(denoised, x_t), "pred_xstart_f64": denoised.x0}
         fixed = variance.startswith("fixed")
         results["log_variance_f64"] = log_var.flatten() if fixed else log_var
