@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
@@ -22,6 +23,7 @@ def network_of(params: dict) -> DiT:
         patch=params["patch_size"],
         mlp_ratio=params.get("mlp_ratio", 4.0),
         null_label=params.get("class_dropout_prob", 0.1) > 0,
+        time_frequencies="dit",
     )
     spec = DataSpec(channels=params["in_channels"], resolution=params["input_size"], num_classes=params["num_classes"])
     return config.build(spec, learned_variance=params["learn_sigma"])
@@ -76,6 +78,16 @@ def test_position_and_time_embeddings(golden):
     torch.testing.assert_close(grid_positions(1152, 16), file["pos_embed_1152_16/pos_embed"], rtol=0, atol=1e-6)
     t, expected = file["timestep_embedding_256/t"], file["timestep_embedding_256/emb"]
     torch.testing.assert_close(sinusoid(t, 256), expected, rtol=0, atol=5e-4)
+
+
+def test_difference_from_the_original_frequencies_reach_one_in_ten_thousand(golden):
+    """Unless told otherwise, a network has the frequencies of diffusers' DiT, so that it can be exported there."""
+    file = golden("m01_dit.npz")
+    t, original = file["timestep_embedding_256/t"], file["timestep_embedding_256/emb"]
+    assert DiTConfig(size="DiT-XL/2").time_frequencies == "diffusers"
+    ours, theirs = sinusoid(t, 256, endpoint=True), get_timestep_embedding(t, 256, flip_sin_to_cos=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4)
+    assert (ours - original).abs().max() > 0.1
 
 
 def test_the_start_is_that_of_the_original(golden):

@@ -81,8 +81,10 @@ class DiTConfig(Config):
     """The label table has one more row, for no label: what label dropout and guidance need."""
     label_init_std: float = Field(0.02, ge=0)
     """Standard deviation of the label table at the start. Small data learn labels sooner from a larger one."""
-    time_frequencies: Literal["dit", "diffusers"] = "dit"
-    """How the frequencies of the time embedding are spaced: DiT's way, or with 1/10000 included as diffusers has it."""
+    time_frequencies: Literal["diffusers", "dit"] = "diffusers"
+    """Frequencies of the time embedding: from 1 down to 1/10000, as diffusers' DiT computes them, or not quite down to
+    it, as the original and its published weights do. Networks of fewer than 1000 channels can only be exported to
+    diffusers with the first."""
     gradient_checkpointing: bool = False
     """Recompute the blocks in the backward pass: about a third slower, far less memory."""
 
@@ -213,8 +215,8 @@ class Block(nn.Module):
         modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
         x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)  # [B, N, D]
-        x = x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)  # [B, N, D]
-        return x
+        out: Tensor = x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)  # [B, N, D]
+        return out
 
 
 class FinalLayer(nn.Module):

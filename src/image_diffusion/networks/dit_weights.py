@@ -1,0 +1,279 @@
+"""DiT weights made elsewhere: the published files, the original's training checkpoints, diffusers folders.
+
+Nothing in such a file is run: `.pt` and `.bin` files are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from image_diffusion.core.files import read_json
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dit import SIZES, DiT, DiTConfig
+from image_diffusion.nn.sinusoid import grid_positions
+
+TimeFrequencies = Literal["diffusers", "dit"]
+"""See `DiTConfig.time_frequencies`."""
+
+_TABLE = "y_embedder.embedding_table.weight"
+_WEIGHTS_FILE = "diffusion_pytorch_model"
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class DiTWeights:
+    """A DiT in full. tensors: float32, by the published names, exactly those that the network has."""
+
+    config: DiTConfig
+    spec: DataSpec
+    learned_variance: bool
+    tensors: dict[str, Tensor]
+
+    def build(self) -> DiT:
+        """The network with these weights, in evaluation mode; it shares their memory."""
+        with torch.device("meta"):
+            network = self.config.build(self.spec, self.learned_variance)
+        network.load_state_dict(self.tensors, assign=True)
+        return network.eval()
+
+
+def read_dit(path: Path, time_frequencies: TimeFrequencies | None = None, num_heads: int | None = None) -> DiTWeights:
+    """A DiT from a file of the original or a folder of diffusers.
+
+    path: the published `DiT-XL-2-256x256.pt` or another state dict under its names (`.pt`, `.safetensors`); a training
+    checkpoint of the original, of which the "ema" entry is taken; a folder of a diffusers pipeline, or of its
+    transformer. time_frequencies: none for what the original computes with a file, and diffusers with a folder. (The
+    folders facebook/DiT-XL-2-* hold weights that were trained with "dit", though diffusers computes otherwise.)
+    num_heads: needed where a file is of none of the paper's widths, since shapes do not tell it.
+
+    Raises ValueError when the path does not exist, holds anything but tensors and plain data, or is not a DiT: with the
+    names of what is missing, unexpected, or of another shape.
+    """
+    if path.is_dir():
+        return _read_folder(path, time_frequencies or "diffusers")
+    tensors, arguments = _state_dict(load_tensors(path), path)
+    return _from_shapes(tensors, path, time_frequencies or "dit", num_heads or _heads_of(arguments))
+
+
+def load_tensors(path: Path) -> Mapping[str, Any]:
+    """The content of a .safetensors file or, loaded safely, of a torch file: tensors and plain data by name.
+
+    argparse.Namespace, which the original's checkpoints hold, counts as plain data. Raises ValueError when the file is
+    missing, damaged, or would have to run code.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist. Give a .pt or .safetensors file, or a diffusers folder.")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
+        if refused is None:
+            raise ValueError(f"{path} is damaged, or not a file of tensors. Copy it again.") from None
+        raise ValueError(
+            f"{path} holds more than tensors and plain data ({refused.partition('. ')[0]}), and is not loaded, because "
+            f"that would run code from it. If you trust it, save its weights alone: "
+            f"torch.save(torch.load('{path.name}', weights_only=False)['ema'], 'weights.pt')."
+        ) from None
+    except Exception as error:  # damaged bytes make the readers fail in any way
+        reason = str(error).partition(". ")[0] or type(error).__name__
+        raise ValueError(f"{path} is damaged, or not a file of tensors: {reason}. Copy it again.") from None
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not tensors by name.")
+    return content
+
+
+def diffusers_names(depth: int) -> dict[str, list[str]]:
+    """Where diffusers' DiTTransformer2DModel keeps each weight and bias, by the published name.
+
+    Several places hold copies of the same, as every block there has the embedders of time and label; but of
+    `blocks.i.attn.qkv` the three are the thirds.
+    """
+    blocks = [f"transformer_blocks.{i}" for i in range(depth)]
+    time = [f"{block}.norm1.emb.timestep_embedder" for block in blocks]
+    names = {
+        "x_embedder.proj": ["pos_embed.proj"],
+        "t_embedder.mlp.0": [f"{embedder}.linear_1" for embedder in time],
+        "t_embedder.mlp.2": [f"{embedder}.linear_2" for embedder in time],
+    }
+    for i, block in enumerate(blocks):
+        names[f"blocks.{i}.attn.qkv"] = [f"{block}.attn1.to_{part}" for part in "qkv"]
+        names[f"blocks.{i}.attn.proj"] = [f"{block}.attn1.to_out.0"]
+        names[f"blocks.{i}.mlp.fc1"] = [f"{block}.ff.net.0.proj"]
+        names[f"blocks.{i}.mlp.fc2"] = [f"{block}.ff.net.2"]
+        names[f"blocks.{i}.adaLN_modulation.1"] = [f"{block}.norm1.linear"]
+    names |= {"final_layer.linear": ["proj_out_2"], "final_layer.adaLN_modulation.1": ["proj_out_1"]}
+    both = {
+        f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs]
+        for ours, theirs in names.items()
+        for kind in ("weight", "bias")
+    }
+    return both | {_TABLE: [f"{block}.norm1.emb.class_embedder.embedding_table.weight" for block in blocks]}
+
+
+def _state_dict(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a state dict or a training checkpoint, and the arguments of the training script if it has them."""
+    tensors = content["ema"] if isinstance(content.get("ema"), Mapping) else content
+    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError(
+            f"{path} is neither a state dict nor a training checkpoint: it holds {_list(content)}. "
+            f'Expected tensors by name, or an entry "ema" of them.'
+        )
+    return dict(tensors), content.get("args")
+
+
+def _from_shapes(
+    tensors: Mapping[str, Tensor], path: Path, time_frequencies: TimeFrequencies, num_heads: int | None
+) -> DiTWeights:
+    """The network that tensors under the published names are of. Raises ValueError where they are of none."""
+    needed = ("pos_embed", "x_embedder.proj.weight", "blocks.0.mlp.fc1.weight", "final_layer.linear.weight")
+    absent = [name for name in needed if name not in tensors]
+    if absent:
+        raise ValueError(
+            f"{path} is not a DiT: {_list(absent)} missing; it holds {_list(tensors)}. "
+            f"Expected the names of DiT-XL-2-256x256.pt, or a diffusers folder."
+        )
+    width, channels, patch, _ = tensors["x_embedder.proj.weight"].shape
+    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    num_heads = num_heads or next((size.num_heads for size in SIZES.values() if size.width == width), None)
+    if num_heads is None:
+        raise ValueError(
+            f"{path} has width {width}, which is none of the paper's, and shapes do not tell the number of heads. "
+            f"Give num_heads."
+        )
+    shape = (depth, width, num_heads, patch)
+    size = next((name for name, preset in SIZES.items() if preset == shape), None)
+    explicit = {} if size else dict(zip(("depth", "width", "num_heads", "patch"), shape, strict=True))
+    mlp_ratio = tensors["blocks.0.mlp.fc1.weight"].shape[0] / width
+    config = DiTConfig(size=size, **explicit, mlp_ratio=mlp_ratio, time_frequencies=time_frequencies)
+    spec = DataSpec(
+        channels=channels,
+        resolution=math.isqrt(tensors["pos_embed"].shape[1]) * patch,
+        num_classes=len(tensors[_TABLE]) - 1 if _TABLE in tensors else 0,
+    )
+    learned_variance = len(tensors["final_layer.linear.weight"]) == 2 * channels * patch**2
+    return _checked(config, spec, learned_variance, tensors, path)
+
+
+def _checked(
+    config: DiTConfig, spec: DataSpec, learned_variance: bool, tensors: Mapping[str, Tensor], path: Path
+) -> DiTWeights:
+    with torch.device("meta"):
+        expected = config.build(spec, learned_variance).state_dict()
+    misshapen = [
+        f"{name} {list(tensors[name].shape)} instead of {list(expected[name].shape)}"
+        for name in expected
+        if name in tensors and tensors[name].shape != expected[name].shape
+    ]
+    _complain(path, config, expected, tensors, misshapen)
+    return DiTWeights(config, spec, learned_variance, {name: tensors[name].float() for name in expected})
+
+
+def _complain(
+    path: Path, config: DiTConfig, expected: Iterable[str], given: Iterable[str], misshapen: list[str]
+) -> None:
+    """Raise ValueError unless the names are those expected and no shape is wrong."""
+    expected, given = dict.fromkeys(expected), dict.fromkeys(given)
+    problems = {
+        "missing": [name for name in expected if name not in given],
+        "unexpected": [name for name in given if name not in expected],
+        "of another shape": misshapen,
+    }
+    told = [f"{problem}: {_list(names)}" for problem, names in problems.items() if names]
+    if told:
+        depth, width, _, patch = config.shape
+        raise ValueError(
+            f"{path} does not fit a DiT of depth {depth}, width {width} and patch {patch}. {'; '.join(told)}. "
+            f"Use weights of this architecture, written whole."
+        )
+
+
+def _read_folder(folder: Path, time_frequencies: TimeFrequencies) -> DiTWeights:
+    """A diffusers folder: of a pipeline, or of its transformer."""
+    folder = folder / "transformer" if (folder / "model_index.json").is_file() else folder
+    settings = read_json(folder / "config.json")
+    for key, supported in (("norm_type", "ada_norm_zero"), ("activation_fn", "gelu-approximate")):
+        if settings.get(key, supported) != supported:
+            raise ValueError(f"{folder}/config.json has {key} {settings[key]!r}; a DiT has {supported!r}.")
+    files = next(
+        (
+            found
+            for pattern in (
+                f"{_WEIGHTS_FILE}.safetensors",
+                f"{_WEIGHTS_FILE}-*-of-*.safetensors",
+                f"{_WEIGHTS_FILE}.bin",
+            )
+            if (found := sorted(folder.glob(pattern)))
+        ),
+        None,
+    )
+    if files is None:
+        raise ValueError(f"{folder} has no {_WEIGHTS_FILE}.safetensors. Give a folder that diffusers wrote.")
+    theirs = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
+    num_heads, head_width, patch = (
+        int(settings[key]) for key in ("num_attention_heads", "attention_head_dim", "patch_size")
+    )
+    config = DiTConfig(
+        depth=int(settings["num_layers"]), width=num_heads * head_width, num_heads=num_heads, patch=patch
+    )
+    tensors = _published_names(theirs, config, folder)
+    size = int(settings["sample_size"]) // patch
+    tensors["pos_embed"] = grid_positions(num_heads * head_width, size)[None]
+    return _from_shapes(tensors, folder, time_frequencies, num_heads)
+
+
+def _published_names(theirs: Mapping[str, Tensor], config: DiTConfig, folder: Path) -> dict[str, Tensor]:
+    """Diffusers' tensors under the published names. Raises ValueError where some are missing, unexpected or unequal."""
+    names = diffusers_names(config.shape.depth)
+    _complain(folder, config, (name for places in names.values() for name in places), theirs, [])
+    tensors = {}
+    for ours, places in names.items():
+        parts = [theirs[name] for name in places]
+        if ".attn.qkv." in ours:
+            tensors[ours] = torch.cat(parts)
+            continue
+        for name, part in zip(places, parts, strict=True):
+            if not torch.equal(part, parts[0]):
+                raise ValueError(
+                    f"{folder} has another {name} than {places[0]}; a DiT embeds time and label once for all blocks. "
+                    f"Networks that diffusers trained further cannot be read."
+                )
+        tensors[ours] = parts[0]
+    return _without_padding(tensors)
+
+
+def _without_padding(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The label table up to the last row, which is for no label, and without the rows like it before it.
+
+    A table of nothing else is that of an unconditional network: the row then joins the bias of the time embedding.
+    """
+    table = tensors[_TABLE]
+    num_classes = int((table != table[-1]).any(dim=1).nonzero().amax()) + 1 if (table != table[-1]).any() else 0
+    if num_classes:
+        return tensors | {_TABLE: table[: num_classes + 1]}
+    bias = tensors["t_embedder.mlp.2.bias"] + table[-1]
+    return {name: tensor for name, tensor in tensors.items() if name != _TABLE} | {"t_embedder.mlp.2.bias": bias}
+
+
+def _heads_of(arguments: Any) -> int | None:
+    """The heads of the size that the original's training script was told to train."""
+    size = SIZES.get(getattr(arguments, "model", None))  # type: ignore[arg-type]
+    return size.num_heads if size else None
+
+
+def _list(names: Iterable[str]) -> str:
+    names = [str(name) for name in names]
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
