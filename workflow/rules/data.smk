@@ -12,17 +12,17 @@ rule crop:
         "logs/datasets/{dataset}/crop.log",
     benchmark:
         "benchmarks/datasets/{dataset}/crop.tsv"
-    params:
-        journal=f"{results}/datasets/{{dataset}}/journal",
+    retries: attempts(2)
+    conda:
+        "../../envs/image-diffusion.yaml"
     threads: 8
     resources:
         nodes=1,
         cpus_per_task=8,
         mem_mb=8000,
         runtime=240,
-    retries: attempts(2)
-    conda:
-        "../../envs/image-diffusion.yaml"
+    params:
+        journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
         "logged {log:q} python -m image_diffusion.crop --config {input.config:q} --source {input.source:q}"
         " --output {output.manifest:q} --journal {params.journal:q} --processes {threads}"
@@ -42,8 +42,9 @@ rule encode_part:
         "logs/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.tsv"
-    params:
-        codec=codec_option,
+    retries: attempts(2)
+    conda:
+        "../../envs/image-diffusion.yaml"
     threads: local_threads(asked("cpus_per_process"))
     resources:
         nodes=1,
@@ -51,9 +52,8 @@ rule encode_part:
         cpus_per_task=asked("cpus_per_process"),
         mem_mb=asked("memory_mb"),
         runtime=asked("runtime_min"),
-    retries: attempts(2)
-    conda:
-        "../../envs/image-diffusion.yaml"
+    params:
+        codec=codec_option,
     shell:
         "logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --part {wildcards.part}/{wildcards.parts} --output {output.mark:q}"
@@ -73,9 +73,9 @@ rule encode:
         "logs/datasets/{dataset}/encode-{codec}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}.tsv"
-    params:
-        codec=codec_option,
-        journal=f"{results}/datasets/{{dataset}}/journal",
+    retries: attempts(2)
+    conda:
+        "../../envs/image-diffusion.yaml"
     threads: local_threads(asked("cpus_per_process"))
     resources:
         nodes=1,
@@ -83,9 +83,9 @@ rule encode:
         cpus_per_task=asked("cpus_per_process"),
         mem_mb=asked("memory_mb"),
         runtime=asked("runtime_min"),
-    retries: attempts(2)
-    conda:
-        "../../envs/image-diffusion.yaml"
+    params:
+        codec=codec_option,
+        journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
         "logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --output {output.manifest:q} --journal {params.journal:q}"

@@ -13,12 +13,12 @@ rule report:
         ),
     log:
         "logs/{experiment}/report.log",
+    conda:
+        "../../envs/image-diffusion.yaml"
     params:
         script=sha256_file(root / "workflow" / "scripts" / "report.py"),
         experiment=lambda wildcards: f"{results}/{wildcards.experiment}",
         data=lambda wildcards: data_folder(plan_of(wildcards)),
-    conda:
-        "../../envs/image-diffusion.yaml"
     shell:
         "logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q}"
         " --output {output.page:q}"

@@ -14,7 +14,9 @@ results = config.get("results", "results")
 
 # Stages run the Python that runs Snakemake, and find `logged`; an activated conda environment still goes before it.
 found_first = [Path(sys.executable).parent, root / "workflow" / "scripts"]
-os.environ.update(PATH=os.pathsep.join(map(str, [*found_first, os.environ["PATH"]])))
+os.environ.update(
+    PATH=os.pathsep.join(map(str, [*found_first, os.environ.get("PATH", os.defpath)]))
+)
 # A stage takes the place of its shell, so that signals reach it.
 shell.prefix("exec ")
 
@@ -43,7 +45,9 @@ def resolve():
     state = digest([config, [[str(path), sha256_file(path)] for path in read]])
     cache = Path(results, ".resolved.json")
     known = json.loads(cache.read_text()) if cache.is_file() else {"state": None}
-    if known["state"] == state and all(Path(written).is_file() for written in known["written"]):
+    if known["state"] == state and all(
+        Path(written).is_file() for written in known["written"]
+    ):
         return known["code"]
     check_config()
     files = [experiments / f"{name}.yaml" for name in config["experiments"]]
@@ -61,7 +65,8 @@ def resolve():
         stop(done.stderr)
     code = {stage: code_digest(f"image_diffusion.{stage}", source) for stage in stages}
     plans = read_plans(config["experiments"])
-    written = [plan_file(name) for name in plans] + [file for plan in plans.values() for file in plan["configs"].values()]
+    written = [file for plan in plans.values() for file in plan["configs"].values()]
+    written.extend(map(plan_file, plans))
     write_json(cache, {"state": state, "code": code, "written": written})
     return code
 
