@@ -39,6 +39,7 @@ from image_diffusion.data.records import (
     describe_shards,
     kept,
     key_prefix,
+    record_path,
     remove_surplus,
     write_index,
     write_record,
@@ -53,12 +54,12 @@ from image_diffusion.data.write import Chunk, chunk_samples, histogram, write_sh
 class Cropped:
     """What a run of `crop_dataset` did.
 
-    manifest: what it wrote. num_written: shards that were not up to date. sheets: pictures for people.
+    manifest: what it wrote. num_written: shards that were not up to date. records: of every shard, in order.
     """
 
     manifest: dict[str, Any]
     num_written: int
-    sheets: list[Path]
+    records: list[ShardRecord]
 
 
 def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = None, processes: int = 1) -> Cropped:
@@ -89,14 +90,13 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
     manifest = _manifest(config, listing, records, bad, output)
-    sheets = _write_sheets(output, manifest, records)
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
         hashes: dict[str, str] = {}
         for record in records:
             hashes |= _hashes(record.samples, record.quarantined)
         remember(config.source, source_json, files, hashes)
-    return Cropped(manifest, num_written, sheets)
+    return Cropped(manifest, num_written, records)
 
 
 def crop_layout(config: DataConfig, labelled: bool) -> Layout:
@@ -107,17 +107,17 @@ def crop_layout(config: DataConfig, labelled: bool) -> Layout:
 def crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) -> tuple[ShardRecord, bool]:
     """Crop the images of one shard, unless it already holds exactly them; returns its record and whether it was
     written."""
-    sums = [_sha256(config, item) for item in items]
-    made_from = _made_from(config, items, sums)
-    if (record := kept(output, shard, made_from)) is not None:
-        return record, False
+    if record_path(output, shard).is_file():
+        made_from = _made_from(config, items, [_sha256(config, item) for item in items])
+        if (record := kept(output, shard, made_from)) is not None:
+            return record, False
     samples: list[Sample] = []
     bad: list[Quarantined] = []
     layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
     with quiet_pillow():
         chunks = _crops(config, shard, items, chunk_samples(layout), samples, bad)
         sha256, size, count = write_shard(output, shard, layout, chunks)
-    # Hashed again while cropping: an image that changed in between must not pass for the one it was.
+    # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
     read = _hashes(samples, bad)
     made_from = _made_from(config, items, [read[item.name] for item in items])
     versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
@@ -254,16 +254,16 @@ def _manifest(
     }
 
 
-def _write_sheets(output: Path, manifest: dict[str, Any], records: list[ShardRecord]) -> list[Path]:
-    """Write the pictures for people beside the manifest; returns where they are."""
+def write_sheets(output: Path, done: Cropped) -> list[Path]:
+    """Write the pictures for people beside the manifest, a contact sheet and histograms; returns where they are."""
     # Here and not above: torch and matplotlib would slow the start of every crop process by seconds.
     from image_diffusion.data.shards import Shards
     from image_diffusion.data.sheets import contact_sheet, histograms
 
-    dataset = Shards(output, manifest, "all")
+    dataset = Shards(output, done.manifest, "all")
     sheet, plot = output / "sheet.png", output / "histograms.png"
     contact_sheet(dataset, sheet)
-    histograms(dataset.classes, dataset.manifest["histogram"], records, plot)
+    histograms(dataset.classes, dataset.manifest["histogram"], done.records, plot)
     return [sheet, plot]
 
 
@@ -282,7 +282,7 @@ def main() -> None:
         manifest = done.manifest
         numbers = {"images": manifest["num_samples"], "quarantined": manifest["quarantined"]}
         journal.metrics({**numbers, **{f"flag/{name}": count for name, count in manifest["flags"].items()}}, step=0)
-        for picture in done.sheets:
+        for picture in write_sheets(arguments.output.parent, done):
             journal.image(picture.stem, picture, step=0)
         journal.artifact(arguments.output.parent / "quarantine.csv")
     print(

@@ -6,8 +6,6 @@ import io
 from functools import lru_cache
 from typing import Any, Literal
 
-from PIL import Image
-
 from image_diffusion.core.config import Config
 from image_diffusion.data.sources.listing import Item, Listing, Stamp
 
@@ -26,6 +24,8 @@ class Digits(Config):
 
     def read(self, item: Item) -> bytes:
         """One digit as a grey PNG of 32 x 32 pixels, scaled from 0 … 16 to 0 … 255 and enlarged bicubically."""
+        from PIL import Image  # not for those who only ask whether the source has changed
+
         pixels = (_digits().images[int(item.address[0])] * (255.0 / 16.0)).round().astype("uint8")
         buffer = io.BytesIO()
         Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)

@@ -1,0 +1,261 @@
+"""A run of crop over a folder: what it writes, and what it does not write again."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.records import read_record
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.source import refresh
+
+
+def fill(folder: Path, count: int, classes: int = 3, side: int = 4) -> None:
+    """Tiny images, as PPM: the fastest to write and read."""
+    generator = np.random.default_rng(count)
+    pixels = generator.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    for number in range(count):
+        path = folder / f"class-{number % classes}" / f"{number:05d}.ppm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"P6 {side} {side} 255\n".encode() + pixels[number].tobytes())
+
+
+def config(folder: Path, **changes: Any) -> DataConfig:
+    values = {"name": "tiny", "source": {"type": "folder", "path": str(folder)}, "resolution": 4, "num_shards": 5}
+    return DataConfig.model_validate(values | changes)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def times_of(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
+
+
+def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 60)
+    (tmp_path / "in/class-0/bad.png").write_bytes(b"bad")
+    one = crop_dataset(config(tmp_path / "in"), tmp_path / "one")
+    two = crop_dataset(config(tmp_path / "in"), tmp_path / "two", processes=2)
+    assert one.num_written == two.num_written == 5
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+    before, times = bytes_of(tmp_path / "one"), times_of(tmp_path / "one")
+    (tmp_path / "one/manifest.json").unlink()
+    assert crop_dataset(config(tmp_path / "in"), tmp_path / "one").num_written == 0
+    assert (bytes_of(tmp_path / "one"), times_of(tmp_path / "one")) == (before, times)
+
+
+@pytest.mark.parametrize(
+    ("change", "images"), [("edited", 10_000), ("deleted", 300), ("added", 300), ("broken", 300), ("repaired", 300)]
+)
+def test_one_changed_image_rewrites_exactly_its_shard(tmp_path: Path, change: str, images: int) -> None:
+    source = tmp_path / "in"
+    fill(source, images)
+    settings = config(source, num_shards=20)
+    assert crop_dataset(settings, tmp_path / "out").num_written == 20
+    before = bytes_of(tmp_path / "out")
+    image = source / "class-1/00001.ppm"
+    original = image.read_bytes()
+    extra = source / "class-2/new.ppm"
+    try:
+        if change == "edited":
+            image.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+        elif change == "deleted":
+            image.unlink()
+        elif change == "added":
+            extra.write_bytes(original)
+        else:
+            image.write_bytes(b"broken")
+        assert crop_dataset(settings, tmp_path / "out").num_written == 1
+        if change == "repaired":
+            image.write_bytes(original)
+            assert crop_dataset(settings, tmp_path / "out").num_written == 1
+    finally:
+        image.write_bytes(original)
+        extra.unlink(missing_ok=True)
+    after = bytes_of(tmp_path / "out")
+    changed = {name for name in before if after[name] != before[name]}
+    assert len([name for name in changed if name.endswith(".tar")]) == (0 if change == "repaired" else 1)
+    crop_dataset(settings, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [
+        ({"resolution": 3}, 5),
+        ({"channels": 1}, 5),
+        ({"resize": "fast"}, 5),
+        ({"background": (0, 0, 0)}, 5),
+        ({"min_side": 2}, 5),
+        ({"num_shards": 6}, 6),
+        ({"name": "other"}, 0),
+        ({"validation_fraction": 0.5}, 0),
+        ({"max_bad_fraction": 0.5}, 0),
+    ],
+)
+def test_what_decides_the_pixels_rewrites_all_and_nothing_else_does(
+    tmp_path: Path, changes: dict[str, Any], written: int
+) -> None:
+    fill(tmp_path / "in", 40)
+    crop_dataset(config(tmp_path / "in"), tmp_path / "out")
+    assert crop_dataset(config(tmp_path / "in", **changes), tmp_path / "out").num_written == written
+
+
+def test_fewer_shards_leave_no_old_ones(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 40)
+    crop_dataset(config(tmp_path / "in"), tmp_path / "out")
+    (tmp_path / "out/.shard-00000.tar.abc.tmp").write_bytes(b"left by a killed run")
+    crop_dataset(config(tmp_path / "in", num_shards=2), tmp_path / "out")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {name for name in left if name.endswith(".tar")} == {"shard-00000.tar", "shard-00001.tar"}
+    assert not any(name.endswith(".tmp") for name in left)
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "cut short", "gone", "bad record", "no record", "other format"])
+def test_a_damaged_shard_is_written_again(tmp_path: Path, damage: str) -> None:
+    fill(tmp_path / "in", 40)
+    crop_dataset(config(tmp_path / "in"), tmp_path / "out")
+    before = bytes_of(tmp_path / "out")
+    tar, record = tmp_path / "out/shard-00002.tar", tmp_path / "out/shard-00002.json"
+    data = bytearray(tar.read_bytes())
+    if damage == "flipped bit":
+        data[2000] ^= 1
+        tar.write_bytes(data)
+    elif damage == "cut short":
+        tar.write_bytes(data[: len(data) // 2])
+    elif damage == "gone":
+        tar.unlink()
+    elif damage == "bad record":
+        record.write_text(record.read_text()[:-20])
+    elif damage == "no record":
+        record.unlink()
+    else:
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"format": 0}))
+    assert crop_dataset(config(tmp_path / "in"), tmp_path / "out").num_written == 1
+    assert bytes_of(tmp_path / "out") == before
+
+
+def test_a_flat_folder_is_unconditional(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 9, classes=1)
+    manifest = crop_dataset(config(tmp_path / "in/class-0"), tmp_path / "flat").manifest
+    assert (manifest["classes"], manifest["histogram"], manifest["num_samples"]) == ([], [], 9)
+    dataset = open_shards(tmp_path / "flat")
+    assert dataset.num_classes == 0 and (dataset.labels == 0).all()
+    fill(tmp_path / "in", 9)
+    source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"}
+    assert crop_dataset(config(tmp_path / "in", source=source), tmp_path / "none").manifest["classes"] == []
+
+
+def test_classes_are_the_first_folders_in_one_spelling(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 4, classes=1)
+    image = (tmp_path / "in/class-0/00000.ppm").read_bytes()
+    for name in ("\u00e9t\u00e9/a.ppm", "e\u0301te\u0301/a.ppm", "class-0/sub/00000.ppm"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(image)
+    manifest = crop_dataset(config(tmp_path / "in"), tmp_path / "out").manifest
+    assert manifest["classes"] == ["class-0", "\u00e9t\u00e9"]
+    assert manifest["histogram"] == [5, 2]
+
+
+def test_the_digits_need_no_files(tmp_path: Path) -> None:
+    settings = config(tmp_path, source={"type": "digits"}, resolution=32, num_shards=2)
+    manifest = crop_dataset(settings, tmp_path / "out").manifest
+    assert manifest["num_samples"] == 1797
+    assert manifest["classes"] == [str(digit) for digit in range(10)]
+    assert min(manifest["histogram"]) == 174 and max(manifest["histogram"]) == 183
+    dataset = open_shards(tmp_path / "out", "all", verify=True)
+    pixels = dataset.gather(np.arange(1797)).float()
+    assert pixels.shape == (1797, 3, 32, 32)
+    assert 60 < pixels.mean() < 90 and pixels.max() == 255
+    assert (pixels[:, 0] == pixels[:, 1]).all()
+
+
+def test_records_say_where_everything_came_from(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 30, side=7)
+    manifest = crop_dataset(config(tmp_path / "in"), tmp_path / "out").manifest
+    dataset = open_shards(tmp_path / "out", "all")
+    keys, position = set(), 0
+    for shard in range(5):
+        record = read_record(tmp_path / "out", shard)
+        assert [sample.path for sample in record.samples] == sorted(sample.path for sample in record.samples)
+        stream = webdataset.WebDataset(str(tmp_path / f"out/shard-{shard:05d}.tar"), shardshuffle=False)
+        for sample, found in zip(record.samples, stream.decode(), strict=True):
+            with Image.open(tmp_path / "in" / sample.path) as image:
+                assert sample.size == image.size == (7, 7)
+            assert found["__key__"] == sample.key
+            assert found["cls"] == sample.label == int(sample.path[6]) == dataset.labels[position]
+            assert (found["npy"] == dataset.gather(np.array([position]))[0].numpy()).all()
+            keys.add(sample.key)
+            position += 1
+    assert len(keys) == position == manifest["num_samples"] == 30
+
+
+def test_too_many_bad_files_stop_the_run_with_one_line(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 8)
+    for number in range(2):
+        (tmp_path / f"in/class-0/{number}.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"2 of 10 files \(20\.0%\) gave no crop, more than .*max_bad_fraction = 0\.1"):
+        crop_dataset(config(tmp_path / "in"), tmp_path / "out")
+    assert not (tmp_path / "out/manifest.json").exists()
+    assert (tmp_path / "out/quarantine.csv").read_text().count("not an image") == 2
+    assert crop_dataset(config(tmp_path / "in", max_bad_fraction=0.2), tmp_path / "out").manifest["quarantined"] == 2
+    for path in (tmp_path / "in").rglob("*.ppm"):
+        path.unlink()
+    with pytest.raises(ValueError, match="None of the 2 files"):
+        crop_dataset(config(tmp_path / "in", max_bad_fraction=1.0), tmp_path / "out")
+
+
+def test_the_split_follows_the_content_and_stays_when_images_are_added(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 400)
+    settings = config(tmp_path / "in", validation_fraction=0.25)
+
+    def splits() -> dict[str, set[bytes]]:
+        crop_dataset(settings, tmp_path / "out")
+        found = {}
+        for split in ("train", "validation"):
+            dataset = open_shards(tmp_path / "out", split)  # type: ignore[arg-type]
+            found[split] = {row.tobytes() for row in dataset.gather(np.arange(dataset.num_samples)).numpy()}
+        return found
+
+    before = splits()
+    assert not before["train"] & before["validation"]
+    assert len(before["train"]) + len(before["validation"]) == 400
+    assert 70 < len(before["validation"]) < 130
+    shutil.copy(tmp_path / "in/class-0/00000.ppm", tmp_path / "in/class-1/copy.ppm")
+    fill(tmp_path / "in/class-3", 200)
+    after = splits()
+    assert before["train"] <= after["train"] and before["validation"] <= after["validation"]
+    assert not after["train"] & after["validation"]
+
+
+def test_the_command_logs_what_it_did_and_a_touched_source_stays_fresh(tmp_path: Path) -> None:
+    fill(tmp_path / "in", 12)
+    settings = config(tmp_path / "in")
+    (tmp_path / "data.yaml").write_text(to_yaml(dump(settings)))
+    refresh(settings.source, tmp_path / "source.json")
+    arguments = ["--config", "data.yaml", "--source", "source.json", "--output", "crops/manifest.json"]
+    command = [sys.executable, "-m", "image_diffusion.crop", *arguments, "--journal", "journal"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "crop: 12 crops in 5 shards (5 written), 0 files quarantined\n"
+    log = (tmp_path / "journal/crop/attempt-0001.jsonl").read_text()
+    assert '"images":12' in log and '"key":"sheet"' in log and '"key":"histograms"' in log
+    for path in (tmp_path / "in").rglob("*.ppm"):
+        path.touch()
+    assert not refresh(settings.source, tmp_path / "source.json")
+    shutil.rmtree(tmp_path / "in")
+    failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].endswith("in does not exist. Give the folder that holds the images.")
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,133 @@
+"""Touching files re-runs nothing; changing them always does."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.core.files import sha256_file
+from image_diffusion.data.source import refresh, remember
+from image_diffusion.data.sources.folder import Folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Folder:
+    for name in ("a/1.png", "a/2.png", "b/3.png"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    return Folder(path=str(tmp_path / "in"))
+
+
+def cropped(source: Folder, path: Path) -> None:
+    """What crop notes when it has read every file."""
+    files = source.files()
+    remember(source, path, files, {name: sha256_file(Path(where)) for name, (where, _) in files.items()})
+
+
+def later(path: Path) -> None:
+    """Give a file a modification time no earlier write could have given it."""
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1_000_000_000))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "edited, same size": lambda folder: ((folder / "a/1.png").write_bytes(b"A/1.png"), later(folder / "a/1.png")),
+    "edited, other size": lambda folder: (folder / "a/1.png").write_bytes(b"longer than before"),
+    "added": lambda folder: (folder / "a/4.png").write_bytes(b"4"),
+    "deleted": lambda folder: (folder / "b/3.png").unlink(),
+    "renamed": lambda folder: (folder / "b/3.png").rename(folder / "b/5.png"),
+}
+NO_CHANGES: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda folder: None,
+    "touched": lambda folder: [later(path) for path in folder.rglob("*.png")],
+    "rewritten with the same bytes": lambda folder: (
+        (folder / "a/1.png").write_bytes(b"a/1.png"),
+        later(folder / "a/1.png"),
+    ),
+    "a hidden file": lambda folder: (folder / "a/.DS_Store").write_bytes(b"x"),
+    "an empty folder": lambda folder: (folder / "c").mkdir(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("read_by_crop", [True, False])
+def test_a_change_is_seen(source: Folder, tmp_path: Path, change: str, read_by_crop: bool) -> None:
+    path = tmp_path / "source.json"
+    assert refresh(source, path)
+    if read_by_crop:
+        cropped(source, path)
+    before = path.read_bytes()
+    CHANGES[change](Path(source.path))
+    assert refresh(source, path)
+    assert path.read_bytes() != before
+    assert not refresh(source, path)
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_is_no_change_leaves_the_file_untouched(source: Folder, tmp_path: Path, change: str) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)
+    before = (path.read_bytes(), path.stat().st_mtime_ns)
+    NO_CHANGES[change](Path(source.path))
+    for _ in range(2):
+        assert not refresh(source, path)
+        assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+
+
+def test_only_files_whose_time_changed_are_hashed(
+    source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)
+    hashed: list[str] = []
+    monkeypatch.setattr(
+        "image_diffusion.data.source.sha256_file", lambda where: (hashed.append(where.name), sha256_file(where))[1]
+    )
+    later(Path(source.path) / "a/2.png")
+    assert not refresh(source, path)
+    assert hashed == ["2.png"]
+    assert not refresh(source, path)
+    assert hashed == ["2.png"]
+
+
+def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    for damage in (b"", b"{}", b"[]", b'{"source": 1}'):
+        (tmp_path / ".source-cache.json").write_bytes(damage)
+        assert refresh(source, path)
+        assert not refresh(source, path)
+    path.unlink()
+    assert refresh(source, path)
+    assert refresh(source.model_copy(update={"classes": "none"}), path)
+
+
+def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "empty/.hidden").mkdir(parents=True)
+    for name, message in {
+        "missing": "does not exist. Give the folder",
+        "file": "is not a folder",
+        "empty": "holds no files",
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            refresh(Folder(path=str(tmp_path / name)), tmp_path / "source.json")
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "source.json").exists()
+
+
+def test_asking_imports_no_torch(source: Folder, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from image_diffusion.data.config import DataConfig;"
+        "from image_diffusion.data.source import refresh;"
+        "refresh(DataConfig(name='x', resolution=8, source={'type': 'folder', 'path': sys.argv[1]}).source,"
+        "Path(sys.argv[2])); assert not {'torch', 'numpy', 'PIL'} & sys.modules.keys(), sys.modules.keys()"
+    )
+    arguments = [sys.executable, "-c", code, source.path, str(tmp_path / "source.json")]
+    subprocess.run(arguments, check=True, capture_output=True)
+    assert json.loads((tmp_path / "source.json").read_text())["files"] == 3
