@@ -22,11 +22,7 @@ def encoded_parts(wildcards):
     """The marks of the jobs that share the shards of a large data set, 16 or more each; one job alone leaves none."""
     parts = min(64, latents[wildcards.dataset, wildcards.codec]["num_shards"] // 16)
     folder = f"{results}/datasets/{wildcards.dataset}/{wildcards.codec}"
-    return (
-        [f"{folder}/part-{part}-of-{parts}.done" for part in range(parts)]
-        if parts > 1
-        else []
-    )
+    return [f"{folder}/part-{part}-of-{parts}.done" for part in range(parts)] if parts > 1 else []
 
 
 def codec_weights(wildcards):
@@ -74,11 +70,7 @@ def plan_of(wildcards):
 def codec_option(wildcards):
     """How a command is told where those weights lie."""
     codec = plan_of(wildcards)["codec_experiment"]
-    return (
-        ["--codec-weights", f"{results}/{codec}/train/weights.safetensors"]
-        if codec
-        else []
-    )
+    return ["--codec-weights", f"{results}/{codec}/train/weights.safetensors"] if codec else []
 
 
 # ---- What a stage asks a machine for
@@ -132,8 +124,4 @@ def local_threads(cpus):
 
 def attempts(number):
     """How often a job that a queue has lost is sent again. Inside the job, and on this machine, it is not."""
-    return (
-        number
-        if workflow.resource_settings.nodes is not None and not workflow.remote_exec
-        else 0
-    )
+    return number if workflow.resource_settings.nodes is not None and not workflow.remote_exec else 0

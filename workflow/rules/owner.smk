@@ -42,11 +42,7 @@ def cancel_jobs():
         return
     queue = ["squeue", "--me", "--noheader", "--format=%i %k|%Z"]
     lines = subprocess.run(queue, capture_output=True, text=True).stdout.splitlines()
-    jobs = [
-        line.split()[0]
-        for line in lines
-        if " rule_" in line and line.endswith(f"|{Path.cwd()}")
-    ]
+    jobs = [line.split()[0] for line in lines if " rule_" in line and line.endswith(f"|{Path.cwd()}")]
     if jobs:
         print(
             f"Cancelling what a killed Snakemake left in the queue: {' '.join(jobs)}",
@@ -60,6 +56,4 @@ if not workflow.remote_exec:
 
 # What a killed stage was making is made again, as with --rerun-incomplete: every command goes on from its own state and
 # writes whole files. Snakemake takes this from the command line only, and after it has read the rules.
-DAGSettings.force_incomplete = property(
-    lambda settings: True, lambda settings, value: None
-)
+DAGSettings.force_incomplete = property(lambda settings: True, lambda settings, value: None)

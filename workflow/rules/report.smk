@@ -20,5 +20,4 @@ rule report:
         experiment=lambda wildcards: f"{results}/{wildcards.experiment}",
         data=lambda wildcards: data_folder(plan_of(wildcards)),
     shell:
-        "logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q}"
-        " --output {output.page:q}"
+        "logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q}" " --output {output.page:q}"

@@ -14,9 +14,7 @@ results = config.get("results", "results")
 
 # Stages run the Python that runs Snakemake, and find `logged`; an activated conda environment still goes before it.
 found_first = [Path(sys.executable).parent, root / "workflow" / "scripts"]
-os.environ.update(
-    PATH=os.pathsep.join(map(str, [*found_first, os.environ.get("PATH", os.defpath)]))
-)
+os.environ.update(PATH=os.pathsep.join(map(str, [*found_first, os.environ.get("PATH", os.defpath)])))
 # A stage takes the place of its shell, so that signals reach it.
 shell.prefix("exec ")
 
@@ -45,9 +43,7 @@ def resolve():
     state = digest([config, [[str(path), sha256_file(path)] for path in read]])
     cache = Path(results, ".resolved.json")
     known = json.loads(cache.read_text()) if cache.is_file() else {"state": None}
-    if known["state"] == state and all(
-        Path(written).is_file() for written in known["written"]
-    ):
+    if known["state"] == state and all(Path(written).is_file() for written in known["written"]):
         return known["code"]
     check_config()
     files = [experiments / f"{name}.yaml" for name in config["experiments"]]
@@ -75,12 +71,10 @@ def check_config():
     """Compare config/config.yaml, and what the command line added to it, with its schema."""
     import jsonschema
 
-    schema = json.loads(
-        (root / "workflow" / "schemas" / "config.schema.json").read_text()
-    )
+    schema = json.loads((root / "workflow" / "schemas" / "config.schema.json").read_text())
     for problem in jsonschema.Draft202012Validator(schema).iter_errors(config):
-        where = ".".join(map(str, problem.absolute_path))
-        stop(f"config/config.yaml: {where + ': ' if where else ''}{problem.message}")
+        where = ["config/config.yaml", ".".join(map(str, problem.absolute_path))]
+        stop(": ".join([*filter(None, where), problem.message]))
 
 
 def plan_file(experiment):
@@ -134,10 +128,7 @@ def note_code():
         for stage, pattern in long_stages.items():
             if stage == "encode" and plan["codec"] is None:
                 continue
-            note, made = (
-                Path(form.format(results=results, **plan))
-                for form in (pattern, made_by[stage])
-            )
+            note, made = (Path(form.format(results=results, **plan)) for form in (pattern, made_by[stage]))
             if note.is_file() and note.read_text() == code[stage]:
                 continue
             if note.is_file() and made.is_file():
@@ -151,16 +142,10 @@ def note_code():
 
 # ---- Read once, where Snakemake was started; jobs on other machines take what it found
 
-code = (
-    resolve()
-    if not workflow.remote_exec
-    else json.loads(Path(results, ".resolved.json").read_text())["code"]
-)
+code = resolve() if not workflow.remote_exec else json.loads(Path(results, ".resolved.json").read_text())["code"]
 plans = read_plans(config["experiments"])
 datasets = {plan["dataset"]: plan for plan in plans.values()}
-latents = {
-    (plan["dataset"], plan["codec"]): plan for plan in plans.values() if plan["codec"]
-}
+latents = {(plan["dataset"], plan["codec"]): plan for plan in plans.values() if plan["codec"]}
 if not workflow.remote_exec:
     look_at_sources()
     note_code()
