@@ -1,0 +1,38 @@
+"""Train the embedded detector on a data set's own crops.
+
+Writes detector.safetensors and detector.json. Short enough to start over when it was killed; both files are whole or
+absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from image_diffusion.core.command import run
+from image_diffusion.core.config import load
+from image_diffusion.data.shards import open_shards
+from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
+
+
+def main() -> None:
+    """Read the command line, train, say how good the detector is."""
+    parser = argparse.ArgumentParser(description="Train the detector that the in-pipeline metrics are computed on.")
+    parser.add_argument("--data", type=Path, required=True, help="folder of crops")
+    parser.add_argument("--config", type=Path, help="YAML with the settings of DetectorTraining; default: none needed")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    options = parser.parse_args()
+    settings = load(DetectorTraining, options.config) if options.config else DetectorTraining()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train, held_out = open_shards(options.data, "train"), open_shards(options.data, "validation")
+    description = train_detector(train, held_out, settings, options.output, device)
+    print(
+        f"detector: {description['accuracy']:.1%} of {description['num_held_out']:,} held-out images right "
+        f"({description['labels']}), {options.output / 'detector.json'}"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,88 @@
+"""What a detector sees in a set of images: features, class scores, spatial features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.core.progress import Progress
+from image_diffusion.metrics.moments import check_finite
+
+
+class ImageSet(Protocol):
+    """Images with labels: a split of a data set's crops, or generated samples."""
+
+    num_samples: int
+    shape: tuple[int, ...]
+    labels: np.ndarray
+    classes: list[str]
+    digest: str
+
+    def gather(self, indices: np.ndarray) -> Tensor:
+        """Uint8 [B, C, H, W]: the images at these positions."""
+        ...
+
+
+@dataclass(frozen=True)
+class Detected:
+    """features: float32 [N, D]. logits: float32 [N, K], or None. spatial: float32 [N, S] for spatial FID, or None."""
+
+    features: Tensor
+    logits: Tensor | None = None
+    spatial: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def take(self, index: Tensor) -> Detected:
+        """The rows at `index`."""
+        rows = (None if each is None else each[index] for each in (self.logits, self.spatial))
+        return Detected(self.features[index], *rows)
+
+    @staticmethod
+    def join(parts: Sequence[Detected]) -> Detected:
+        """All rows of the parts, in order."""
+
+        def cat(name: str) -> Tensor | None:
+            rows = [getattr(part, name) for part in parts]
+            return None if rows[0] is None else torch.cat(rows)
+
+        features = cat("features")
+        assert features is not None
+        return Detected(features, cat("logits"), cat("spatial"))
+
+
+class Detector(Protocol):
+    """Uint8 images [B, C, H, W] -> features.
+
+    identity: name, digest of the weights and how images are prepared: numbers compare only where it is equal.
+    classes: names of what the logits score; empty when they are not the data set's own classes.
+    """
+
+    identity: dict[str, Any]
+    classes: list[str]
+
+    def __call__(self, images: Tensor) -> Detected: ...
+
+    def metric_name(self, metric: str) -> str:
+        """What a metric is called on this detector: `inpipe_fd`, `fd_dinov2`; `fid` on Inception alone."""
+        ...
+
+
+@torch.inference_mode()
+def detect(detector: Detector, images: ImageSet, batch_size: int, title: str = "features") -> Detected:
+    """What the detector sees in every image of a set, in the set's order. Raises ValueError for features not finite."""
+    parts = []
+    with Progress(title, images.num_samples, "image") as progress:
+        for start in range(0, images.num_samples, batch_size):
+            chosen = np.arange(start, min(start + batch_size, images.num_samples))
+            parts.append(detector(images.gather(chosen)))
+            progress.advance(len(chosen))
+    detected = Detected.join(parts)
+    check_finite(detected.features)
+    return detected

@@ -1,0 +1,123 @@
+"""The embedded detector: it learns, repeats itself exactly, and is a function of the image alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.metrics.detector import load_detector
+from image_diffusion.metrics.detector_training import DetectorTraining, _shifted, train_detector
+from image_diffusion.metrics.features import detect
+
+
+class Images:
+    """An image set in memory."""
+
+    def __init__(self, images: Tensor, labels: np.ndarray, classes: list[str]) -> None:
+        self.images, self.labels, self.classes = images, labels, classes
+        self.num_samples, self.shape, self.digest = len(images), tuple(images.shape[1:]), "test"
+
+    def gather(self, indices: np.ndarray) -> Tensor:
+        return self.images[torch.from_numpy(indices)]
+
+
+def digits(size: int = 32) -> tuple[Images, Images]:
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) * (255 / 16)
+    images = F.interpolate(images, (size, size), mode="bilinear").round().to(torch.uint8).expand(-1, 3, -1, -1)
+    names = [str(n) for n in range(10)]
+    return Images(images[:1437], labels[:1437], names), Images(images[1437:], labels[1437:], names)
+
+
+def random_images(count: int, size: int = 32, channels: int = 3, classes: int = 2) -> Images:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, channels, size, size), generator=generator, dtype=torch.uint8)
+    return Images(images, np.arange(count) % max(1, classes), [f"c{n}" for n in range(classes)])
+
+
+SHORT = DetectorTraining(least_examples=200, epochs=0.1, batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("detector")
+    train, held_out = digits()
+    # Every second held-out digit, shuffled writers: the order of the bundled set is by writer.
+    order = np.random.default_rng(0).permutation(1797)
+    images, labels = (
+        torch.cat([train.images, held_out.images])[order],
+        np.concatenate([train.labels, held_out.labels])[order],
+    )
+    parts = Images(images[:1437], labels[:1437], train.classes), Images(images[1437:], labels[1437:], train.classes)
+    train_detector(*parts, DetectorTraining(), folder)
+    return folder
+
+
+def test_digits_are_recognised(trained: Path):
+    description = json.loads((trained / "detector.json").read_text())
+    assert description["accuracy"] >= 0.98
+    assert description["labels"] == "classes" and description["num_held_out"] == 360
+
+
+def test_features_do_not_depend_on_the_batch(trained: Path):
+    detector = load_detector(trained)
+    _, held_out = digits()
+    whole = detect(detector, held_out, 64)
+    assert whole.features.shape == (360, 128) and whole.logits.shape == (360, 10)
+    for batch in (1, 7):
+        other = detect(detector, Images(held_out.images[:50], held_out.labels[:50], []), batch)
+        torch.testing.assert_close(other.features, whole.features[:50], rtol=1e-5, atol=1e-5)
+
+
+def test_training_repeats_its_bytes(tmp_path: Path):
+    for name in ("a", "b"):
+        train_detector(random_images(40), None, SHORT, tmp_path / name)
+    for file in ("detector.safetensors", "detector.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    train_detector(random_images(40), None, SHORT.model_copy(update={"seed": 1}), tmp_path / "c")
+    assert (tmp_path / "a/detector.safetensors").read_bytes() != (tmp_path / "c/detector.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("size", "channels"), [(8, 1), (48, 3), (300, 3)])
+def test_any_resolution_and_number_of_channels(tmp_path: Path, size: int, channels: int):
+    images = random_images(12, size, channels)
+    train_detector(images, None, SHORT.model_copy(update={"least_examples": 20}), tmp_path)
+    detected = detect(load_detector(tmp_path), images, 5)
+    assert detected.features.shape == (12, 128)
+
+
+def test_without_classes_it_learns_rotations(tmp_path: Path):
+    train, held_out = digits()
+    unlabelled = [Images(each.images, np.zeros(each.num_samples, np.int64), []) for each in (train, held_out)]
+    settings = DetectorTraining(least_examples=3000, epochs=1)
+    description = train_detector(*unlabelled, settings, tmp_path)
+    assert description["labels"] == "rotation" and description["classes"] == []
+    assert description["accuracy"] > 0.45  # guessing: 0.25
+    assert load_detector(tmp_path).classes == []
+
+
+def test_shift_moves_pixels_and_mirrors_the_border():
+    images = torch.arange(32, dtype=torch.uint8).view(1, 1, 4, 8)[..., :4].expand(2, 1, 4, 4)
+    moved = _shifted(images, torch.tensor([[1, 0], [0, -2]]))
+    assert moved[0, 0].equal(images[0, 0][[1, 0, 1, 2]])
+    assert moved[1, 0].equal(images[1, 0][:, [2, 3, 2, 1]])
+
+
+def test_mistakes_are_told(tmp_path: Path):
+    with pytest.raises(ValueError, match="at least 10 training images; got 3"):
+        train_detector(random_images(3), None, SHORT, tmp_path)
+    with pytest.raises(ValueError, match=r"detector\.json does not exist"):
+        load_detector(tmp_path)
+    train_detector(random_images(20), None, SHORT, tmp_path)
+    with pytest.raises(ValueError, match="1 channels but the detector was trained on 3"):
+        load_detector(tmp_path)(random_images(2, channels=1).images)
+    (tmp_path / "detector.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="is not the file"):
+        load_detector(tmp_path)
