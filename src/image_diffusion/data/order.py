@@ -35,7 +35,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
     The hash is one-to-one in the sample, so there are no ties and the order is the same on every machine.
     """
-    key = _mix_one(_mix_one(seed + _GOLDEN) + (epoch + 1) * _GOLDEN)
+    key = _mix_one(_mix_one(int(seed) + _GOLDEN) + (int(epoch) + 1) * _GOLDEN)
     words = np.arange(num_samples, dtype=np.uint64)
     words *= np.uint64(_GOLDEN)
     words += np.uint64(key)

@@ -90,7 +90,9 @@ class Layout:
             _headers(out[:, at : at + BLOCK], prefix, numbers, name, sizes)
             start = at + BLOCK + len(header)
             out[:, at + BLOCK : start] = header
-            numbers_in = np.ascontiguousarray(arrays[name], dtype=np.dtype(self.dtype)).reshape(count, -1)
+            numbers_in = np.ascontiguousarray(arrays[name], dtype=np.dtype(self.dtype)).reshape(
+                count, int(np.prod(self.shape, dtype=np.int64))
+            )
             out[:, start : start + self.nbytes] = numbers_in.view(np.uint8)
             at += self.member_bytes
         return out

@@ -1,0 +1,259 @@
+"""Reading shards: every sample, from any place, and nothing that is damaged or of another codec."""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from image_diffusion.core.files import write_json
+from image_diffusion.core.streams import Streams
+from image_diffusion.data.batches import Batches, Examples
+from image_diffusion.data.order import epoch_order
+from image_diffusion.data.records import Sample, ShardRecord, describe_shards, read_record, write_index, write_record
+from image_diffusion.data.shards import Shards, open_shards
+from image_diffusion.data.tar import Layout
+from image_diffusion.data.write import histogram, write_shard
+
+Make = Callable[..., tuple[Path, np.ndarray, np.ndarray]]
+
+
+def spread(number: int, total: int) -> str:
+    """A content hash that lies at number / total of all hashes."""
+    return f"{number * 2**64 // total:016x}{0:048x}"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Write a set of latents with the given number of samples in each shard; returns folder, images, mirror images."""
+
+    def write(counts: list[int], name: str = "set", **manifest: Any) -> tuple[Path, np.ndarray, np.ndarray]:
+        folder = tmp_path / name
+        layout = Layout(("npy", "flip.npy"), (2, 1, 2, 2), "float16", labelled=True)
+        total = sum(counts)
+        plain = np.arange(total * 8).reshape(total, 2, 1, 2, 2).astype(np.float16)
+        labels = np.arange(total) % 3
+        records, first = [], 0
+        for shard, count in enumerate(counts):
+            rows = slice(first, first + count)
+            sha256, size, _ = write_shard(
+                folder, shard, layout, [({"npy": plain[rows], "flip.npy": -plain[rows]}, labels[rows])]
+            )
+            samples = [
+                Sample(f"{shard:05d}-{i - first:06d}", f"{i}.png", spread(i, total), int(labels[i]), (9, 9), [])
+                for i in range(first, first + count)
+            ]
+            records.append(
+                ShardRecord(shard, "x", sha256, size, count, histogram(labels[rows].tolist()), samples, {}, [])
+            )
+            write_record(folder, records[-1])
+            first += count
+        write_index(folder / "index.npy", records)
+        described = {
+            "format": 1,
+            "kind": "latents",
+            "name": name,
+            "codec": {"name": "toy", "sha256": "1"},
+            "classes": ["a", "b", "c"],
+            "validation_fraction": 0.0,
+            **describe_shards(layout, records),
+        }
+        write_json(folder / "manifest.json", described | manifest)
+        return folder, plain, labels
+
+    return write
+
+
+def test_gather_returns_any_samples_in_any_order_with_their_twins(make: Make) -> None:
+    folder, plain, labels = make([4, 0, 7, 1])
+    for dataset in (open_shards(folder), open_shards(folder, verify=True).hold()):
+        assert (dataset.num_samples, dataset.shape, dataset.dtype) == (12, (2, 1, 2, 2), torch.float16)
+        assert (dataset.labels == labels).all() and dataset.labels.dtype == np.int64
+        assert dataset.classes == ["a", "b", "c"] and dataset.num_classes == 3
+        indices = np.array([11, 0, 3, 3, 4, 10, 7])
+        assert (dataset.gather(indices).numpy() == plain[indices]).all()
+        flip = np.array([True, False, True, False, False, True, True])
+        expected = np.where(flip[:, None, None, None, None], -plain[indices], plain[indices])
+        assert (dataset.gather(indices, flip).numpy() == expected).all()
+        out = torch.full((9, 2, 1, 2, 2), -1.0, dtype=torch.float16)
+        found = dataset.gather(indices, flip, out=out)
+        assert found.data_ptr() == out.data_ptr() and (found.numpy() == expected).all() and (out[7:] == -1).all()
+        assert dataset.gather(np.array([], dtype=np.int64)).shape == (0, 2, 1, 2, 2)
+
+
+def test_the_split_is_by_the_hash_of_the_content(make: Make) -> None:
+    folder, plain, _ = make([5, 5], validation_fraction=0.3)
+    validation, train, both = (open_shards(folder, split) for split in ("validation", "train", "all"))  # type: ignore[arg-type]
+    assert (validation.num_samples, train.num_samples, both.num_samples) == (3, 7, 10)
+    assert (validation.gather(np.arange(3)).numpy() == plain[:3]).all()
+    assert (train.gather(np.arange(7)).numpy() == plain[3:]).all()
+    assert (train.labels == np.arange(3, 10) % 3).all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    world=st.integers(1, 5),
+    batch=st.integers(1, 12),
+    start=st.integers(0, 40),
+    prefetch=st.integers(1, 4),
+    hold=st.booleans(),
+    flip=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_ranks_together_read_the_stream_from_any_start(
+    make: Make, counts: list[int], world: int, batch: int, start: int, prefetch: int, hold: bool, flip: float
+) -> None:
+    folder, plain, labels = make(counts)
+    total, steps, seed = sum(counts), 3, 7
+    dataset = open_shards(folder)
+    if hold:
+        dataset = dataset.hold()
+    streams = [iter(Batches(dataset, batch, seed, rank, world, start, flip, prefetch)) for rank in range(world)]
+    for step in range(steps):
+        shares = [next(stream) for stream in streams]
+        positions = np.arange(start + step * batch, start + (step + 1) * batch)
+        sample = torch.cat([each.sample for each in shares])
+        epoch = torch.cat([each.epoch for each in shares])
+        assert (epoch.numpy() == positions // total).all()
+        assert sample.tolist() == [int(epoch_order(total, seed, p // total)[p % total]) for p in positions]
+        flipped = Streams(seed, epoch, sample).event("flip", flip)
+        sign = torch.where(flipped, -1.0, 1.0).view(-1, 1, 1, 1, 1)
+        assert (torch.cat([each.stored for each in shares]) == torch.from_numpy(plain)[sample] * sign).all()
+        assert (torch.cat([each.label for each in shares]).numpy() == labels[sample]).all()
+
+
+def test_a_number_of_epochs_ends_with_all_ranks_together(make: Make) -> None:
+    folder, _, _ = make([5, 6])
+    dataset = open_shards(folder)
+    ranks = [list(Batches(dataset, 4, 0, rank, 3, epochs=2)) for rank in range(3)]
+    assert {len(batches) for batches in ranks} == {6}
+    assert sum(len(batches[-1].sample) for batches in ranks) == 2
+    seen = [sample for batches in ranks for each in batches for sample in each.sample.tolist()]
+    assert sorted(seen) == sorted([*range(11), *range(11)])
+
+
+def test_examples_split_into_microbatches() -> None:
+    numbers = torch.arange(7)
+    examples = Examples(numbers * 10, numbers, numbers + 1, numbers + 2)
+    parts = examples.split(3)
+    assert [len(part.label) for part in parts] == [3, 3, 1]
+    assert torch.equal(torch.cat([part.stored for part in parts]), examples.stored)
+    assert parts[2].sample.tolist() == [8]
+
+
+def test_reading_ends_with_the_reader_and_its_errors_are_told(make: Make) -> None:
+
+    folder, _, _ = make([5])
+    dataset = open_shards(folder)
+    stream = iter(Batches(dataset, 2, 0))
+    next(stream)
+    assert any(thread.name == "batches" for thread in threading.enumerate())
+    stream.close()  # type: ignore[attr-defined]
+    assert not any(thread.name == "batches" for thread in threading.enumerate())
+    dataset.labels = dataset.labels[:1]
+    with pytest.raises(IndexError):
+        list(Batches(dataset, 5, 0, epochs=1))
+
+
+def test_an_empty_split_or_batch_is_refused(make: Make) -> None:
+    folder, _, _ = make([5])
+    with pytest.raises(ValueError, match=r"The split holds no samples\. Add images"):
+        Batches(open_shards(folder, "validation"), 2, 0)
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        Batches(open_shards(folder), 0, 0)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "does not exist. Run the stage"),
+    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 100), "is damaged"),
+    "another format": (
+        lambda folder: write_json(
+            folder / "manifest.json", json.loads((folder / "manifest.json").read_text()) | {"format": 2}
+        ),
+        "is not of format 1",
+    ),
+    "a missing shard": (lambda folder: (folder / "shard-00001.tar").unlink(), "shard-00001.tar is missing"),
+    "a short shard": (
+        lambda folder: os.truncate(folder / "shard-00001.tar", 512),
+        r"shard-00001.tar has 512 bytes, not 20,480",
+    ),
+    "no index": (lambda folder: (folder / "index.npy").unlink(), "index.npy does not exist"),
+    "half an index": (lambda folder: os.truncate(folder / "index.npy", 150), "index.npy is damaged"),
+    "an index of something else": (
+        lambda folder: np.save(folder / "index.npy", np.arange(3)),
+        "index.npy is damaged: it holds int64",
+    ),
+    "an index of another set": (
+        lambda folder: np.save(folder / "index.npy", np.load(folder / "index.npy")[:3]),
+        "lists 3 samples but the manifest 9",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_set_is_refused_with_one_line(make: Make, damage: str) -> None:
+    folder, _, _ = make([4, 5])
+    spoil, message = DAMAGES[damage]
+    spoil(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        open_shards(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_flipped_bit_is_found_on_demand(make: Make) -> None:
+    folder, _, _ = make([4, 5])
+    data = bytearray((folder / "shard-00000.tar").read_bytes())
+    data[1700] ^= 1
+    (folder / "shard-00000.tar").write_bytes(data)
+    open_shards(folder)
+    with pytest.raises(ValueError, match=r"shard-00000\.tar is damaged: its sha256"):
+        open_shards(folder, verify=True)
+
+
+def test_latents_are_refused_with_another_codec(make: Make) -> None:
+    folder, _, _ = make([4])
+    assert open_shards(folder, codec_identity={"name": "toy", "sha256": "1"}).num_samples == 4
+    with pytest.raises(ValueError, match=r"were made by codec toy \(\w{12}\), not by toy \(\w{12}\)\. Run encode"):
+        open_shards(folder, codec_identity={"name": "toy", "sha256": "2"})
+
+
+def test_the_digest_changes_with_the_samples_only(make: Make) -> None:
+    first = open_shards(make([4, 5], "one")[0]).digest
+    assert open_shards(make([4, 5], "two", quarantined=3)[0]).digest == first
+    assert open_shards(make([5, 4], "three")[0]).digest != first
+    assert open_shards(make([4, 5], "four", validation_fraction=0.1)[0]).digest != first
+
+
+def test_crops_are_mirrored_when_they_are_read(tmp_path: Path, make: Make) -> None:
+    folder, _, _ = make([6])
+    dataset = open_shards(folder)
+    without = {**dataset.manifest, "offsets": {"npy": dataset.manifest["offsets"]["npy"]}}
+    crops = Shards(folder, without, "all")
+    flip = np.array([True, False, False, True, True, False])
+    for each in (crops, Shards(folder, without, "all").hold()):
+        found, plain = each.gather(np.arange(6), flip), each.gather(np.arange(6))
+        assert torch.equal(found[torch.from_numpy(flip)], plain[torch.from_numpy(flip)].flip(-1))
+        assert torch.equal(found[torch.from_numpy(~flip)], plain[torch.from_numpy(~flip)])
+
+
+def test_a_thousand_shards_need_no_thousand_descriptors(make: Make) -> None:
+    folder, plain, _ = make([1] * 300)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    dataset = open_shards(folder)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+    assert (dataset.gather(np.arange(300)).numpy() == plain).all()
+
+
+def test_records_are_read_back_as_they_were(make: Make) -> None:
+
+    folder, _, _ = make([4])
+    record = read_record(folder, 0)
+    assert replace(record) == record and record.samples[3].key == "00000-000003"
