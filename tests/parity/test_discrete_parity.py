@@ -2,8 +2,8 @@
 
 Different on purpose, each with its own test:
 - one timestep only: the variance is finite (test_a_schedule_of_one_timestep_has_a_finite_variance);
-- D-10, D-17: the loss history needs no removed NumPy name, takes shares of any length, is saved with a checkpoint
-  (test_d08_loss_second_moment; tests/unit/test_objectives_timestep_sampling.py);
+- D-17: the loss history takes shares of any length from the processes, and is saved with a checkpoint
+  (tests/unit/test_objectives_timestep_sampling.py);
 - D-30: previous_x and learned mean what they say (test_d30_…);
 - a hybrid loss without a learned variance, or the opposite, is refused (tests/unit/test_objectives_denoising.py).
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.timestep_sampling import LossSecondMomentSampler
+from image_diffusion.objectives.timestep_sampling import LossHistory
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete, DiscreteProcess
 from image_diffusion.process.likelihood import (
@@ -287,29 +287,28 @@ def test_d08_loss_second_moment(golden: Callable[[str], Any], case: str, at_once
     file = golden("d08_schedule_sampler.npz")
     params, given, tolerance = file.params(case), file.tensors(case), file.cases[case]["tolerance"]
     T, history = params["num_timesteps"], params["history_per_term"]
-    sampler = LossSecondMomentSampler(T, history, params["uniform_prob"])
-    losses = given["losses"].requires_grad_()
+    loss_history = LossHistory(T, history, params["uniform_prob"])
+    losses = given["losses"]
     start = 0
     for row, end in enumerate(given["prefix_lengths"].tolist()):
         size = max(end - start, 1) if at_once else 1
         for first in range(start, end, size):
-            sampler.record(given["ts"][first : first + size], losses[first : first + size])
-            sampler.end_step()
+            loss_history.append(given["ts"][first : first + size], losses[first : first + size])
         weights = given["weights"][row]
-        close(sampler.probabilities(), weights / weights.sum(), tolerance, f"{case} after {end}")
+        close(loss_history.probabilities(), weights / weights.sum(), tolerance, f"{case} after {end}")
         start = end
-    close(sampler.probabilities(), given["p"], tolerance, case)
-    importance = sampler.importance_weights(given["drawn"])
+    close(loss_history.probabilities(), given["p"], tolerance, case)
+    importance = loss_history.importance_weights(given["drawn"])
     close(importance, given["importance_weights"], tolerance["importance_weights"], case)
-    state = sampler.state_dict()
+    state = loss_history.state_dict()
     oldest_first = [state["losses"][t].roll(-int(state["counts"][t]) % history) for t in range(T)]
     close(torch.stack(oldest_first), given["loss_history"], tolerance, case)
 
 
 def test_d08_uniform_importance_weights(golden: Callable[[str], Any]) -> None:
     file = golden("d08_schedule_sampler.npz")
-    sampler = LossSecondMomentSampler(file.params("uniform")["num_timesteps"])
-    weights = sampler.importance_weights(file["uniform/drawn"])
+    loss_history = LossHistory(file.params("uniform")["num_timesteps"])
+    weights = loss_history.importance_weights(file["uniform/drawn"])
     close(weights, file["uniform/importance_weights"], file.cases["uniform"]["tolerance"], "uniform")
 
 

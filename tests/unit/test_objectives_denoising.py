@@ -12,7 +12,7 @@ from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.flow_matching import FlowMatching
-from image_diffusion.objectives.timestep_sampling import LossSecondMoment
+from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossSecondMoment
 from image_diffusion.objectives.weighting import MinSnrWeighting, P2Weighting, SnrWeighting, UniformWeighting
 from image_diffusion.process import Continuous, Discrete, Flow
 from image_diffusion.process.parameterization import target, to_x0_and_eps
@@ -214,9 +214,10 @@ def test_a_step_never_waits_for_the_gpu(config: Denoising, process: Discrete) ->
     )
 
     def step() -> None:
-        objective(network, batch).loss.mean().backward()
-        if isinstance(config, Denoising):
-            objective.end_step()
+        losses = objective(network, batch)
+        losses.loss.mean().backward()
+        if isinstance(objective, ImportanceSampled):
+            objective.observe(losses)
 
     step()  # the tables go to the GPU here
     torch.cuda.set_sync_debug_mode("error")

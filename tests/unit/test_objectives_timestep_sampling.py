@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.objectives.timestep_sampling import LossSecondMoment, LossSecondMomentSampler
+from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossHistory, LossSecondMoment
 from image_diffusion.process import Discrete
+from image_diffusion.training.distributed import join
+from image_diffusion.training.gradients import gather_losses, joined, shares
+from image_diffusion.training.parts import Remembers
 
 
-def streams(count: int, epoch: int = 0) -> Streams:
-    return Streams(seed=5, epoch=torch.full((count,), epoch), sample=torch.arange(count))
+def objective_of(num_timesteps: int = 5, history: int = 2) -> ImportanceSampled:
+    config = Denoising(timestep_sampling=LossSecondMoment(history=history))
+    process = Discrete(num_timesteps=num_timesteps, schedule={"type": "cosine"}).build()
+    objective = config.build(process, DataSpec(channels=1, resolution=2))
+    assert isinstance(objective, ImportanceSampled)
+    return objective
 
 
-def remember(sampler: LossSecondMomentSampler, t: list[int], loss: list[float]) -> None:
-    sampler.record(torch.tensor(t, dtype=torch.int64), torch.tensor(loss, dtype=torch.float32, requires_grad=True))
+def batch_of(sample: Tensor, epoch: int = 0) -> Batch:
+    x = torch.sin(sample.float()).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+    return Batch(x, {}, Streams(seed=5, epoch=torch.full_like(sample, epoch), sample=sample))
+
+
+def network(x: Tensor, t: Tensor) -> Tensor:
+    return x * (1 + t.view(-1, 1, 1, 1))
 
 
 def test_timesteps_of_large_loss_are_drawn_more_often_and_weigh_less() -> None:
-    sampler = LossSecondMomentSampler(4, history=2, uniform_probability=0.01)
-    remember(sampler, [0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 1, 1, 2, 2, 4, 4])
-    _, before = sampler.draw(streams(8))
-    assert torch.equal(before, torch.ones(8))  # nothing recorded counts before the step has ended
-    sampler.end_step()
-    p = sampler.probabilities()
+    history = LossHistory(4, history=2, uniform_probability=0.01)
+    assert torch.equal(history.importance_weights(torch.arange(4)), torch.ones(4))
+    history.append(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), torch.tensor([1.0, 1, 1, 1, 2, 2, 4, 4]))
+    p = history.probabilities()
     torch.testing.assert_close(p, 0.99 * torch.tensor([1, 1, 2, 4]).double() / 8 + 0.01 / 4)
-    t, weight = sampler.draw(streams(40000))
+    t = history.draw(batch_of(torch.arange(40000)).streams)
     torch.testing.assert_close(t.bincount(minlength=4) / 40000, p.float(), rtol=0, atol=0.01)
+    weight = history.importance_weights(t)
     torch.testing.assert_close(weight, (1 / (4 * p[t])).float())
     assert weight.mean().item() == pytest.approx(1, abs=0.02)
 
@@ -44,84 +56,91 @@ def test_timesteps_of_large_loss_are_drawn_more_often_and_weigh_less() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 10, width=32)), max_size=40), st.integers(1, 7))
 def test_only_the_last_losses_count_however_they_arrive(pairs: list[tuple[int, float]], size: int) -> None:
-    sampler = LossSecondMomentSampler(4, history=3)
+    history = LossHistory(4, history=3)
     for start in range(0, len(pairs), size):
         part = pairs[start : start + size]
-        remember(sampler, [t for t, _ in part], [loss for _, loss in part])
-        sampler.end_step()
-    state = sampler.state_dict()
+        history.append(torch.tensor([t for t, _ in part]), torch.tensor([loss for _, loss in part]))
+    state = history.state_dict()
     for t in range(4):
         losses = [loss for each, loss in pairs if each == t]
         assert state["counts"][t] == len(losses)
         assert sorted(state["losses"][t].tolist()) == sorted(losses[-3:] + [0.0] * (3 - len(losses[-3:])))
 
 
-def test_losses_of_validation_do_not_count() -> None:
-    sampler = LossSecondMomentSampler(2, history=1)
-    sampler.record(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
-    sampler.end_step()
-    assert sampler.state_dict()["counts"].tolist() == [0, 0]
+def test_the_history_is_of_the_losses_before_they_were_weighted() -> None:
+    objective = objective_of()
+    for step in range(12):
+        batch = batch_of(torch.arange(8), epoch=step)
+        losses = objective(network, batch)
+        objective.observe(losses)
+    plain = Denoising().build(
+        Discrete(num_timesteps=5, schedule={"type": "cosine"}).build(), DataSpec(channels=1, resolution=2)
+    )
+    t = (losses.time * 5).round().long()
+    expected = plain.at_times(network, batch, t).loss
+    state = objective.state_dict()
+    assert (state["counts"] > 2).all()
+    last = state["losses"][t[-1], (state["counts"][t[-1]] - 1) % 2]
+    assert last.item() == pytest.approx(expected[-1].item(), rel=1e-6)
+    assert (losses.loss / expected).std() > 0.01
 
 
-def test_a_sampler_continues_from_its_state() -> None:
-    first = LossSecondMomentSampler(3, history=2)
-    remember(first, [0, 1, 2, 0, 1, 2, 2], [1, 2, 3, 4, 5, 6, 7])
-    first.end_step()
-    second = LossSecondMomentSampler(3, history=2)
+def test_it_continues_from_its_state() -> None:
+    first, second = objective_of(), objective_of()
+    for step in range(6):
+        first.observe(first(network, batch_of(torch.arange(8), epoch=step)))
     second.load_state_dict(first.state_dict())
-    for sampler in (first, second):
-        remember(sampler, [0, 2], [9, 8])
-        sampler.end_step()
-    assert torch.equal(first.probabilities(), second.probabilities())
-    assert torch.equal(first.draw(streams(50))[0], second.draw(streams(50))[0])
+    kept = {name: value.clone() for name, value in first.state_dict().items()}
+    for step in range(6, 9):
+        batch = batch_of(torch.arange(8), epoch=step)
+        results = [objective(network, batch) for objective in (first, second)]
+        assert torch.equal(results[0].loss, results[1].loss)
+        first.observe(results[0])
+        second.observe(results[1])
+    assert not torch.equal(kept["losses"], first.state_dict()["losses"])
+
+
+def test_only_importance_sampling_remembers() -> None:
+    """What the training loop gathers losses for."""
+    process, spec = Discrete().build(), DataSpec(channels=1, resolution=2)
+    assert isinstance(objective_of(), Remembers)
+    assert not isinstance(Denoising().build(process, spec), Remembers)
 
 
 def test_a_state_of_another_objective_is_refused() -> None:
-    spec, process = DataSpec(channels=1, resolution=2), Discrete(num_timesteps=20).build()
-    importance = Denoising(timestep_sampling=LossSecondMoment()).build(process, spec)
-    uniform = Denoising().build(process, spec)
-    assert uniform.state_dict() == {}
-    uniform.load_state_dict({})
-    with pytest.raises(ValueError, match="has no state, but the checkpoint has losses, counts"):
-        uniform.load_state_dict(importance.state_dict())
     with pytest.raises(ValueError, match="Resume with the objective the checkpoint was written with"):
-        importance.load_state_dict({})
-    other = Denoising(timestep_sampling=LossSecondMoment(history=3)).build(process, spec)
+        objective_of().load_state_dict({})
     with pytest.raises(ValueError, match="timestep history"):
-        importance.load_state_dict(other.state_dict())
+        objective_of().load_state_dict(objective_of(history=3).state_dict())
 
 
-def worker(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    sampler = LossSecondMomentSampler(5, history=2)
-    for step in range(4):
-        share = slice(0, 4) if rank == 0 else slice(4, 7)  # shares of different length
-        t, loss = draws(step)
-        for part in (slice(0, 2), slice(2, None)):  # in micro-batches
-            remember(sampler, t[share][part], loss[share][part])
-        sampler.end_step()
-    torch.save(sampler.state_dict(), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+def train(rank_samples: list[Tensor], gather: object, steps: int = 8) -> dict[str, Tensor]:
+    """The state after some steps, each of which this process sees in the given micro-batches."""
+    objective = objective_of()
+    for step in range(steps):
+        losses = joined([objective(network, batch_of(part, epoch=step)) for part in rank_samples])
+        objective.observe(gather(losses))
+    return objective.state_dict()
 
 
-def draws(step: int) -> tuple[list[int], list[float]]:
-    return [(step + 2 * i) % 5 for i in range(7)], [0.5 + step + i for i in range(7)]
+def worker(folder: Path) -> None:
+    with join(timeout_s=60) as world:
+        sizes = shares(7, world)
+        mine = torch.arange(7).split(sizes)[world.rank]
+        state = train(list(mine.split(2)), lambda losses: gather_losses(losses, sizes, world))
+        torch.save(state, folder / f"{world.rank}.pt")
 
 
 def test_processes_hold_the_history_that_one_process_would(tmp_path: Path) -> None:
     """D-17: the original gathers shares of unequal length without padding, and loses its history on resume."""
-    workers = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
-    alone = LossSecondMomentSampler(5, history=2)
-    for step in range(4):
-        remember(alone, *draws(step))
-        alone.end_step()
+    alone = train([torch.arange(7)], lambda losses: losses)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    subprocess.run([*launch, str(tmp_path)], check=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"})
     for rank in range(2):
         state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert {name: value.tolist() for name, value in state.items()} == {
-            name: value.tolist() for name, value in alone.state_dict().items()
-        }
+        assert torch.equal(state["counts"], alone["counts"])
+        torch.testing.assert_close(state["losses"], alone["losses"], rtol=1e-6, atol=0)
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), Path(sys.argv[2]))
+    worker(Path(sys.argv[1]))

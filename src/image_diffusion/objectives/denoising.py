@@ -13,9 +13,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
 from image_diffusion.objectives.labels import LabelDropout
-from image_diffusion.objectives.timestep_sampling import TimestepSampler, TimestepSampling, UniformTimesteps
+from image_diffusion.objectives.timestep_sampling import TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
 from image_diffusion.process.discrete import DiscreteProcess
 from image_diffusion.process.grid import Steps
@@ -71,9 +71,9 @@ class Denoising(Config):
             )
         return self
 
-    def build(self, process: NoiseProcess, spec: DataSpec) -> DenoisingObjective:
+    def build(self, process: NoiseProcess, spec: DataSpec) -> Objective:
         """The objective for data on a process. Raises ValueError where they do not go together."""
-        return DenoisingObjective(self, process, spec)
+        return self.timestep_sampling.wrap(DenoisingObjective(self, process, spec), process)
 
 
 class DenoisingObjective:
@@ -88,21 +88,18 @@ class DenoisingObjective:
             )
         self._config, self._process = config, process
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
-        self.timestep_sampler: TimestepSampler = config.timestep_sampling.build(process)
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
-        """Draw a time and noise for each sample. Raises ValueError where the network's channels do not fit."""
-        t, importance = self.timestep_sampler.draw(batch.streams)
+        """Draw a time for each sample and measure there (`at_times`)."""
+        return self.at_times(network, batch, self._process.draw(batch.streams))
+
+    def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
+        """Draw noise for each sample, drop labels. Raises ValueError where the network's channels do not fit."""
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        losses = self.losses_at(network, batch.x, t, noise, self._drop_labels(batch))
-        self.timestep_sampler.record(t, losses.loss)
-        if importance is None:
-            return losses
-        parts = {name: part * importance for name, part in losses.parts.items()}
-        return Losses(losses.loss * importance, parts, losses.time)
+        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch))
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn, nothing is remembered."""
+        """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
         levels = self._process.levels(t)
         alpha, sigma = broadcast(levels, x)
         x_t = alpha * x + sigma * noise
@@ -120,18 +117,6 @@ class DenoisingObjective:
             parts["vb"] = self._bound_weight() * self._bound(output, raw, x, x_t, t)
         loss = torch.stack(list(parts.values())).sum(0)
         return Losses(loss, {name: part.detach() for name, part in parts.items()}, self._process.fraction(t))
-
-    def end_step(self) -> None:
-        """To be called after each optimizer step, by all processes together."""
-        self.timestep_sampler.end_step()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs."""
-        return self.timestep_sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The opposite of `state_dict`. Raises ValueError where it does not fit."""
-        self.timestep_sampler.load_state_dict(state)
 
     def _target(self, x: Tensor, noise: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         if self._config.prediction == "previous_x":
