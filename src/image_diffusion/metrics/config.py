@@ -1,0 +1,34 @@
+"""How samples are judged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config import Config
+from image_diffusion.metrics import DetectorConfig
+from image_diffusion.metrics.detector import InPipe
+
+
+class EvaluateConfig(Config):
+    """The detector, the reference, and what is measured."""
+
+    detector: DetectorConfig = InPipe()
+    """What looks at the images. The names of the metrics say which it was."""
+    reference: Literal["train", "validation"] = "train"
+    """The split that samples are compared with; the other split gives the real-against-real floor."""
+    neighbours: int = Field(3, ge=1, le=50)
+    """k of precision, recall, density and coverage."""
+    neighbour_references: int = Field(10_000, ge=10)
+    """Reference images used at most for precision and recall, and for the kernel distance (ADM: 10,000)."""
+    score_split: int = Field(5000, ge=10)
+    """Samples in each split of the Inception Score."""
+    infinity: bool = False
+    """Also extrapolate the Fréchet distance to infinitely many samples."""
+    two_sample: bool = True
+    """Also test how well samples can be told from real images."""
+    copies: bool = True
+    """Also search for each sample's nearest training images."""
+    batch_size: int = Field(256, ge=1)
+    """Images the detector sees at a time; no result depends on it."""

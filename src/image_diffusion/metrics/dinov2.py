@@ -1,0 +1,74 @@
+"""DINOv2 ViT-L/14, on which Stein et al. (2023, arXiv 2306.04675) and EDM2 report the Fréchet distance FD-DINOv2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.files import sha256_file
+from image_diffusion.metrics.features import Detected
+
+_RESOLUTION = 224
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Dinov2(Config):
+    """DINOv2's class token. The code comes through torch.hub: a local clone, or the network."""
+
+    type: Literal["dinov2"] = "dinov2"
+    model: Literal["dinov2_vits14", "dinov2_vitb14", "dinov2_vitl14"] = "dinov2_vitl14"
+    """The network; the papers use dinov2_vitl14, and only its numbers compare with theirs."""
+    weights: Path | None = None
+    """A file with the published state dict; unset: torch.hub fetches it."""
+    repository: Path | None = None
+    """A local clone of facebookresearch/dinov2; unset: torch.hub fetches it."""
+
+    def build(self, folder: Path | None = None, device: str = "cpu") -> Dinov2Detector:
+        """Load the network. Raises ValueError when code or weights are not at hand."""
+        for option, path in (("weights", self.weights), ("repository", self.repository)):
+            if path is not None and not path.exists():
+                raise ValueError(f"evaluate.detector.{option} is {path}, which does not exist.")
+        where = str(self.repository) if self.repository else "facebookresearch/dinov2"
+        source = "local" if self.repository else "github"
+        try:
+            network: Any = torch.hub.load(
+                where, self.model, source=source, pretrained=self.weights is None, trust_repo=True, verbose=False
+            )
+        except (OSError, ImportError) as error:
+            raise ValueError(
+                f"DINOv2 could not be loaded ({error}). Without a network, set evaluate.detector.repository to a clone of "
+                "facebookresearch/dinov2 and evaluate.detector.weights to the published file."
+            ) from None
+        if self.weights is not None:
+            network.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))
+        sha256 = sha256_file(self.weights) if self.weights else "torch.hub's own release"
+        return Dinov2Detector(network, self.model, sha256, device)
+
+
+class Dinov2Detector:
+    """Features: the normalized class token, [B, 1024] for ViT-L. Images are brought to 224 (bicubic, antialiased)."""
+
+    classes: list[str] = []  # noqa: RUF012 - it has none
+
+    def __init__(self, network: nn.Module, model: str, sha256: str, device: str) -> None:
+        self._network, self._device = network.eval().to(device), device
+        self._suffix = "dinov2" if model == "dinov2_vitl14" else model
+        self.identity: dict[str, Any] = {"name": model, "resize": "bicubic, antialiased, 224", "sha256": sha256}
+
+    def __call__(self, images: Tensor) -> Detected:
+        return Detected(self._network(prepare(images).to(self._device)).to("cpu", torch.float32))
+
+    def metric_name(self, metric: str) -> str:
+        return f"{metric}_{self._suffix}"
+
+
+def prepare(images: Tensor) -> Tensor:
+    """Uint8 [B, C, H, W] with 1 or 3 channels -> float32 [B, 3, 224, 224], normalized as DINOv2 was trained."""
+    x = images.expand(-1, 3, -1, -1).to(torch.float32) / 255
+    x = F.interpolate(x, (_RESOLUTION, _RESOLUTION), mode="bicubic", antialias=True, align_corners=False)
+    return (x.clamp(0, 1) - torch.tensor(_MEAN).view(1, 3, 1, 1)) / torch.tensor(_STD).view(1, 3, 1, 1)

@@ -1,0 +1,66 @@
+"""Statistics of a reference set from a file, in the layouts ADM and EDM publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from image_diffusion.core.files import atomic_write
+from image_diffusion.metrics.moments import Gaussian, Moments
+
+
+def is_statistics(path: Path) -> bool:
+    """Whether an .npz holds statistics (mu, sigma) rather than images alone."""
+    if path.suffix == ".pkl":
+        raise ValueError(
+            f"{path} is a pickle, which can run code and is not read. Write its mu and sigma into an .npz with numpy.savez."
+        )
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return "mu" in arrays and "sigma" in arrays
+    except FileNotFoundError:
+        raise ValueError(f"The reference {path} does not exist.") from None
+
+
+def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
+    """Read {"fd": Gaussian} and, where the file has mu_s and sigma_s as ADM's, {"spatial_fd": Gaussian}.
+
+    Raises ValueError when mu and sigma do not fit, or the file names another detector than the one in use.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        written_by = str(arrays["detector"]) if "detector" in arrays else detector_sha256
+        if written_by != detector_sha256:
+            raise ValueError(
+                f"The statistics in {path} were measured with detector {written_by[:12]}, not {detector_sha256[:12]}. "
+                "Measure them again with this detector."
+            )
+        count = int(arrays["count"]) if "count" in arrays else None
+        found = {}
+        for name, (mean_key, covariance_key) in {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}.items():
+            if mean_key not in arrays:
+                continue
+            mean, covariance = (arrays[key].astype(np.float64) for key in (mean_key, covariance_key))
+            if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+                raise ValueError(
+                    f"{path}: {mean_key} {list(mean.shape)} and {covariance_key} {list(covariance.shape)} do not fit. "
+                    "Expected [D] and [D, D]."
+                )
+            if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+                raise ValueError(f"{path}: {mean_key} or {covariance_key} holds numbers that are not finite.")
+            found[name] = Gaussian(torch.from_numpy(mean), torch.from_numpy(covariance), count)
+    return found
+
+
+def write_statistics(path: Path, moments: Moments, detector_sha256: str) -> None:
+    """Write mu and sigma in the layout EDM and ADM read, with the number of images and the detector's digest."""
+    gaussian = moments.gaussian
+    with atomic_write(path) as file:
+        np.savez(
+            file,
+            mu=gaussian.mean.numpy(),
+            sigma=gaussian.covariance.numpy(),
+            count=np.int64(moments.count),
+            detector=np.str_(detector_sha256),
+        )
