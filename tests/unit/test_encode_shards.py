@@ -1,0 +1,184 @@
+"""Crops -> latents: what is stored, what is measured, what is kept and what is refused."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from torch import Tensor
+
+from image_diffusion.core.files import write_json
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
+from image_diffusion.data.records import read_record
+from image_diffusion.data.shards import open_shards
+
+CPU = torch.device("cpu")
+
+
+class Halves:
+    """A codec of exact arithmetic: two channels of the image's left-out pixels as mean, a ramp as deviation."""
+
+    def __init__(self, name: str = "halves", scale: float = 1.0, poison: int | None = None) -> None:
+        self.identity: dict[str, Any] = {"name": name, "scale": scale}
+        self.scale, self.poison, self.seen = scale, poison, 0
+
+    def encode(self, images: Tensor) -> Tensor:
+        assert images.dtype == torch.uint8
+        mean = images[:, :2, ::2, ::2].float() / 256 * self.scale
+        std = torch.linspace(0.25, 1.0, mean[0].numel()).view(mean.shape[1:]).expand_as(mean)
+        moments = torch.stack([mean, std], dim=1)
+        self.seen += len(images)
+        if self.poison is not None and self.seen >= self.poison:
+            moments[-1, 0, 0, 0, 0] = float("nan")
+        return moments
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def crops(tmp_path: Path) -> Callable[[], Path]:
+    generator = np.random.default_rng(0)
+    for number in range(23):
+        path = tmp_path / f"in/{'ab'[number % 2]}/{number:02d}.ppm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"P6 4 4 255\n" + generator.integers(0, 256, 48, dtype=np.uint8).tobytes())
+
+    def run() -> Path:
+        source = {"type": "folder", "path": str(tmp_path / "in")}
+        crop_dataset(DataConfig(name="x", source=source, resolution=4, num_shards=3), tmp_path / "crops")  # type: ignore[arg-type]
+        return tmp_path / "crops"
+
+    run()
+    return run
+
+
+def encode(crops: Path, output: Path, codec: Halves | None = None, **settings: Any) -> int:
+    codec, chosen = codec or Halves(), EncodeConfig(**({"batch_size": 4} | settings))
+    written = encode_shards(crops, output, codec, chosen, CPU)
+    write_manifest(crops, output, codec, chosen)
+    return written
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
+    assert encode(tmp_path / "crops", tmp_path / "out", dtype=dtype) == 3
+    images = open_shards(tmp_path / "crops", "all")
+    latents = open_shards(tmp_path / "out", "all", codec_identity=Halves().identity, verify=True)
+    everything = np.arange(23)
+    assert (latents.shape, latents.num_samples) == ((2, 2, 2, 2), 23)
+    assert latents.classes == ["a", "b"] and (latents.labels == images.labels).all()
+    plain, flip = images.gather(everything), np.ones(23, dtype=bool)
+    stored = getattr(torch, dtype)
+    assert torch.equal(latents.gather(everything), Halves().encode(plain).to(stored))
+    assert torch.equal(latents.gather(everything, flip), Halves().encode(plain.flip(-1)).to(stored))
+    assert latents.manifest["crops"] == images.digest
+    assert [sample for shard in range(3) for sample in read_record(tmp_path / "out", shard).samples] == [
+        sample for shard in range(3) for sample in read_record(tmp_path / "crops", shard).samples
+    ]
+
+
+def test_webdataset_reads_them(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    encode(tmp_path / "crops", tmp_path / "out")
+    latents = open_shards(tmp_path / "out", "all")
+    urls = [str(tmp_path / f"out/shard-{shard:05d}.tar") for shard in range(3)]
+    count = 0
+    for plain, twin, label in (
+        webdataset.WebDataset(urls, shardshuffle=False).decode().to_tuple("npy", "flip.npy", "cls")
+    ):
+        here = np.array([count])
+        assert (latents.gather(here)[0].numpy() == plain).all() and latents.labels[count] == label
+        assert (latents.gather(here, np.array([True]))[0].numpy() == twin).all()
+        count += 1
+    assert count == 23
+
+
+def test_statistics_are_those_of_the_stored_numbers(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    encode(tmp_path / "crops", tmp_path / "out")
+    latents = open_shards(tmp_path / "out", "all")
+    everything = np.arange(23)
+    both = torch.cat([latents.gather(everything), latents.gather(everything, np.ones(23, dtype=bool))]).double()
+    mean, std = both[:, 0], both[:, 1]
+    found = latents.manifest["statistics"]
+    for channel in range(2):
+        expected_mean = mean[:, channel].mean()
+        expected_std = (mean[:, channel].var(correction=0) + (std[:, channel] ** 2).mean()).sqrt()
+        assert found["mean"][channel] == pytest.approx(float(expected_mean), rel=1e-12)
+        assert found["std"][channel] == pytest.approx(float(expected_std), rel=1e-12)
+    assert found["global_mean"] == pytest.approx(float(mean.mean()), rel=1e-12)
+    expected = (mean.var(correction=0) + (std**2).mean()).sqrt()
+    assert found["global_std"] == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_parts_in_any_order_give_the_bytes_of_one_run(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    encode(tmp_path / "crops", tmp_path / "one")
+    settings = EncodeConfig(batch_size=4)
+    for part in ((1, 2), (0, 2)):
+        with pytest.raises(ValueError, match=r"shard-0000\d.json does not exist"):
+            write_manifest(tmp_path / "crops", tmp_path / "two", Halves(), settings)
+        encode_shards(tmp_path / "crops", tmp_path / "two", Halves(), settings, CPU, part)
+    write_manifest(tmp_path / "crops", tmp_path / "two", Halves(), settings)
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+    assert encode(tmp_path / "crops", tmp_path / "two") == 0
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"Part 2/2 does not exist"):
+        encode_shards(tmp_path / "crops", tmp_path / "two", Halves(), settings, CPU, (2, 2))
+
+
+def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    encode(tmp_path / "crops", tmp_path / "out")
+    before = bytes_of(tmp_path / "out")
+    image = tmp_path / "in/a/04.ppm"
+    image.write_bytes(image.read_bytes()[:11] + b"\0" + image.read_bytes()[12:])
+    settings = EncodeConfig(batch_size=4)
+    crops()
+    with pytest.raises(ValueError, match="was made from other crops or by another codec"):
+        write_manifest(tmp_path / "crops", tmp_path / "out", Halves(), settings)
+    assert encode(tmp_path / "crops", tmp_path / "out") == 1
+    changed = {name for name, data in bytes_of(tmp_path / "out").items() if data != before[name]}
+    assert len([name for name in changed if name.endswith(".tar")]) == 1
+    assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0)) == 3
+    assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32") == 3
+    assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", batch_size=3) == 0
+    with pytest.raises(ValueError, match="were made by codec halves"):
+        open_shards(tmp_path / "out", codec_identity=Halves().identity)
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    with pytest.raises(ValueError, match=r"not finite, or too large for float16, for [ab]/\d\d.ppm \(sample 0000"):
+        encode(tmp_path / "crops", tmp_path / "out", Halves(poison=1))
+    with pytest.raises(ValueError, match="not finite, or too large for float16"):
+        encode(tmp_path / "crops", tmp_path / "out", Halves(scale=1e6))
+    assert not list((tmp_path / "out").glob("*.tar"))
+    assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=1e6), dtype="float32") == 3
+
+
+def test_a_damaged_crop_is_not_encoded(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    tar = tmp_path / "crops/shard-00001.tar"
+    data = bytearray(tar.read_bytes())
+    data[1700] ^= 1
+    tar.write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00001\.tar is damaged: its sha256 .* Run crop again"):
+        encode(tmp_path / "crops", tmp_path / "out")
+
+
+def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    shutil.rmtree(tmp_path / "in/b")
+    for number, path in enumerate(sorted((tmp_path / "in/a").iterdir())):
+        if number >= 2:
+            path.unlink()
+        else:
+            path.rename(tmp_path / "in" / path.name)
+    (tmp_path / "in/a").rmdir()
+    crops()
+    assert encode(tmp_path / "crops", tmp_path / "out") == 3
+    latents = open_shards(tmp_path / "out", "all", verify=True)
+    assert latents.num_samples == 2 and latents.num_classes == 0
+    write_json(tmp_path / "unused.json", latents.manifest)  # plain data, no NaN
