@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -14,6 +14,9 @@ from image_diffusion.core.config import Config, parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_model, read_weights
 from image_diffusion.networks.autoencoder import AutoencoderConfig
+
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 
 class Trained(Config):
@@ -53,11 +56,12 @@ class Trained(Config):
                 f"experiment whose system is an autoencoder."
             )
 
-        def load() -> object:
-            network = parse(AutoencoderConfig, model["system"]["network"], str(weights)).build(
-                DataSpec.model_validate(model["spec"])
-            )
+        def load() -> AutoencoderKL:
+            where = f"{weights}/model.json"
+            spec: DataSpec = parse(DataSpec, model["spec"], where)
+            network = parse(AutoencoderConfig, model["system"]["network"], where).build(spec)
             network.load_state_dict(read_weights(weights)[0])
-            return network.vae.to(device, dtype).eval().requires_grad_(False)
+            vae: AutoencoderKL = network.vae.to(device).eval().requires_grad_(False)
+            return vae if dtype == torch.float32 else vae.to(dtype)
 
         return KlCodec(identity={"type": "kl", "sha256": model["sha256"]}, load=load, scale=self.scale or scale or 1.0)

@@ -1,0 +1,135 @@
+"""Stage `export`: weights -> a folder that diffusers loads; and foreign weights -> a weights folder.
+
+    python -m image_diffusion.export --config export.yaml --weights weights.safetensors --output results/x/diffusers
+    python -m image_diffusion.export --read DiT-XL-2-256x256.pt --output results/dit/train
+
+The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec. The second reads the published DiT weights, a
+training checkpoint of the original, or a diffusers folder of a DiT, and writes weights.safetensors and model.json, from
+which `sample` makes images without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.core import command
+from image_diffusion.core.config import dump, load
+from image_diffusion.core.weights import save_weights
+from image_diffusion.experiment import ExportStage
+from image_diffusion.networks.autoencoder import Autoencoder
+from image_diffusion.networks.dit import DiT
+from image_diffusion.networks.dit_diffusers import ddim_scheduler, flow_scheduler, write_dit_pipeline
+from image_diffusion.networks.dit_weights import read_dit
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.flow import Flow
+from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.training.model import Model, load_codec, load_model
+
+
+def write_diffusers(model: Model, codec_weights: Path | None, folder: Path) -> None:
+    """Write a model as diffusers knows it. Raises ValueError for what diffusers has no place for."""
+    if isinstance(model.network, Autoencoder):
+        _write_vae(model.network, folder)
+        return
+    if not isinstance(model.network, DiT) or not isinstance(model.system, DiTSystem):
+        raise ValueError(f"Diffusers has no pipeline for the system {model.system.type}. Set export.format to none.")
+    codec = load_codec(model, codec_weights, torch.device("cpu"))
+    if not isinstance(codec, KlCodec):
+        raise ValueError(
+            "Diffusers' DiTPipeline works on latents, but this model works on pixels. Set export.format to none."
+        )
+    process, prediction = model.system.process, model.system.objective.prediction
+    scheduler: Any
+    if isinstance(process, Flow):
+        scheduler = flow_scheduler(process.time_scale, prediction)
+    elif isinstance(process, Discrete) and process.respacing == "" and not process.rescale_timesteps:
+        scheduler = ddim_scheduler(process.build().betas, prediction)
+    else:
+        raise ValueError(
+            "Diffusers' DiTPipeline has no scheduler for this process. Train on a discrete process with all its "
+            "timesteps or on a flow process, or set export.format to none."
+        )
+    write_dit_pipeline(folder, model.network, codec.vae, codec.scale, scheduler, model.classes)
+
+
+def _write_vae(network: Autoencoder, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        written = Path(temporary) / folder.name
+        network.vae.save_pretrained(written)
+        if folder.exists():
+            shutil.rmtree(folder)
+        written.rename(folder)
+
+
+def read_foreign(path: Path, codec: str, folder: Path) -> None:
+    """Write a weights folder from a DiT that was trained elsewhere: eps with a learned variance on 1,000 linear steps.
+
+    codec: the autoencoder of its latents. Raises ValueError listing what is missing, unexpected or of another shape.
+    """
+    weights = read_dit(path)
+    learned = weights.learned_variance
+    objective = Denoising(
+        prediction="eps",
+        variance="learned_range" if learned else "fixed_large",
+        loss="hybrid" if learned else "simple",
+        label_drop_probability=0.1 if weights.spec.num_classes else 0.0,
+    )
+    vae = StabilityVae(weights=codec)
+    identity = vae.build(None, None, torch.device("cpu"), torch.float32).identity
+    save_weights(
+        folder,
+        weights.tensors,
+        {
+            "system": dump(DiTSystem(network=weights.config, objective=objective)),
+            "spec": dump(weights.spec),
+            "codec": {"config": dump(vae), "identity": identity, "scale": None},
+            "classes": [str(number) for number in range(weights.spec.num_classes)],
+            "step": 0,
+            "examples_seen": 0,
+            "ema": None,
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.export", description="Weights <-> other programs.")
+    parser.add_argument("--config", type=Path, help="the stage's configuration, export.yaml")
+    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument(
+        "--read", type=Path, help="foreign weights to read: a .pt or .safetensors file, or a diffusers folder"
+    )
+    parser.add_argument(
+        "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write")
+    arguments = parser.parse_args()
+
+    if arguments.read is not None:
+        read_foreign(arguments.read, arguments.codec, arguments.output)
+        print(f"export: read {arguments.read} into {arguments.output}")
+        return
+    if arguments.config is None or arguments.weights is None:
+        raise ValueError("Give --config and --weights to write a diffusers folder, or --read to read foreign weights.")
+    stage = load(ExportStage, arguments.config)
+    if stage.export.format == "none":
+        raise ValueError("export.format is none: there is nothing to write. Set it to diffusers.")
+    codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
+    write_diffusers(load_model(arguments.weights.parent), codec_weights, arguments.output)
+    print(f"export: {arguments.output} is a folder for diffusers")
+
+
+if __name__ == "__main__":
+    command.run(main)

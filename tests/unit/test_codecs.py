@@ -1,0 +1,118 @@
+"""Codecs: images survive the way to latents and back, and the wrong codec is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.codecs.trained import Trained
+from image_diffusion.core.config import dump
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import save_weights
+from image_diffusion.networks.autoencoder import AutoencoderConfig
+from image_diffusion.systems.autoencoder import AutoencoderSystem
+
+CPU, F32 = torch.device("cpu"), torch.float32
+SMALL = AutoencoderConfig(block_channels=(8, 16), norm_groups=4)
+SPEC = DataSpec(channels=3, resolution=16)
+
+
+def streams(count: int) -> Streams:
+    ids = torch.arange(count)
+    return Streams(0, torch.zeros_like(ids), ids)
+
+
+def trained(folder: Path) -> torch.nn.Module:
+    torch.manual_seed(0)
+    network = SMALL.build(SPEC)
+    system = AutoencoderSystem(network=SMALL)
+    save_weights(folder, network.state_dict(), {"system": dump(system), "spec": dump(SPEC)})
+    return network
+
+
+def test_every_pixel_value_survives_the_way_to_the_network_and_back() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(to_uint8(from_uint8(pixels)), pixels)
+    images = pixels.view(1, 1, 16, 16)
+    assert torch.equal(Rgb().decode(Rgb().draw(images, streams(1))), images)
+
+
+def test_a_trained_codec_gives_the_moments_of_its_network(tmp_path: Path) -> None:
+    network = trained(tmp_path)
+    codec = Trained(experiment="x").build(tmp_path, 0.5, CPU, F32)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    with torch.no_grad():
+        posterior = network.vae.encode(from_uint8(images)).latent_dist
+    moments = codec.encode(images)
+    assert moments.shape == (2, 2, 4, 8, 8)
+    assert torch.allclose(moments[:, 0], posterior.mean) and torch.allclose(moments[:, 1], posterior.std)
+    with torch.no_grad():
+        expected = to_uint8(network.vae.decode(posterior.mean).sample)
+    assert (codec.decode(posterior.mean * 0.5).int() - expected.int()).abs().max() <= 1
+
+
+def test_a_drawn_latent_has_the_stored_mean_and_deviation_times_the_scale(tmp_path: Path) -> None:
+    trained(tmp_path)
+    codec = Trained(experiment="x").build(tmp_path, 0.25, CPU, F32)
+    stored = torch.stack([torch.full((4, 8, 8), 3.0), torch.full((4, 8, 8), 2.0)]).to(torch.float16)
+    x = codec.draw(stored.expand(500, -1, -1, -1, -1), streams(500))
+    n = x.numel()
+    assert (x.mean() / 0.25 - 3).abs() < 5 * 2 / n**0.5 and (x.std() / 0.25 - 2).abs() < 5 * 2 / (2 * n) ** 0.5
+
+
+def test_a_folder_that_holds_no_codec_is_refused(tmp_path: Path) -> None:
+    save_weights(tmp_path, {"a": torch.zeros(1)}, {"system": {"type": "dit"}, "spec": dump(SPEC)})
+    with pytest.raises(ValueError, match="was trained by a dit, which is no codec"):
+        Trained(experiment="x").build(tmp_path, None, CPU, F32)
+
+
+def test_the_full_sized_autoencoder_is_read_from_a_local_folder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=4,
+        sample_size=256,
+    )
+    assert sum(p.numel() for p in vae.parameters()) == 83_653_863
+    vae.save_pretrained(tmp_path / "vae")
+    codec = StabilityVae(weights=str(tmp_path / "vae")).build(None, None, CPU, F32)
+    images = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = vae.eval().encode(from_uint8(images)).latent_dist.mean
+    moments = codec.encode(images)
+    assert moments.shape == (1, 2, 4, 4, 4) and torch.allclose(moments[:, 0], expected, atol=1e-5)
+    assert codec.scale == 0.18215 and codec.decode(moments[:, 0] * codec.scale).shape == images.shape
+
+
+def test_without_the_hub_the_local_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    codec = StabilityVae(weights="stabilityai/no-such-vae").build(None, None, CPU, F32)
+    with pytest.raises(ValueError, match="set codec.weights to its path"):
+        codec.encode(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("codec", "images", "message"),
+    [
+        (StabilityVae(), DataSpec(channels=3, resolution=36), "Choose a multiple of 8"),
+        (StabilityVae(), DataSpec(channels=1, resolution=32), "reads RGB"),
+        (Trained(experiment="x"), DataSpec(channels=3, resolution=31), "Choose a multiple of 2"),
+    ],
+)
+def test_images_that_do_not_fit_are_told_before_any_work(codec: StabilityVae, images: DataSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        codec.spec(images, SMALL)
+
+
+def test_pixels_have_no_latents() -> None:
+    with pytest.raises(ValueError, match="nothing to encode|has no latents"):
+        Rgb().encode(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
