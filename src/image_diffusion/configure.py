@@ -111,6 +111,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "codec": codec,
         "codec_experiment": experiment.codec.experiment if isinstance(experiment.codec, Trained) else None,
         "makes_samples": not isinstance(experiment.system, AutoencoderSystem),
+        "detector": experiment.evaluate.detector.type,
         "export": experiment.export.format,
         "resources": dump(experiment.resources),
         "configs": {stage: str(path) for stage, (path, _) in stages.items()},
@@ -118,11 +119,20 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     write_if_changed(own / "plan.json", to_json(plan))
 
 
+def schema() -> dict[str, Any]:
+    """The JSON schema of an experiment file, from the configuration classes themselves."""
+    found = Experiment.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.configure", description=__doc__)
-    parser.add_argument("--experiments", type=Path, nargs="+", required=True, help="experiment files")
+    parser.add_argument("--experiments", type=Path, nargs="+", default=[], help="experiment files")
     parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
+    parser.add_argument("--schema", type=Path, help="write the JSON schema of experiment files, for editors")
     arguments = parser.parse_args()
+    if arguments.schema is not None:
+        write_if_changed(arguments.schema, to_json(schema()))
     for name, (_, experiment) in load_all(arguments.experiments).items():
         write_stages(name, experiment, arguments.results)
 

@@ -1,0 +1,91 @@
+"""Experiment files: every shipped one is read as its users' commands read it; the schema is in step with the code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from image_diffusion.configure import load_all, schema, write_stages
+from image_diffusion.core.config import load
+from image_diffusion.core.files import to_json
+from image_diffusion.experiment import SampleStage, TrainStage
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "config" / "experiments").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Path, tmp_path: Path) -> None:
+    for name, (_, experiment) in load_all([path]).items():
+        write_stages(name, experiment, tmp_path)
+        plan = json.loads((tmp_path / name / "config" / "plan.json").read_text())
+        train = load(TrainStage, Path(plan["configs"]["train"]))
+        assert train.system == experiment.system and train.train == experiment.train
+        assert load(SampleStage, Path(plan["configs"]["sample"])).sample == experiment.sample
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_experiment_opens_with_what_it_is_for(path: Path) -> None:
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    text = " ".join(head)
+    assert "Reproduces:" in text and "Cost:" in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_experiment_fits_the_schema_for_editors(path: Path) -> None:
+    jsonschema.validate(yaml.safe_load(path.read_text()), schema())
+
+
+def test_the_schema_in_the_repository_is_that_of_the_code() -> None:
+    written = (ROOT / "workflow" / "schemas" / "experiment.schema.json").read_text()
+    assert written == to_json(schema()), (
+        "run: python -m image_diffusion.configure --schema workflow/schemas/experiment.schema.json"
+    )
+
+
+def demo() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load((ROOT / "config" / "experiments" / "demo.yaml").read_text())
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": {"stpes": 3}}, "train.stpes is not a known key. Did you mean train.steps?"),
+        ({"codec": {"type": "vqgan"}}, "Unknown codec 'vqgan'. Known: rgb, stability_vae, trained."),
+        ({"codec": {"experiment": "nowhere"}}, "nowhere.yaml is missing"),
+        ({"data": {"resolution": 30}}, "Choose a multiple of"),
+        ({"system": {"network": {"patch": 3}}}, "patches of 3"),
+        ({"system": {"process": {"schedule": {"type": "cosin"}}}}, "Known: "),
+        ({"system": {"process": {"num_timesteps": 10, "schedule": {"type": "linear"}}}}, "num_steps >= 20"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_one_clear_line_before_any_work(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    experiment = _merge(demo(), change)
+    codec = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())
+    codec["data"] = experiment["data"]
+    (tmp_path / "demo_codec.yaml").write_text(yaml.safe_dump(codec))
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(experiment))
+    with pytest.raises(ValueError) as caught:
+        load_all([path])
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
+    codec = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(codec))
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"resize": "fast"}})))
+    with pytest.raises(ValueError, match="describe the data set digits-32 differently"):
+        load_all([tmp_path / "one.yaml", tmp_path / "two.yaml"])
+
+
+def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in change.items():
+        merged[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return merged
