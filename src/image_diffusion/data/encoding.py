@@ -196,7 +196,8 @@ class _Task:
     @torch.inference_mode()
     def _moments(self, images: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
         """Moments [B, 2, c, h, w] as they are stored. Raises ValueError when a number is not finite."""
-        moments: NDArray[np.generic] = self.codec.encode(images).cpu().numpy().astype(self.settings.dtype)
+        with np.errstate(over="ignore"):  # told below, by name
+            moments: NDArray[np.generic] = self.codec.encode(images).cpu().numpy().astype(self.settings.dtype)
         finite = np.isfinite(moments).reshape(len(moments), -1).all(axis=1)
         if not finite.all():
             bad = crop.samples[rows[int(finite.argmin())]]

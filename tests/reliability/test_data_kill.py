@@ -1,0 +1,170 @@
+"""SIGKILL and a full disk at random instants of crop and encode: no half shard, and the same bytes in the end."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.core.files import sha256_file
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.records import read_record, record_path
+from image_diffusion.data.shards import open_shards
+
+KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "10"))
+SHARDS = 6
+
+# Encodes with a codec of two lines: what is tested is the writing. A short sleep a batch stretches the time to hit.
+ENCODE = """
+import sys, time
+from pathlib import Path
+import torch
+from image_diffusion.core.command import run
+from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
+
+class Codec:
+    identity = {"name": "toy"}
+    def encode(self, images):
+        time.sleep(0.003)
+        return torch.stack([images.float() / 256, torch.ones_like(images, dtype=torch.float32)], dim=1)
+
+def main():
+    crops, output = Path(sys.argv[1]), Path(sys.argv[2])
+    encode_shards(crops, output, Codec(), EncodeConfig(batch_size=8), torch.device("cpu"))
+    write_manifest(crops, output, Codec(), EncodeConfig(batch_size=8))
+
+run(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two thousand images of 24 x 24 pixels, and the stage's configuration."""
+    folder = tmp_path_factory.mktemp("images")
+    pixels = np.random.default_rng(0).integers(0, 256, (2000, 24, 24, 3), dtype=np.uint8)
+    for number, each in enumerate(pixels):
+        path = folder / f"in/{number % 4}/{number:04d}.ppm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"P6 24 24 255\n" + each.tobytes())
+    source = {"type": "folder", "path": str(folder / "in")}
+    config = DataConfig(name="x", source=source, resolution=16, num_shards=SHARDS)  # type: ignore[arg-type]
+    (folder / "data.yaml").write_text(to_yaml(dump(config)))
+    return folder
+
+
+def crop_command(images: Path, output: Path) -> list[str]:
+    arguments = ["--config", str(images / "data.yaml"), "--output", str(output / "manifest.json")]
+    return [sys.executable, "-m", "image_diffusion.crop", *arguments]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def killed(command: list[str], output: Path, after_s: float) -> None:
+    """Start a command and kill it some time after it began to write."""
+    before = set(output.iterdir()) if output.exists() else set()
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and (not output.exists() or set(output.iterdir()) == before):
+        time.sleep(0.001)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def check_nothing_is_half(folder: Path) -> int:
+    """Every shard that has a record is the one the record describes; returns how many there are."""
+    whole = 0
+    for shard in range(SHARDS):
+        if record_path(folder, shard).exists():
+            record = read_record(folder, shard)
+            tar = folder / f"shard-{shard:05d}.tar"
+            assert (sha256_file(tar), tar.stat().st_size) == (record.sha256, record.bytes)
+            whole += 1
+    return whole
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def kill_again_and_again(command: list[str], output: Path, kills: int) -> None:
+    """Kill a command at random instants of its writing, in folders in every state of progress, then let it finish."""
+    chance = random.Random(kills)
+    for _ in range(kills):
+        killed(command, output, chance.uniform(0, 0.12))
+        check_nothing_is_half(output)
+        if (output / "manifest.json").exists():  # it was done before the signal came: start over
+            shutil.rmtree(output)
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert check_nothing_is_half(output) == SHARDS
+
+
+@pytest.fixture(scope="module")
+def crops(images: Path) -> Path:
+    done = run(crop_command(images, images / "crops"))
+    assert done.returncode == 0, done.stderr
+    return images / "crops"
+
+
+def test_crop_killed_anywhere_ends_with_the_same_bytes(images: Path, crops: Path, tmp_path: Path) -> None:
+    kill_again_and_again(crop_command(images, tmp_path / "out"), tmp_path / "out", KILLS)
+    assert bytes_of(tmp_path / "out") == bytes_of(crops)
+
+
+def test_encode_killed_anywhere_ends_with_the_same_bytes(crops: Path, tmp_path: Path) -> None:
+    def command(output: str) -> list[str]:
+        return [sys.executable, "-c", ENCODE, str(crops), str(tmp_path / output)]
+
+    assert run(command("undisturbed")).returncode == 0
+    kill_again_and_again(command("out"), tmp_path / "out", KILLS // 2)
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "undisturbed")
+    assert open_shards(tmp_path / "out", verify=True).num_samples == 2000
+
+
+@pytest.mark.parametrize(
+    ("stage", "limit"), [("crop", 1_000), ("crop", 40_000), ("crop", 300_000), ("encode", 40_000), ("encode", 700_000)]
+)
+def test_a_disk_that_fills_up_leaves_no_half_shard(
+    images: Path, crops: Path, tmp_path: Path, stage: str, limit: int
+) -> None:
+    output = tmp_path / "out"
+    command = crop_command(images, output)
+    if stage == "encode":
+        command = [sys.executable, "-c", ENCODE, str(crops), str(output)]
+
+    def limited() -> None:  # no file may grow beyond the limit: writing fails as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    failed = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=limited,
+        check=False,
+    )
+    assert failed.returncode == 1
+    assert "File too large" in failed.stderr.splitlines()[-1] and "Traceback" not in failed.stderr
+    check_nothing_is_half(output)
+    assert not (output / "manifest.json").exists()
+    assert not list(output.glob("*.tmp"))
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    if stage == "crop":
+        assert bytes_of(output) == bytes_of(crops)
+    else:
+        assert open_shards(output, "all", verify=True).num_samples == 2000
