@@ -9,11 +9,9 @@ grid.png, steps.png (from noise to image) and samples.json (how they were made).
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -21,9 +19,9 @@ from torch import Tensor
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import atomic_write, write_json
+from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
-from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture, save_samples
 from image_diffusion.core.progress import Progress
 from image_diffusion.experiment import SampleStage
 from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels
@@ -35,15 +33,6 @@ def denoising_strip(generator: Generator, seeds: Tensor, labels: Tensor | None) 
     steps = generator.trajectory(seeds, labels)
     chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
     return image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))
-
-
-def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
-    """Write uint8 [N, C, H, W] and int64 [N] as ADM's evaluator reads them: arr_0 [N, H, W, C] and, if any, arr_1."""
-    arrays = [images.permute(0, 2, 3, 1).contiguous().numpy()]
-    if labels is not None:
-        arrays.append(labels.numpy())
-    with atomic_write(path) as file:
-        np.savez(file, *arrays)
 
 
 def main() -> None:
@@ -76,8 +65,7 @@ def main() -> None:
             progress.advance(len(parts[-1]))
         images = torch.cat(parts)
         shown = images[: settings.grid_images]
-        columns = len(model.classes) if 1 < len(model.classes) <= 12 else math.ceil(len(shown) ** 0.5)
-        save_picture(image_grid(shown, columns), output / "grid.png")
+        save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
         save_picture(
             denoising_strip(generator, seeds[:8], None if labels is None else labels[:8]), output / "steps.png"
         )

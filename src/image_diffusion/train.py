@@ -9,7 +9,6 @@ Runs in one process as well. Checkpoints are kept in `state` beside the weights.
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture, save_samples
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards import Shards, open_shards
@@ -77,8 +76,10 @@ def main() -> None:
         generator = Generator(network, stage.system, spec, decoder, stage.preview)
         seeds = torch.arange(stage.preview.first_seed, stage.preview.first_seed + stage.preview.num_samples)
         labels = requested_labels(stage.preview.labels, len(seeds), training.classes, seeds)
+        images = generator(seeds, labels)
         path: Path = output / "previews" / f"step-{step:07d}.png"
-        save_picture(image_grid(generator(seeds, labels), math.ceil(len(seeds) ** 0.5)), path)
+        save_samples(path.with_suffix(".npz"), images, labels)
+        save_picture(image_grid(images, grid_columns(len(images), training.num_classes)), path)
         return {"preview": path}
 
     preview = draw_preview if isinstance(stage.system, DiffusionSystem) else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -13,6 +15,11 @@ from image_diffusion.core.files import atomic_write
 _SMALLEST = 64  # pixels along an edge of an image in a grid, at least
 _GAP = 2  # pixels between images
 _BETWEEN = 128  # their grey
+
+
+def grid_columns(num_images: int, num_classes: int) -> int:
+    """A column for each class while that makes a picture one can look at; else as many columns as rows."""
+    return num_classes if 1 < num_classes <= 12 else math.ceil(num_images**0.5)
 
 
 def image_grid(images: Tensor, columns: int) -> Image.Image:
@@ -33,3 +40,12 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a PNG atomically."""
     with atomic_write(path) as file:
         picture.save(file, format="PNG")
+
+
+def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
+    """Write uint8 [N, C, H, W] and int64 [N] as ADM's evaluator reads them: arr_0 [N, H, W, C] and, if any, arr_1."""
+    arrays = [images.permute(0, 2, 3, 1).contiguous().numpy()]
+    if labels is not None:
+        arrays.append(labels.numpy())
+    with atomic_write(path) as file:
+        np.savez(file, *arrays)
