@@ -1,0 +1,354 @@
+"""The U-Net of IDDPM (Nichol and Dhariwal 2021, arXiv:2102.09672) and, with its options, of ADM (Dhariwal and Nichol
+2021, arXiv:2105.05233).
+
+Parameters have the names of the published weights (`networks/unet_weights.py` reads those).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.sinusoid import sinusoid
+
+GROUPS = 32
+
+MULTIPLIERS: dict[int, tuple[float, ...]] = {
+    32: (1, 2, 2, 2),
+    64: (1, 2, 3, 4),
+    128: (1, 1, 2, 3, 4),
+    256: (1, 1, 2, 2, 4, 4),
+    512: (0.5, 1, 1, 2, 2, 4, 4),
+}
+"""Channels of each level, as multiples of the first one's, by the resolution of the images."""
+
+
+class UNetConfig(Config):
+    """The network of IDDPM. ADM's has residual_resampling, head_channels 64 and, at 64 x 64, attention_order new."""
+
+    type: Literal["unet"] = "unet"
+
+    channels: int = Field(128, gt=0)
+    """Channels at full resolution. Those of every level, this times its multiplier, are multiples of 32."""
+    multipliers: tuple[float, ...] | None = None
+    """Channels of each level, from the finest to the coarsest, as multiples of `channels`; unset: those published for
+    images of 32, 64, 128, 256 or 512 pixels. Each level has half the resolution of the one before."""
+    num_res_blocks: int = Field(2, gt=0)
+    """Residual blocks of a level on the way down; there is one more on the way up."""
+    attention_resolutions: tuple[int, ...] = (16, 8)
+    """Resolutions with attention after each residual block. The coarsest point in the middle always has it."""
+    num_heads: int = Field(4, gt=0)
+    """Attention heads."""
+    num_heads_upsample: int | None = Field(None, gt=0)
+    """Attention heads on the way up; unset: num_heads."""
+    head_channels: int | None = Field(None, gt=0)
+    """Channels of a head, in place of a number of heads."""
+    attention_order: Literal["legacy", "new"] = "legacy"
+    """How queries, keys and values lie in one tensor: each head's three together, or all heads of each together."""
+    scale_shift_norm: bool = True
+    """Let time and label scale and shift the normalised features of a block; otherwise they are added before."""
+    residual_resampling: bool = False
+    """Halve and double the resolution inside residual blocks, in place of convolutions."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """How often a feature inside a residual block is left out in training."""
+    low_resolution: int | None = Field(None, gt=0)
+    """Side of the small images that the network enlarges; unset: it makes images from noise alone."""
+    gradient_checkpointing: bool = False
+    """Recompute the blocks in the backward pass, with the same dropout: about a third slower, far less memory."""
+
+    @field_validator("multipliers")
+    @classmethod
+    def _positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and (not value or min(value) <= 0):
+            raise ValueError(f"{list(value)} are no multipliers. Give a positive number for each level.")
+        return value
+
+    def build(self, spec: DataSpec, learned_variance: bool = False, null_label: bool = False) -> UNet:
+        """The network for data of this kind, freshly initialised from torch's global generator.
+
+        null_label: whether the label table has one more row, for no label. Raises ValueError when the data do not fit.
+        """
+        return UNet(self, spec, learned_variance, null_label)
+
+    def levels(self, spec: DataSpec) -> dict[int, int]:
+        """Channels by resolution, from the finest level to the coarsest. Raises ValueError when the data do not fit."""
+        multipliers = self.multipliers or MULTIPLIERS.get(spec.resolution)
+        if multipliers is None:
+            raise ValueError(
+                f"There are no published multipliers for images of {spec.resolution} x {spec.resolution} pixels, only "
+                f"for {', '.join(str(known) for known in MULTIPLIERS)}. Set network.multipliers, or use one of these."
+            )
+        coarsest = 2 ** (len(multipliers) - 1)
+        if spec.resolution % coarsest:
+            raise ValueError(
+                f"Images of {spec.resolution} x {spec.resolution} pixels cannot be halved {len(multipliers) - 1} "
+                f"times, as {len(multipliers)} multipliers ask for. Give fewer, or use a multiple of {coarsest} pixels."
+            )
+        levels = {spec.resolution >> i: int(each * self.channels) for i, each in enumerate(multipliers)}
+        self._check_widths(list(levels.values()))
+        self._check_attention(levels)
+        self._check_low_resolution(spec.resolution)
+        return levels
+
+    def heads(self, channels: int, upward: bool) -> int:
+        """The number of heads of attention over some channels. upward: on the way up."""
+        if self.head_channels is not None:
+            return channels // self.head_channels
+        return self.num_heads_upsample or self.num_heads if upward else self.num_heads
+
+    def _check_widths(self, widths: list[int]) -> None:
+        odd = next((width for width in widths if width % GROUPS or width == 0), None)
+        if odd is not None:
+            raise ValueError(
+                f"channels {self.channels} gives a level {odd} channels, but features are normalised in {GROUPS} "
+                f"groups. Choose channels so that every level has a multiple of {GROUPS}."
+            )
+
+    def _check_attention(self, levels: dict[int, int]) -> None:
+        absent = [each for each in self.attention_resolutions if each not in levels]
+        if absent:
+            raise ValueError(
+                f"attention_resolutions names {absent[0]}, but the network works at "
+                f"{', '.join(str(resolution) for resolution in levels)}. Choose from these."
+            )
+        attended = {levels[resolution] for resolution in self.attention_resolutions} | {list(levels.values())[-1]}
+        for name in ("head_channels",) if self.head_channels else ("num_heads", "num_heads_upsample"):
+            divisor = getattr(self, name)
+            odd = next((width for width in sorted(attended) if divisor and width % divisor), None)
+            if odd is not None:
+                raise ValueError(
+                    f"{name} {divisor} does not divide the {odd} channels of a level with attention. Use a divisor."
+                )
+
+    def _check_low_resolution(self, resolution: int) -> None:
+        low = self.low_resolution
+        if low is not None and (low >= resolution or resolution % low):
+            raise ValueError(
+                f"low_resolution {low} does not divide the resolution of the images, {resolution}. "
+                f"Use a smaller divisor of it, such as {resolution // 4 or 1}."
+            )
+
+
+class UNet(nn.Module):
+    """x_t, t and conditions -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance."""
+
+    def __init__(
+        self, config: UNetConfig, spec: DataSpec, learned_variance: bool = False, null_label: bool = False
+    ) -> None:
+        super().__init__()
+        levels = config.levels(spec)
+        self.config, self.spec = config, spec
+        width = 4 * config.channels
+        self.time_embed = nn.Sequential(nn.Linear(config.channels, width), nn.SiLU(), nn.Linear(width, width))
+        if spec.num_classes:
+            self.label_emb = nn.Embedding(spec.num_classes + null_label, width)
+
+        first, last = next(iter(levels.values())), list(levels.values())[-1]
+        in_channels = spec.channels * (2 if config.low_resolution else 1)
+        self.input_blocks = nn.ModuleList([Stage(nn.Conv2d(in_channels, first, 3, padding=1))])
+        skips, channels = [first], first
+        for resolution, out_channels in levels.items():
+            for _ in range(config.num_res_blocks):
+                layers: list[nn.Module] = [ResidualBlock(config, channels, out_channels)]
+                channels = out_channels
+                if resolution in config.attention_resolutions:
+                    layers.append(Attention(config, channels))
+                self.input_blocks.append(Stage(*layers))
+                skips.append(channels)
+            if resolution != min(levels):
+                halve = ResidualBlock(config, channels, channels, nn.AvgPool2d(2))
+                self.input_blocks.append(Stage(halve if config.residual_resampling else Halve(channels)))
+                skips.append(channels)
+
+        self.middle_block = Stage(
+            ResidualBlock(config, last, last), Attention(config, last), ResidualBlock(config, last, last)
+        )
+
+        self.output_blocks = nn.ModuleList()
+        for resolution, out_channels in reversed(levels.items()):
+            for i in range(config.num_res_blocks + 1):
+                layers = [ResidualBlock(config, channels + skips.pop(), out_channels)]
+                channels = out_channels
+                if resolution in config.attention_resolutions:
+                    layers.append(Attention(config, channels, upward=True))
+                if i == config.num_res_blocks and resolution != max(levels):
+                    double = ResidualBlock(config, channels, channels, nn.Upsample(scale_factor=2))
+                    layers.append(double if config.residual_resampling else Double(channels))
+                self.output_blocks.append(Stage(*layers))
+
+        out_channels = spec.channels * (2 if learned_variance else 1)
+        self.out = nn.Sequential(
+            nn.GroupNorm(GROUPS, channels), nn.SiLU(), zero(nn.Conv2d(channels, out_channels, 3, padding=1))
+        )
+
+    def forward(self, x: Tensor, t: Tensor, /, label: Tensor | None = None, low_res: Tensor | None = None) -> Tensor:
+        """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label).
+
+        low_res: [B, C, h, w], the small images to enlarge. A network of unlabelled data takes no label, one without
+        low_resolution no low_res. Raises ValueError when shapes do not fit the network.
+        """
+        self._check(x, label, low_res)
+        emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
+        if label is not None:
+            emb = emb + self.label_emb(label)  # [B, E]
+        if low_res is not None:
+            enlarged = F.interpolate(low_res, x.shape[2:], mode="bilinear")  # [B, C, H, W]
+            x = torch.cat([x, enlarged.to(x.dtype)], dim=1)  # [B, 2C, H, W]
+        skips = []
+        for block in self.input_blocks:
+            x = self._run(block, x, emb)  # [B, C_i, H_i, W_i]
+            skips.append(x)
+        x = self._run(self.middle_block, x, emb)
+        for block in self.output_blocks:
+            x = self._run(block, torch.cat([x, skips.pop()], dim=1), emb)
+        out: Tensor = self.out(x)
+        return out
+
+    def _run(self, block: nn.Module, x: Tensor, emb: Tensor) -> Tensor:
+        if self.config.gradient_checkpointing and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(
+                block, x, emb, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
+            )
+            return recomputed
+        out: Tensor = block(x, emb)
+        return out
+
+    def _check(self, x: Tensor, label: Tensor | None, low_res: Tensor | None) -> None:
+        channels, resolution, low = self.spec.channels, self.spec.resolution, self.config.low_resolution
+        if tuple(x.shape[1:]) != (channels, resolution, resolution):
+            raise ValueError(
+                f"x has {_size(x)} (channels x height x width) but the network was built for "
+                f"{channels} x {resolution} x {resolution}. Use data of the resolution it was trained with."
+            )
+        if (label is None) != (self.spec.num_classes == 0):
+            raise ValueError(
+                f"The network was built for {self.spec.num_classes} classes but was called "
+                f"{'without' if label is None else 'with'} labels. "
+                f"{'Give cond label, int64 [B].' if label is None else 'Leave them out.'}"
+            )
+        if low is None and low_res is not None:
+            raise ValueError("The network makes images from noise alone but was called with low_res. Leave it out.")
+        if low is not None and (low_res is None or tuple(low_res.shape[1:]) != (channels, low, low)):
+            raise ValueError(
+                f"The network enlarges images of {channels} x {low} x {low} but was called with "
+                f"{'none' if low_res is None else _size(low_res)}. Give cond low_res, float [B, {channels}, {low}, "
+                f"{low}]."
+            )
+
+
+class Stage(nn.Sequential):
+    """Layers one after another; the residual blocks among them also see the embedding."""
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:  # type: ignore[override]
+        """[B, C, H, W], embedding of time and label [B, E] -> [B, C', H', W']."""
+        for layer in self:
+            x = layer(x, emb) if isinstance(layer, ResidualBlock) else layer(x)
+        return x
+
+
+class ResidualBlock(nn.Module):
+    """Two normalised convolutions beside a shortcut, the second conditioned on time and label.
+
+    resample: what changes the resolution in front of the first convolution and in the shortcut; unset: nothing.
+    """
+
+    def __init__(self, config: UNetConfig, channels: int, out_channels: int, resample: nn.Module | None = None) -> None:
+        super().__init__()
+        self.scale_shift_norm = config.scale_shift_norm
+        self.in_layers = nn.Sequential(
+            nn.GroupNorm(GROUPS, channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1)
+        )
+        self.resample = resample or nn.Identity()
+        modulation = out_channels * (2 if config.scale_shift_norm else 1)
+        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.channels, modulation))
+        self.out_layers = nn.Sequential(
+            nn.GroupNorm(GROUPS, out_channels),
+            nn.SiLU(),
+            nn.Dropout(config.dropout),
+            zero(nn.Conv2d(out_channels, out_channels, 3, padding=1)),
+        )
+        self.skip_connection = nn.Identity() if channels == out_channels else nn.Conv2d(channels, out_channels, 1)
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        """[B, C, H, W], [B, E] -> [B, C', H', W']."""
+        norm, activation, convolution = self.in_layers
+        h = convolution(self.resample(activation(norm(x))))  # [B, C', H', W']
+        modulation: Tensor = self.emb_layers(emb)[:, :, None, None]  # [B, C' or 2C', 1, 1]
+        norm, activation, dropout, convolution = self.out_layers
+        if self.scale_shift_norm:
+            scale, shift = modulation.chunk(2, dim=1)  # each [B, C', 1, 1]
+            h = norm(h) * (1 + scale) + shift
+        else:
+            h = norm(h + modulation)
+        out: Tensor = self.skip_connection(self.resample(x)) + convolution(dropout(activation(h)))
+        return out
+
+
+class Attention(nn.Module):
+    """Self-attention over the positions of an image. Its weights are kept as those of convolutions of length 1."""
+
+    def __init__(self, config: UNetConfig, channels: int, upward: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.order = config.heads(channels, upward), config.attention_order
+        self.norm = nn.GroupNorm(GROUPS, channels)
+        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        self.proj_out = nn.Conv1d(channels, channels, 1)
+        zero(self.proj_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H, W]."""
+        B, C, H, W = x.shape
+        tokens = self.norm(x).flatten(2).transpose(1, 2)  # [B, N, C]
+        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)  # [B, N, 3C]
+        if self.order == "legacy":
+            parts = qkv.view(B, H * W, self.num_heads, 3, -1).permute(3, 0, 2, 1, 4)
+        else:
+            parts = qkv.view(B, H * W, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.unbind(0)  # each [B, heads, N, d]
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, H * W, C)  # [B, N, C]
+        h = F.linear(h, self.proj_out.weight[:, :, 0], self.proj_out.bias)  # [B, N, C]
+        return x + h.transpose(1, 2).view(B, C, H, W)
+
+
+class Halve(nn.Module):
+    """Half the resolution, by a convolution with stride."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.op = nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, H / 2, W / 2]."""
+        out: Tensor = self.op(x)
+        return out
+
+
+class Double(nn.Module):
+    """Twice the resolution: every pixel four times, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C, 2H, 2W]."""
+        out: Tensor = self.conv(F.interpolate(x, scale_factor=2))
+        return out
+
+
+def zero(module: nn.Module) -> nn.Module:
+    """The module with all its parameters 0, as whatever ends a residual branch begins."""
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module
+
+
+def _size(x: Tensor) -> str:
+    return " x ".join(str(n) for n in x.shape[1:])
