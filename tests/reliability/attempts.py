@@ -33,8 +33,7 @@ class Attempt:
     processes: how many train together. changes: of the configuration. kill_after_s: SIGKILL after so many seconds.
     kill_at_operation: SIGKILL of the first process just before the so many-th operation on a file of the run.
     signals: (seconds, number) to send to every process, one after another. victim: the only process that gets any of
-    this; by default all do. address_space: most bytes a file may have, as a disk that is full. inject: a name in
-    `tiny_runs.FAULTS`.
+    this; by default all do. inject: a name in `tiny_runs.INJECTED`. drawn: a file for what is drawn, a line a sample.
     """
 
     folder: str
@@ -46,6 +45,7 @@ class Attempt:
     signals: list[tuple[float, int]] = field(default_factory=list)
     victim: int | None = None
     inject: str | None = None
+    drawn: str | None = None
 
 
 @dataclass
@@ -89,9 +89,9 @@ class Attempts:
 def serve() -> None:
     """Answer requests until standard input ends."""
     import tiny_runs
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401 - what PyTorch would import at the first step
 
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked safely"
     for line in sys.stdin:
         attempt = Attempt(**json.loads(line))
         print(json.dumps(asdict(_run(attempt, tiny_runs))), flush=True)
@@ -157,8 +157,10 @@ def _child(attempt: Attempt, rank: int, port: int, folder: Path, tiny_runs: Any)
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(attempt.processes))
         count = _count_operations(folder, attempt.kill_at_operation if rank == 0 else None)
+        if attempt.drawn is not None:
+            os.environ["DRAWN"] = attempt.drawn
         if attempt.inject is not None:
-            tiny_runs.FAULTS[attempt.inject](rank)
+            tiny_runs.INJECTED[attempt.inject](rank)
         try:
             from image_diffusion.core import command
 
@@ -201,6 +203,8 @@ def killed_run(
     for done in range(kills):
         attempt = Attempt(str(folder), **settings)
         if draw.random() < 0.5:
+            attempt.victim = draw.randrange(attempt.processes)
+        if draw.random() < 0.5:
             attempt.kill_after_s = draw.uniform(0.0, 1.1 * usual.seconds)
         else:
             attempt.kill_at_operation = draw.randint(1, usual.operations)
@@ -208,9 +212,15 @@ def killed_run(
         if outcome.codes == [0] * len(outcome.codes):
             return done
         assert -signal.SIGKILL in outcome.codes, outcome.output
+    finished(attempts, folder, **settings)
+    return kills
+
+
+def finished(attempts: Attempts, folder: Path, **settings: Any) -> Outcome:
+    """A start that nothing disturbs; all its processes end well."""
     outcome = attempts(Attempt(str(folder), **settings))
     assert outcome.codes == [0] * len(outcome.codes), outcome.output
-    return kills
+    return outcome
 
 
 def fresh(folder: Path) -> Path:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attempts import Attempt, Attempts, Outcome, fresh, killed_run
+from attempts import Attempts, finished, fresh, killed_run
 from comparison import results
 from tiny_runs import SYSTEMS
 
@@ -18,27 +17,15 @@ KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "120"))
 CASES = [(system, processes) for system in SYSTEMS for processes in (1, 2)]
 
 
-@pytest.fixture(scope="module")
-def attempts() -> Iterator[Attempts]:
-    with Attempts() as server:
-        yield server
-
-
 @pytest.mark.parametrize(("system", "processes"), CASES)
 def test_kills_at_random_instants_change_no_byte(
     attempts: Attempts, tmp_path: Path, system: str, processes: int
 ) -> None:
     settings = {"system": system, "processes": processes}
-    usual = undisturbed(attempts, tmp_path / "undisturbed", **settings)
+    usual = finished(attempts, tmp_path / "undisturbed", **settings)
     expected = results(tmp_path / "undisturbed")
     draw, kills = random.Random(f"{system} {processes}"), 0
     while kills < -(-KILLS // len(CASES)):
         folder = fresh(tmp_path / "killed")
         kills += killed_run(attempts, folder, draw, 8, usual, **settings)
         assert results(folder) == expected, f"after {kills} kills"
-
-
-def undisturbed(attempts: Attempts, folder: Path, **settings: object) -> Outcome:
-    outcome = attempts(Attempt(str(folder), **settings))  # type: ignore[arg-type]
-    assert outcome.codes == [0] * len(outcome.codes), outcome.output
-    return outcome

@@ -6,6 +6,10 @@ A system under test is a name in `SYSTEMS` and a function that builds what to tr
 from __future__ import annotations
 
 import math
+import os
+import random
+import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +74,10 @@ class Eps:
         eps = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         angle = 0.5 * math.pi * t.view(-1, 1, 1, 1)
         label = torch.where(batch.streams.event("label_drop", 0.1), 3, batch.cond["label"])
+        if torch.is_grad_enabled() and "DRAWN" in os.environ:
+            rows = zip(batch.streams.epoch, batch.streams.sample, u, label, eps.double().sum((1, 2, 3)), strict=True)
+            with Path(os.environ["DRAWN"]).open("a") as file:
+                file.writelines(" ".join(repr(value.item()) for value in row) + "\n" for row in rows)
         prediction = network(torch.cos(angle) * batch.x + torch.sin(angle) * eps, t, label=label)
         mse = (prediction - eps).square().flatten(1).mean(1)
         return Losses(loss=mse, parts={"mse": mse.detach()}, time=t)
@@ -95,6 +103,68 @@ def mlp(world: World) -> Task:
     return Task(Denoiser(), Eps(), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]
 
 
+def _nan_loss(rank: int) -> None:
+    """The loss of one sample is not a number."""
+    whole = Eps.__call__
+
+    def call(self: Eps, network: Network, batch: Batch) -> Losses:
+        losses = whole(self, network, batch)
+        hit = (batch.streams.sample == 17) & (batch.streams.epoch == 1)
+        return Losses(torch.where(hit, torch.nan, losses.loss), losses.parts, losses.time)
+
+    Eps.__call__ = call  # type: ignore[method-assign]
+
+
+def _full_disk(rank: int) -> None:
+    """No file may grow past 20,000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def _clock_jumps(rank: int) -> None:
+    """The clock on the wall jumps by days, back and forth."""
+    real, draw = time.time, random.Random(rank)
+    time.time = lambda: real() + draw.uniform(-1e6, 1e6)  # type: ignore[assignment]
+    time.time_ns = lambda: int(time.time() * 1e9)  # type: ignore[assignment]
+
+
+def _slow_step(rank: int) -> None:
+    """Every step takes a minute."""
+    whole = Eps.__call__
+
+    def call(self: Eps, network: Network, batch: Batch) -> Losses:
+        time.sleep(60)
+        return whole(self, network, batch)
+
+    Eps.__call__ = call  # type: ignore[method-assign]
+
+
+def _slow_validation(rank: int) -> None:
+    """A validation takes a minute."""
+    whole = Latents.gather
+
+    def gather(self: Latents, *arguments: Any, **options: Any) -> Tensor:
+        if self.num_samples == 29:
+            time.sleep(60)
+        return whole(self, *arguments, **options)
+
+    Latents.gather = gather  # type: ignore[method-assign]
+
+
+def _no_dropout(rank: int) -> None:
+    """Dropout, whose masks belong to a process, is off."""
+    nn.Dropout.forward = lambda self, x: x  # type: ignore[method-assign]
+
+
+INJECTED: dict[str, Callable[[int], None]] = {
+    "nan": _nan_loss,
+    "full disk": _full_disk,
+    "clock jumps": _clock_jumps,
+    "slow step": _slow_step,
+    "slow validation": _slow_validation,
+    "no dropout": _no_dropout,
+}
+"""What can be different in a process, by name: a function of its rank that makes it so."""
+
 SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp}
 
 MODEL = {
@@ -108,16 +178,16 @@ MODEL = {
 def config(**changes: Any) -> TrainConfig:
     """A short training with checkpoints, log lines and validations that do not fall together."""
     settings: dict[str, Any] = {
-        "steps": 24,
+        "steps": 13,
         "global_batch": 12,
         "microbatch": 5,
         "optimizer": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.01},
         "schedule": {"type": "cosine", "warmup_steps": 3},
         "grad_clip": 1.0,
         "ema": {"type": "exponential", "rates": [0.9, 0.99], "warmup": {"update_after_step": 2}},
-        "checkpoint": {"every_steps": 5, "keep_last": 2},
+        "checkpoint": {"every_steps": 4, "keep_last": 2},
         "log_every_steps": 3,
-        "validate_every_steps": 7,
+        "validate_every_steps": 5,
         "strict_chunk": 3,
     }
     return TrainConfig.model_validate(settings | changes)

@@ -62,8 +62,8 @@ class Meter:
     def take(self) -> dict[str, float]:
         """The means by name, "grad_norm" among them, in every process. Starts anew."""
         if self._world.size > 1 and not self._strict:
-            for total in self._sums.values():
-                dist.all_reduce(total)
+            for key in sorted(self._sums):  # in one order: what was loaded comes in any
+                dist.all_reduce(self._sums[key])
         means = means_of(self._sums)
         norm, steps = self._norm.tolist()
         self._sums = {}
@@ -72,7 +72,7 @@ class Meter:
 
     def state(self) -> dict[str, Tensor]:
         """The sums of every process, [size, …] each, to continue with."""
-        return {key: self._world.gather(total) for key, total in [*self._sums.items(), ("norm", self._norm)]}
+        return {key: self._world.gather(total) for key, total in sorted([*self._sums.items(), ("norm", self._norm)])}
 
     def load(self, rows: dict[str, Tensor]) -> None:
         """Continue with what `state` gave, in a world of this size or another."""

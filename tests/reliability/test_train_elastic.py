@@ -1,0 +1,49 @@
+"""The number of processes is no part of the result: the same samples, the same noise, the same loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attempts import Attempts, finished
+from comparison import points, results
+
+WORLDS = [1, 2, 4, 3, 1]
+"""Processes of one start after the other, four steps each; 53 samples in batches of 12: always within an epoch."""
+
+
+def trained(attempts: Attempts, folder: Path, worlds: list[int], deterministic: str) -> list[str]:
+    """Train 20 steps, split evenly over the starts. Returns what was drawn, a line a sample."""
+    folder.mkdir()
+    drawn = []
+    inject = "no dropout" if deterministic == "off" else None
+    for i, processes in enumerate(worlds, start=1):
+        changes = {
+            "steps": 20 * i // len(worlds),
+            "schedule": {"type": "constant", "warmup_steps": 3},
+            "deterministic": deterministic,
+            "log_every_steps": 1,
+            "validate_every_steps": 20,
+        }
+        finished(
+            attempts, folder, processes=processes, changes=changes, inject=inject, drawn=str(folder / f"drawn-{i}")
+        )
+        lines = (folder / f"drawn-{i}").read_text().splitlines()
+        drawn += sorted(lines)
+    return drawn
+
+
+@pytest.mark.parametrize("deterministic", ["off", "strict"])
+def test_any_number_of_processes_mid_epoch(attempts: Attempts, tmp_path: Path, deterministic: str) -> None:
+    drawn = trained(attempts, tmp_path / "elastic", WORLDS, deterministic)
+    same = trained(attempts, tmp_path / "steady", [1] * len(WORLDS), deterministic)
+    assert drawn == same
+    assert len(drawn) == 20 * 12
+    elastic, steady = points(tmp_path / "elastic"), points(tmp_path / "steady")
+    assert [point[:2] for point in elastic] == [point[:2] for point in steady]
+    if deterministic == "strict":
+        assert elastic == steady
+        assert results(tmp_path / "elastic") == results(tmp_path / "steady")
+    else:
+        for (key, step, value), (_, _, other) in zip(elastic, steady, strict=True):
+            assert value == pytest.approx(other, rel=1e-6), (key, step)

@@ -1,0 +1,113 @@
+"""Signals, numbers that are not finite, dead processes, full disks, clocks that jump: told, and recovered from."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from attempts import Attempt, Attempts, finished
+from comparison import results
+
+
+@pytest.fixture(scope="module")
+def expected(attempts: Attempts, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    """The results of undisturbed runs, by number of processes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for processes in (1, 2):
+        finished(attempts, folder / str(processes), processes=processes)
+    return {processes: results(folder / str(processes)) for processes in (1, 2)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_in_a_long_validation_saves_and_the_next_start_goes_on(
+    attempts: Attempts,
+    tmp_path: Path,
+    expected: dict[int, dict[str, str]],
+    number: int,
+    processes: int,
+) -> None:
+    slow = Attempt(str(tmp_path), processes=processes, inject="slow validation")
+    slow.signals = [(3.0, number)]
+    outcome = attempts(slow)
+    assert outcome.codes == [75] * processes, outcome.output
+    assert outcome.seconds < 13
+    assert f"stopped: asked by {signal.Signals(number).name}; step" in outcome.output[0]
+    finished(attempts, tmp_path, processes=processes)
+    assert results(tmp_path) == expected[processes]
+
+
+def test_all_processes_stop_at_the_step_when_one_is_asked(
+    attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
+) -> None:
+    outcome = attempts(
+        Attempt(str(tmp_path), processes=2, changes={"steps": 10**6, "schedule": {"type": "constant"}},
+                signals=[(3.0, signal.SIGTERM)], victim=1)
+    )  # fmt: skip
+    assert outcome.codes == [75, 75], outcome.output
+    assert "stopped: asked by another process" in outcome.output[0]
+    assert "stopped: asked by SIGTERM" in outcome.output[1]
+
+
+def test_a_second_signal_ends_at_once(attempts: Attempts, tmp_path: Path) -> None:
+    outcome = attempts(
+        Attempt(str(tmp_path), inject="slow step", signals=[(2.0, signal.SIGTERM), (3.0, signal.SIGTERM)])
+    )
+    assert outcome.codes == [128 + signal.SIGTERM]
+    assert outcome.seconds < 10
+
+
+def test_max_hours_stops_in_time(attempts: Attempts, tmp_path: Path) -> None:
+    changes = {"steps": 10**6, "schedule": {"type": "constant"}, "max_hours": 2 / 3600}
+    outcome = attempts(Attempt(str(tmp_path), changes=changes, inject="clock jumps"))
+    assert outcome.codes == [75], outcome.output
+    assert 2.0 <= outcome.seconds < 12.0
+    assert "stopped: asked by train.max_hours" in outcome.output[0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("deterministic", ["off", "strict"])
+def test_a_loss_that_is_not_finite_stops_with_what_is_known(
+    attempts: Attempts, tmp_path: Path, processes: int, deterministic: str
+) -> None:
+    settings = {"processes": processes, "changes": {"deterministic": deterministic}}
+    outcome = attempts(Attempt(str(tmp_path / "ill"), inject="nan", **settings))  # type: ignore[arg-type]
+    assert 1 in outcome.codes, outcome.output
+    message = next(line for line in outcome.output[0].splitlines() if line.startswith("error: "))
+    assert "Loss is not finite at step " in message
+    assert "Last finite: 1." in message or "Last finite: 0." in message
+    assert "State kept in" in message and message.endswith("step-0000004.")
+    finished(attempts, tmp_path / "ill", **settings)
+    finished(attempts, tmp_path / "well", **settings)
+    assert results(tmp_path / "ill") == results(tmp_path / "well")
+
+
+def test_a_dead_process_ends_the_others_and_the_next_start_goes_on(
+    attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
+) -> None:
+    dead = Attempt(str(tmp_path), processes=2, inject="slow validation", kill_after_s=3.0, victim=1)
+    codes = attempts(dead).codes
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] != 0
+    finished(attempts, tmp_path, processes=2)
+    assert results(tmp_path) == expected[2]
+
+
+def test_a_full_disk_is_told_and_the_next_start_goes_on(
+    attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
+) -> None:
+    outcome = attempts(Attempt(str(tmp_path), inject="full disk"))
+    assert outcome.codes == [1], outcome.output
+    assert "error: The checkpoint of step 4 could not be written in" in outcome.output[0]
+    assert not list(tmp_path.glob("train/state/*/step-*"))
+    finished(attempts, tmp_path)
+    assert results(tmp_path) == expected[1]
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
+) -> None:
+    outcome = attempts(Attempt(str(tmp_path), inject="clock jumps", changes={"max_hours": 1.0}))
+    assert outcome.codes == [0], outcome.output
+    assert results(tmp_path) == expected[1]
