@@ -43,6 +43,24 @@ def results_of(wildcards):
         yield f"{folder}/diffusers"
 
 
+def crops(wildcards):
+    """The manifest of the crops that samples are compared with."""
+    return f"{results}/datasets/{plan_of(wildcards)['dataset']}/crops/manifest.json"
+
+
+def detector(wildcards):
+    """What the metrics look at images with, where it is made from the data set itself."""
+    plan = plan_of(wildcards)
+    own = plan["detector"] == "inpipe"
+    return f"{results}/datasets/{plan['dataset']}/detector/detector.json" if own else []
+
+
+def detector_option(wildcards):
+    """How `evaluate` is told where that lies."""
+    description = detector(wildcards)
+    return ["--detector", str(Path(description).parent)] if description else []
+
+
 def config_of(stage):
     """The configuration a stage runs with."""
     return lambda wildcards: plan_of(wildcards)["configs"][stage]

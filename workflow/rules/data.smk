@@ -15,17 +15,19 @@ rule crop:
     retries: attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: 8
+    threads: 4
     resources:
         nodes=1,
-        cpus_per_task=8,
+        cpus_per_task=4,
         mem_mb=8000,
         runtime=240,
     params:
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
         "logged {log:q} python -m image_diffusion.crop --config {input.config:q} --source {input.source:q}"
-        " --output {output.manifest:q} --journal {params.journal:q} --processes {threads}"
+        " --output {output.manifest:q} --journal {params.journal:q}"
+        # Slurm knows what it gave; Snakemake caps its threads at the cores of the machine it was started on.
+        " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
 
 
 # A large data set is encoded by several jobs, a part each; `encode` then finds every shard in place.

@@ -13,6 +13,7 @@ rule report:
         ),
     log:
         "logs/{experiment}/report.log",
+    localrule: True
     conda:
         "../../envs/image-diffusion.yaml"
     params:

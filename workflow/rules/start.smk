@@ -32,6 +32,7 @@ def stop(message):
 # ---- What the experiments resolve to
 
 stages = ["crop", "encode", "train", "sample", "evaluate", "export"]
+commands = [*stages, "detect"]
 
 
 def resolve():
@@ -59,7 +60,7 @@ def resolve():
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         stop(done.stderr)
-    code = {stage: code_digest(f"image_diffusion.{stage}", source) for stage in stages}
+    code = {stage: code_digest(f"image_diffusion.{stage}", source) for stage in commands}
     plans = read_plans(config["experiments"])
     written = [file for plan in plans.values() for file in plan["configs"].values()]
     written.extend(map(plan_file, plans))

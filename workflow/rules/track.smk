@@ -10,14 +10,9 @@ rule track:
         "logs/{experiment}/track.log",
     benchmark:
         "benchmarks/{experiment}/track.tsv"
-    retries: attempts(2)
+    localrule: True
     conda:
         "../../envs/image-diffusion.yaml"
-    resources:
-        nodes=1,
-        cpus_per_task=1,
-        mem_mb=2000,
-        runtime=30,
     params:
         store=config["tracking"]["uri"],
         project=config["tracking"]["project"],

@@ -35,8 +35,8 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px } su
 def page(experiment: Path, data: Path) -> str:
     """The HTML of one experiment. data: the folder of what it was trained on."""
     parts = [
-        *pictures(experiment / "samples"),
         *metrics(experiment / "metrics.json"),
+        *pictures(experiment),
         *training(experiment / "journal" / "train"),
         *examples(data),
         *model(experiment / "train" / "model.json"),
@@ -47,19 +47,38 @@ def page(experiment: Path, data: Path) -> str:
     return head + f"<h1>{name}</h1>\n" + "\n".join(parts) + "\n</html>\n"
 
 
-def pictures(folder: Path) -> Iterator[str]:
-    """What `sample` drew."""
-    for name, title in {"grid.png": "Samples", "steps.png": "From noise to image"}.items():
-        if (folder / name).is_file():
-            encoded = base64.b64encode((folder / name).read_bytes()).decode()
+PICTURES = {
+    "samples/grid.png": "Samples",
+    "samples/steps.png": "From noise to image",
+    "evaluation/classes.png": "Recognised classes",
+    "evaluation/confusion.png": "Confusion",
+    "evaluation/nearest.png": "Nearest training images",
+}
+
+
+def pictures(experiment: Path) -> Iterator[str]:
+    """What `sample` and `evaluate` drew."""
+    for name, title in PICTURES.items():
+        path = experiment / name
+        if path.is_file():
+            encoded = base64.b64encode(path.read_bytes()).decode()
             yield f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{encoded}">'
 
 
 def metrics(path: Path) -> Iterator[str]:
-    """Every number of metrics.json, and how it was taken."""
-    if path.is_file():
-        yield "<h2>Metrics</h2>"
-        yield table(flat(read_json(path)))
+    """A row for each metric: its value and interval, the same for real images, and how it was taken."""
+    if not path.is_file():
+        return
+    result = read_json(path)
+    yield "<h2>Metrics</h2>"
+    heads = ["", "value", "95 % interval", "real images", "samples", ""]
+    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
+    for name, metric in result["metrics"].items():
+        interval = " to ".join(f"{bound:.4g}" for bound in metric["interval"] or [])
+        cells = [name, metric["value"], interval, metric.get("floor"), metric["n"], metric["note"]]
+        lines.append("<tr>" + "".join(map(cell, cells)) + "</tr>")
+    yield "<table>\n" + "\n".join(lines) + "\n</table>"
+    yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
 
 
 def training(journal: Path) -> Iterator[str]:
@@ -122,6 +141,8 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def cell(value: object) -> str:
+    if value is None:
+        return "<td></td>"
     if isinstance(value, float):
         return f'<td class="number">{value:.5g}</td>'
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,0 +1,77 @@
+"""A project of a few images in a folder of its own, and Snakemake run in it with this repository's rules."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with a configuration, as a user has it. Its experiment is called `micro`."""
+
+    folder: Path
+
+    def snakemake(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Snakemake on two cores; what it printed is in stdout, errors included."""
+        return subprocess.run(
+            [*self.command(), *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "2"]
+
+    def run(self, *targets: str) -> str:
+        """Run Snakemake; it must succeed."""
+        done = self.snakemake(*targets)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def planned(self, *arguments: str) -> set[str]:
+        """The rules that Snakemake would run now."""
+        done = self.snakemake("--dry-run", *arguments)
+        assert done.returncode == 0, done.stdout
+        return set(re.findall(r"^(?:local)?rule (\w+):", done.stdout, re.MULTILINE)) - {"all"}
+
+    def edit(self, change: Callable[[dict[str, Any]], object], experiment: str = "micro") -> None:
+        """Change the experiment's file through its plain data."""
+        path = self.folder / "config" / "experiments" / f"{experiment}.yaml"
+        data = yaml.safe_load(path.read_text())
+        change(data)
+        path.write_text(yaml.safe_dump(data))
+
+    def __truediv__(self, path: str) -> Path:
+        return self.folder / path
+
+
+def make_project(folder: Path, images: int = 64) -> Project:
+    """A fresh project with a folder of images in two classes."""
+    shutil.copytree(ROOT / "config", folder / "config", ignore=shutil.ignore_patterns("*.yaml"))
+    (folder / "config" / "config.yaml").write_text(
+        (ROOT / "config" / "config.yaml").read_text().replace("experiments: [demo]", "experiments: [micro]")
+    )
+    shutil.copy(ROOT / "tests" / "workflow" / "micro.yaml", folder / "config" / "experiments")
+    generator = np.random.default_rng(0)
+    for number in range(images):
+        path = folder / "images" / ("light" if number % 2 else "dark") / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = generator.integers(128 * (number % 2), 128 + 128 * (number % 2), size=(16, 16, 3), dtype=np.uint8)
+        Image.fromarray(values).save(path)
+    return Project(folder)

@@ -1,0 +1,72 @@
+"""A mistake of the user's is one clear line, told before any work begins."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from projects import Project
+
+pytestmark = pytest.mark.xdist_group("workflow")
+
+
+def told(project: Project, *arguments: str) -> str:
+    """The one line that Snakemake ends with."""
+    done = project.snakemake(*arguments)
+    assert done.returncode == 1
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1, done.stdout
+    assert not (project / "results/datasets/dots-16/crops").exists()
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            lambda experiment: experiment["train"].update(stpes=3),
+            "error: config/experiments/micro.yaml: train.stpes is not a known key. Did you mean train.steps?",
+        ),
+        (
+            lambda experiment: experiment.update(codec={"type": "stability"}),
+            "error: config/experiments/micro.yaml: Unknown codec 'stability'. Known: ",
+        ),
+        (
+            lambda experiment: experiment["data"].update(resolution=18),
+            "error: config/experiments/micro.yaml: ",
+        ),
+    ],
+)
+def test_an_experiment_that_cannot_work(fresh: Project, change: Callable[[dict[str, Any]], object], line: str) -> None:
+    fresh.edit(change)
+    assert told(fresh).startswith(line)
+
+
+def test_a_folder_of_images_that_is_missing(fresh: Project) -> None:
+    shutil.rmtree(fresh / "images")
+    assert "images" in told(fresh)
+
+
+def test_a_folder_without_images(fresh: Project) -> None:
+    shutil.rmtree(fresh / "images")
+    (fresh / "images").mkdir()
+    assert "holds no files" in told(fresh)
+
+
+def test_an_experiment_that_is_missing(fresh: Project) -> None:
+    assert told(fresh, "--config", "experiments=[macro]") == "error: config/experiments/macro.yaml does not exist."
+
+
+def test_a_key_of_the_workflow_that_is_misspelt(fresh: Project) -> None:
+    line = told(fresh, "--config", "reslts=elsewhere")
+    assert line.startswith("error: config/config.yaml: ")
+    assert "reslts" in line
+
+
+def test_the_mistake_corrected_goes_on(fresh: Project) -> None:
+    fresh.edit(lambda experiment: experiment["train"].update(stpes=3))
+    told(fresh, "--dry-run")
+    fresh.edit(lambda experiment: experiment["train"].pop("stpes"))
+    assert {"crop", "train", "sample"} <= fresh.planned()

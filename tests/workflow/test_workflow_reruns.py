@@ -1,0 +1,69 @@
+"""What an edit makes again: its own stage and those after it, and nothing else."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from projects import Project
+
+pytestmark = pytest.mark.xdist_group("workflow")
+
+AFTER_SAMPLE = {"sample", "evaluate", "track", "report"}
+
+
+def test_a_second_run_has_nothing_to_do(finished: Project) -> None:
+    assert "Nothing to be done" in finished.run()
+
+
+def test_a_comment_makes_nothing_again(finished: Project) -> None:
+    path = finished / "config/experiments/micro.yaml"
+    path.write_text("# Another word.\n" + path.read_text())
+    assert finished.planned() == set()
+
+
+def test_touching_the_source_makes_nothing_again(finished: Project) -> None:
+    for path in (finished / "images").rglob("*.png"):
+        os.utime(path)
+    assert finished.planned() == set()
+
+
+def test_editing_sample_makes_sample_and_what_follows_again(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment["sample"].update(num_samples=8))
+    assert finished.planned() == AFTER_SAMPLE
+
+
+def test_editing_evaluate_leaves_the_samples(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment.update(evaluate={"metrics": [{"type": "quality"}]}))
+    assert finished.planned() == AFTER_SAMPLE - {"sample"}
+
+
+def test_editing_train_leaves_the_data(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment["train"].update(seed=1))
+    assert finished.planned() == {"train", *AFTER_SAMPLE}
+
+
+def test_editing_resources_makes_nothing_again(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment["resources"].update(memory_mb=1000))
+    assert finished.planned() == set()
+
+
+def test_one_more_image_makes_everything_again(finished: Project) -> None:
+    image = finished / "images/dark/000.png"
+    (finished / "images/dark/new.png").write_bytes(image.read_bytes())
+    assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
+
+
+def test_a_deleted_result_is_made_again(finished: Project) -> None:
+    (finished / "results/micro/metrics.json").unlink()
+    assert finished.planned() == AFTER_SAMPLE - {"sample"}
+
+
+def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Project) -> None:
+    note = finished / "results/micro/config/train.code"
+    note.write_text("the code of another day")
+    told = finished.run("--dry-run")
+    assert f"To make it again: rm {note.relative_to(finished.folder)}" in told
+    assert finished.planned() == set()
+    note.unlink()
+    assert finished.planned() == {"train", *AFTER_SAMPLE}
