@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.frechet import frechet_distance
+from image_diffusion.metrics.inception import Inception
 from image_diffusion.metrics.kernel import kernel_distance
 from image_diffusion.metrics.moments import Moments
 from image_diffusion.metrics.neighbours import manifold_estimates, neighbour_radii
@@ -102,3 +104,28 @@ def test_metrics_are_torchmetrics_on_the_same_features(features: tuple[Tensor, T
     metric.update(features[0], real=False)
     made, real = (Moments.of(each).gaussian for each in features)
     assert frechet_distance(made, real) == pytest.approx(float(metric.compute()), rel=1e-6)
+
+
+def test_inception_graph_with_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The published weights are not at hand in a test; the graph, its taps and its resize are.
+    module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    network = module.FeatureExtractorInceptionV3
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "load_state_dict_from_url", lambda *_, **__: {})
+        patch.setattr(network, "load_state_dict", lambda *_: None)
+        torch.manual_seed(0)
+        original = network("inception-v3-compat", ["2048", "logits_unbiased"])
+    torch.save(original.state_dict(), tmp_path / "weights.pth")
+    detector = Inception(weights=tmp_path / "weights.pth").build()
+    images = torch.randint(0, 256, (3, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    seen = detector(images)
+    features, logits = original(images)
+    torch.testing.assert_close(seen.features, features)
+    torch.testing.assert_close(seen.logits, logits)
+    assert seen.spatial.shape == (3, 7 * 17 * 17)
+    taps: list[Tensor] = []
+    original.Mixed_6d.branch1x1.register_forward_hook(lambda *event: taps.append(event[2]))
+    original(images[1:2])
+    expected = taps[0][0, :7].permute(1, 2, 0).flatten()  # channels last, as ADM's mu_s and sigma_s
+    torch.testing.assert_close(seen.spatial[1], expected, rtol=1e-4, atol=1e-5)
+    assert detector.metric_name("fd") == "fid" and detector.metric_name("kd") == "kid"

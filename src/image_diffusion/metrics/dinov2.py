@@ -41,8 +41,8 @@ class Dinov2(Config):
             )
         except (OSError, ImportError) as error:
             raise ValueError(
-                f"DINOv2 could not be loaded ({error}). Without a network, set evaluate.detector.repository to a clone of "
-                "facebookresearch/dinov2 and evaluate.detector.weights to the published file."
+                f"DINOv2 could not be loaded ({error}). Without a network, set evaluate.detector.repository to a clone "
+                "of facebookresearch/dinov2 and evaluate.detector.weights to the published file."
             ) from None
         if self.weights is not None:
             network.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))

@@ -75,12 +75,17 @@ class Detector(Protocol):
 
 
 @torch.inference_mode()
-def detect(detector: Detector, images: ImageSet, batch_size: int, title: str = "features") -> Detected:
-    """What the detector sees in every image of a set, in the set's order. Raises ValueError for features not finite."""
-    parts = []
-    with Progress(title, images.num_samples, "image") as progress:
-        for start in range(0, images.num_samples, batch_size):
-            chosen = np.arange(start, min(start + batch_size, images.num_samples))
+def detect(
+    detector: Detector, images: ImageSet, batch_size: int, title: str = "features", limit: int | None = None
+) -> Detected:
+    """What the detector sees in every image of a set, or the first `limit`, in the set's order.
+
+    Raises ValueError for features that are not finite.
+    """
+    parts, count = [], images.num_samples if limit is None else min(limit, images.num_samples)
+    with Progress(title, count, "image") as progress:
+        for start in range(0, count, batch_size):
+            chosen = np.arange(start, min(start + batch_size, count))
             parts.append(detector(images.gather(chosen)))
             progress.advance(len(chosen))
     detected = Detected.join(parts)

@@ -1,10 +1,11 @@
 """Inception-V3 as the papers use it: TensorFlow's 2015 weights behind TensorFlow's resize, through torch-fidelity.
 
-Only on this detector is a Fréchet distance called FID. torchvision's Inception has other weights and gives other numbers.
+Only on this detector is a Fréchet distance called FID. torchvision's Inception has other weights, and other numbers.
 """
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,8 @@ class Inception(Config):
             ) from None
         if self.weights is not None and not self.weights.is_file():
             raise ValueError(f"The Inception weights {self.weights} do not exist. See evaluate.detector.weights.")
+        if self.weights is not None:
+            _check_weights(self.weights)
         try:
             network = FeatureExtractorInceptionV3(
                 "inception-v3-compat",
@@ -48,6 +51,14 @@ class Inception(Config):
                 "and set evaluate.detector.weights to it."
             ) from None
         return InceptionDetector(network, None if self.weights is None else sha256_file(self.weights), device)
+
+
+def _check_weights(path: Path) -> None:
+    """Refuse what is not a plain state dict: torch-fidelity itself would run the code inside a pickle."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise ValueError(f"{path} is not a file of plain tensors. Fetch torch-fidelity's release again.") from None
 
 
 class InceptionDetector:

@@ -15,7 +15,8 @@ def is_statistics(path: Path) -> bool:
     """Whether an .npz holds statistics (mu, sigma) rather than images alone."""
     if path.suffix == ".pkl":
         raise ValueError(
-            f"{path} is a pickle, which can run code and is not read. Write its mu and sigma into an .npz with numpy.savez."
+            f"{path} is a pickle, which can run code and is not read. "
+            "Write its mu and sigma into an .npz with numpy.savez."
         )
     try:
         with np.load(path, allow_pickle=False) as arrays:

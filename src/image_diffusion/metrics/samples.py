@@ -33,7 +33,7 @@ class Samples:
     ) -> None:
         self._images = images
         self.num_samples, height, width, channels = images.shape
-        self.shape = (channels, height, width)
+        self.shape: tuple[int, ...] = (channels, height, width)
         self.labels = np.zeros(len(images), np.int64) if labels is None else labels
         self.has_labels = labels is not None
         self.classes, self.digest, self.protocol = classes, digest, protocol or {}
@@ -54,7 +54,7 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
         with np.load(path, allow_pickle=False) as arrays:
             if "arr_0" not in arrays:
                 raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are uint8 [N, H, W, C].")
-            images, labels = arrays["arr_0"], arrays["arr_1"] if "arr_1" in arrays else None
+            images, labels = arrays["arr_0"], arrays.get("arr_1")
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist. Run sample first.") from None
     except (zipfile.BadZipFile, EOFError):

@@ -37,7 +37,8 @@ def inception_score_estimate(logits: Tensor, split_size: int = 5000) -> Estimate
 
 def _information(probabilities: Tensor) -> Tensor:
     """Sum of p log p, of each row."""
-    return torch.special.xlogy(probabilities, probabilities).sum(dim=1)
+    information: Tensor = torch.special.xlogy(probabilities, probabilities).sum(dim=1)
+    return information
 
 
 def _score(information: Tensor, summed: Tensor, count: int) -> float:

@@ -1,0 +1,90 @@
+"""Pictures of an evaluation: which class was recognised, images of each class, nearest training images, curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from image_diffusion.core.files import atomic_write
+from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.metrics.copies import Copies
+from image_diffusion.metrics.features import ImageSet
+
+_MOST_CLASSES = 100
+
+
+def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
+    """The share of each class asked for (rows) that was recognised as each class (columns). counts: int64 [K, K]."""
+    shares = (counts / counts.sum(dim=1, keepdim=True).clamp(min=1)).numpy()
+    size = min(12.0, 3 + 0.3 * len(classes))
+    figure = Figure(figsize=(size, size), layout="constrained")
+    axis = figure.subplots()
+    shown = axis.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    if len(classes) <= _MOST_CLASSES:
+        axis.set_xticks(range(len(classes)), classes, rotation=90)
+        axis.set_yticks(range(len(classes)), classes)
+    axis.set_xlabel("recognised")
+    axis.set_ylabel("asked for")
+    figure.colorbar(shown, ax=axis, shrink=0.8)
+    _save(figure, path)
+
+
+def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
+    """The first samples of each class, a row a class, uncurated."""
+    rows = []
+    for label in np.unique(samples.labels)[:_MOST_CLASSES]:
+        chosen = np.flatnonzero(samples.labels == label)[:columns]
+        images = samples.gather(chosen)
+        blank = torch.full((columns - len(images), *images.shape[1:]), 255, dtype=torch.uint8)
+        rows.append(torch.cat([images, blank]))
+    save_picture(image_grid(torch.cat(rows), columns), path)
+
+
+def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, rows: int = 16) -> None:
+    """The most suspicious samples, each followed by its nearest training images, nearest first."""
+    worst = copies.distance.argsort()[:rows]
+    images = [
+        torch.cat([samples.gather(np.array([row])), train.gather(copies.nearest[row].numpy())])
+        for row in worst.tolist()
+    ]
+    save_picture(image_grid(torch.cat(images), len(images[0])), path)
+
+
+def plot_curve(
+    x: Sequence[float], entries: Sequence[dict[str, object]], x_name: str, metric: str, path: Path, higher: bool = False
+) -> int:
+    """A metric against checkpoint, guidance scale or number of steps, with its intervals; the best point is marked.
+
+    entries: of metrics.json, one a point. higher: whether more is better. Returns the position of the best point.
+    """
+    values = [float(str(entry["value"])) for entry in entries]
+    best = max(range(len(values)), key=lambda i: values[i] if higher else -values[i])
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(x, values, marker="o", markersize=4)
+    for at, entry in zip(x, entries, strict=True):
+        interval = entry["interval"]
+        if isinstance(interval, list):
+            axis.plot([at, at], interval, color="tab:blue", alpha=0.4, linewidth=4)
+    axis.plot(x[best], values[best], marker="*", markersize=14, color="tab:red", label=f"best: {x_name} {x[best]:g}")
+    if all(isinstance(entry.get("floor"), float) for entry in entries):
+        floor = float(np.mean([float(str(entry["floor"])) for entry in entries]))
+        if math.isfinite(floor):
+            axis.axhline(floor, color="gray", linestyle=":", label="real against real")
+    axis.set_xlabel(x_name)
+    axis.set_ylabel(metric)
+    axis.legend()
+    _save(figure, path)
+    return best
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with mpl.rc_context({"savefig.dpi": 110}), atomic_write(path) as file:
+        figure.savefig(file, format="png", metadata={"Software": None})

@@ -1,0 +1,272 @@
+"""From samples and a data set to metrics.json: the panel, its floor, the pictures, and every mistake in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from image_diffusion.core.config import parse
+from image_diffusion.core.files import write_json
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.copies import find_copies
+from image_diffusion.metrics.dinov2 import Dinov2, prepare
+from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
+from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.inception import Inception
+from image_diffusion.metrics.moments import Moments
+from image_diffusion.metrics.plots import plot_curve
+from image_diffusion.metrics.references import read_statistics, write_statistics
+from image_diffusion.metrics.samples import Samples, read_samples
+
+CLASSES = ["dark", "grey", "bright"]
+
+
+class Brightness:
+    """A detector for tests: mean brightness of the quarters of an image, and which class that is."""
+
+    classes = CLASSES
+    identity: dict[str, Any] = {"name": "test", "sha256": "abc"}  # noqa: RUF012
+
+    def __call__(self, images: Tensor) -> Detected:
+        quarters = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
+        level = quarters.mean(dim=1, keepdim=True)
+        return Detected(quarters, -(level - torch.tensor([0.2, 0.5, 0.8])).abs() * 20)
+
+    def metric_name(self, metric: str) -> str:
+        return f"inpipe_{metric}"
+
+
+def images(count: int, seed: int, classes: list[str] = CLASSES, shift: int = 0) -> Samples:
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % 3
+    level = 51 + 76 * labels + shift
+    pixels = np.clip(level[:, None, None, None] + rng.normal(0, 30, (count, 16, 16, 3)), 0, 255).astype(np.uint8)
+    return Samples(pixels, labels, classes, digest=f"set {seed}")
+
+
+@pytest.fixture(scope="module")
+def data() -> RealImages:
+    return RealImages(images(600, 0), images(150, 1))
+
+
+def test_panel_of_good_samples_is_near_the_floor(data: RealImages, tmp_path: Path):
+    result = evaluate_samples(images(300, 2), data, Brightness(), EvaluateConfig(), tmp_path)
+    metrics = result["metrics"]
+    assert set(metrics) == {
+        *(f"inpipe_{name}" for name in ("fd", "kd", "precision", "recall", "density", "coverage")),
+        *(f"inpipe_{name}" for name in ("c2st", "agreement", "missing_classes", "class_fd")),
+        "copies",
+    }
+    assert (
+        metrics["inpipe_fd"]["interval"][0] <= metrics["inpipe_fd"]["debiased"] <= metrics["inpipe_fd"]["interval"][1]
+    )
+    assert metrics["inpipe_fd"]["floor_n"] == 150 and metrics["inpipe_fd"]["ratio"] < 5
+    assert metrics["inpipe_agreement"]["value"] > 0.99 and metrics["inpipe_missing_classes"]["value"] == 0
+    assert metrics["copies"]["value"] < 0.1
+    assert result["classes"]["grey"]["asked"] == 100
+    assert result["protocol"]["reference"] == {"split": "train", "data": "set 0", "num_images": 600}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.png", "confusion.png", "nearest.png"]
+    write_json(tmp_path / "a.json", result)
+    write_json(tmp_path / "b.json", evaluate_samples(images(300, 2), data, Brightness(), EvaluateConfig()))
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_panel_of_bad_samples_shows_what_is_wrong(data: RealImages):
+    good, bad = images(300, 3), images(300, 3, shift=60)
+    bad.labels = (bad.labels + 1) % 3
+    first, second = (
+        evaluate_samples(each, data, Brightness(), EvaluateConfig(copies=False))["metrics"] for each in (good, bad)
+    )
+    assert second["inpipe_fd"]["interval"][0] > first["inpipe_fd"]["interval"][1]
+    assert second["inpipe_class_fd"]["value"] > 10 * first["inpipe_class_fd"]["value"]
+    assert second["inpipe_agreement"]["value"] < 0.7 and second["inpipe_c2st"]["value"] > 0.6
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_numbers_do_not_depend_on_the_batch(data: RealImages, batch: int):
+    settings = EvaluateConfig(copies=False)
+    expected = evaluate_samples(images(120, 4), data, Brightness(), settings)["metrics"]
+    settings = settings.model_copy(update={"batch_size": batch})
+    found = evaluate_samples(images(120, 4), data, Brightness(), settings)["metrics"]
+    for name, entry in expected.items():
+        assert found[name]["value"] == pytest.approx(entry["value"], rel=1e-6)
+
+
+def test_samples_without_classes_get_no_class_metrics(data: RealImages):
+    samples = images(120, 5)
+    samples.has_labels = False
+    result = evaluate_samples(samples, data, Brightness(), EvaluateConfig(copies=False))
+    assert "inpipe_agreement" not in result["metrics"] and result["classes"] == {}
+
+
+def test_reference_may_be_statistics_or_other_samples(data: RealImages, tmp_path: Path):
+    made, other = images(200, 6), images(200, 7)
+    np.savez(tmp_path / "other.npz", other.gather(np.arange(200)).permute(0, 2, 3, 1).numpy(), other.labels)
+    settings = EvaluateConfig(copies=False)
+    against_samples = evaluate_samples(made, data, Brightness(), settings, reference_file=tmp_path / "other.npz")
+    seen = Brightness()(other.gather(np.arange(200))).features
+    write_statistics(tmp_path / "stats.npz", Moments.of(seen), "abc")
+    against_file = evaluate_samples(made, data, Brightness(), settings, reference_file=tmp_path / "stats.npz")
+    assert against_file["metrics"]["inpipe_fd"]["value"] == pytest.approx(
+        against_samples["metrics"]["inpipe_fd"]["value"], rel=1e-9
+    )
+    assert "inpipe_recall" not in against_file["metrics"] and against_file["metrics"]["inpipe_fd"]["ratio"] is None
+
+
+def test_adm_layout_and_mistakes_in_statistics(data: RealImages, tmp_path: Path):
+    eye = np.eye(4)
+    np.savez(tmp_path / "adm.npz", mu=np.zeros(4), sigma=eye, mu_s=np.zeros(7), sigma_s=np.eye(7), arr_0=np.zeros(3))
+    assert set(read_statistics(tmp_path / "adm.npz", "any")) == {"fd", "spatial_fd"}
+    np.savez(tmp_path / "wide.npz", mu=np.zeros(5), sigma=np.eye(5))
+    np.savez(tmp_path / "odd.npz", mu=np.zeros(5), sigma=eye)
+    np.savez(tmp_path / "other.npz", mu=np.zeros(4), sigma=eye, detector="another")
+    np.savez(tmp_path / "nan.npz", mu=np.full(4, np.nan), sigma=eye)
+    for name, message in [
+        ("wide.npz", "12 dimensions but the reference .* has 5"),
+        ("odd.npz", r"mu \[5\] and sigma \[4, 4\] do not fit"),
+        ("other.npz", "measured with detector another, not abc"),
+        ("nan.npz", "not finite"),
+        ("edm2.pkl", "is a pickle"),
+        ("absent.npz", "does not exist"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            evaluate_samples(images(50, 8), data, Brightness(), EvaluateConfig(), reference_file=tmp_path / name)
+
+
+def test_samples_are_read_with_their_protocol(tmp_path: Path):
+    np.savez(tmp_path / "samples.npz", np.zeros((3, 8, 8, 3), np.uint8), np.array([0, 1, 2]))
+    write_json(tmp_path / "samples.json", {"sampler": "ddim"})
+    samples = read_samples(tmp_path / "samples.npz", CLASSES)
+    assert samples.protocol == {"sampler": "ddim"} and samples.has_labels and samples.shape == (3, 8, 8)
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    pictures = read_samples(tmp_path)
+    assert pictures.gather(np.array([2]))[0, 0, 0, 0] == 2 and not pictures.has_labels
+
+
+def test_mistakes_in_samples_are_told(data: RealImages, tmp_path: Path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, arrays, message in [
+        (tmp_path / "absent.npz", None, "does not exist"),
+        (empty, None, "holds no pictures"),
+        (tmp_path / "none.npz", {"arr_0": np.zeros((0, 8, 8, 3), np.uint8)}, "holds no samples"),
+        (tmp_path / "float.npz", {"arr_0": np.zeros((2, 8, 8, 3))}, r"float64 \[2, 8, 8, 3\]; expected uint8"),
+        (tmp_path / "named.npz", {"images": np.zeros(3)}, "holds images but no arr_0"),
+        (
+            tmp_path / "short.npz",
+            {"arr_0": np.zeros((2, 8, 8, 3), np.uint8), "arr_1": np.zeros(3)},
+            "2 samples but labels",
+        ),
+    ]:
+        if arrays is not None:
+            np.savez(path, **arrays)
+        with pytest.raises(ValueError, match=message):
+            read_samples(path)
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "short.npz").read_bytes()[:200])
+    with pytest.raises(ValueError, match="not a whole"):
+        read_samples(tmp_path / "cut.npz")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    Image.new("RGB", (8, 8)).save(mixed / "a.png")
+    Image.new("RGB", (9, 8)).save(mixed / "b.png")
+    with pytest.raises(ValueError, match=r"a\.png and b\.png are 8x8x3 and 9x8x3|a\.png and b\.png are"):
+        read_samples(mixed)
+
+
+def test_what_cannot_be_measured_is_told_before_the_detector_runs(data: RealImages):
+    class Never(Brightness):
+        def __call__(self, images: Tensor) -> Detected:
+            raise AssertionError("the detector ran")
+
+    small = Samples(np.zeros((50, 8, 8, 3), np.uint8), None, [])
+    unknown = images(50, 9)
+    unknown.labels = unknown.labels + 5
+    nothing = RealImages(images(600, 0), images(0, 1))
+    for samples, real, settings, message in [
+        (images(4, 9), data, EvaluateConfig(), "4 samples are too few"),
+        (small, data, EvaluateConfig(), r"shape \[3, 8, 8\] but the reference images \[3, 16, 16\]"),
+        (unknown, data, EvaluateConfig(), "label 7 but the data set has 3 classes"),
+        (images(50, 9), nothing, EvaluateConfig(reference="validation"), "validation split has 0 images"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            evaluate_samples(samples, real, Never(), settings)
+
+
+def test_features_that_are_not_finite_are_told(data: RealImages):
+    class Broken(Brightness):
+        def __call__(self, images: Tensor) -> Detected:
+            seen = super().__call__(images)
+            return Detected(seen.features * float("nan"), seen.logits)
+
+    with pytest.raises(ValueError, match="not finite"):
+        evaluate_samples(images(50, 9), data, Broken(), EvaluateConfig())
+
+
+def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not():
+    rng = np.random.default_rng(0)
+    train, held_out, fresh = (
+        Samples(rng.integers(0, 256, (n, 16, 16, 3), np.uint8), None, []) for n in (300, 200, 100)
+    )
+    copied = train.gather(np.arange(100)).permute(0, 2, 3, 1).numpy().astype(np.int64)
+    copied = np.clip(copied + rng.integers(-10, 11, copied.shape), 0, 255).astype(np.uint8)
+    copied[::2] = copied[::2, :, ::-1]
+    found = find_copies(Samples(copied, None, []), train, held_out)
+    assert bool(found.flagged.all()) and found.nearest[:, 0].tolist() == list(range(100))
+    assert float(find_copies(fresh, train, held_out).flagged.float().mean()) < 0.06
+
+
+def test_missing_weights_are_told_without_a_network(tmp_path: Path):
+    with pytest.raises(ValueError, match="needs --detector"):
+        EvaluateConfig().detector.build(None)
+    with pytest.raises(ValueError, match=r"weights is .*absent\.pth, which does not exist"):
+        Dinov2(weights=tmp_path / "absent.pth").build()
+    pytest.importorskip("torch_fidelity")
+    with pytest.raises(ValueError, match=r"Inception weights .*absent\.pth do not exist"):
+        Inception(weights=tmp_path / "absent.pth").build()
+    (tmp_path / "damaged.pth").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not a file of plain tensors"):
+        Inception(weights=tmp_path / "damaged.pth").build()
+
+
+def test_a_failed_download_says_what_to_bring(monkeypatch: pytest.MonkeyPatch):
+    module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+
+    def offline(*arguments: Any, **options: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(module, "load_state_dict_from_url", offline)
+    monkeypatch.setattr(torch.hub, "load", offline)
+    with pytest.raises(ValueError, match=r"could not be fetched \(no network\)\. Bring the file"):
+        Inception().build()
+    with pytest.raises(ValueError, match="DINOv2 could not be loaded"):
+        Dinov2().build()
+
+
+def test_dinov2_preparation_is_imagenet_normalization():
+    white = prepare(torch.full((1, 1, 32, 32), 255, dtype=torch.uint8))
+    assert white.shape == (1, 3, 224, 224)
+    assert white[0, :, 0, 0].tolist() == pytest.approx([2.2489, 2.4286, 2.64], abs=1e-3)
+
+
+def test_curve_marks_the_best_point(tmp_path: Path):
+    entries = [{"value": v, "interval": [v - 1, v + 1], "floor": 0.5} for v in (9.0, 4.0, 6.0)]
+    assert plot_curve([1, 2, 3], entries, "guidance scale", "inpipe_fd", tmp_path / "curve.png") == 1
+    assert plot_curve([1, 2, 3], entries, "guidance scale", "recall", tmp_path / "curve.png", higher=True) == 0
+    assert Image.open(tmp_path / "curve.png").width > 100
+
+
+def test_config_is_bounded():
+    assert parse(EvaluateConfig, {"detector": {"type": "inception"}}, "x").detector == Inception()
+    with pytest.raises(ValueError, match=r"neighbours is 0"):
+        parse(EvaluateConfig, {"neighbours": 0}, "x")
+    with pytest.raises(ValueError, match=r"Unknown .*type.* 'fid'|Unknown detector 'fid'"):
+        parse(EvaluateConfig, {"detector": {"type": "fid"}}, "x")
+    assert json.loads(EvaluateConfig().model_dump_json())["reference"] == "train"

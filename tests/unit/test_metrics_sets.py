@@ -1,0 +1,144 @@
+"""Kernel distance, precision and recall, scores, two-sample test: constructed sets, intervals by brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.metrics.classes import agreement, class_frechet, confusion, missing_classes
+from image_diffusion.metrics.intervals import jackknife
+from image_diffusion.metrics.kernel import kernel_distance
+from image_diffusion.metrics.moments import block_of_each
+from image_diffusion.metrics.neighbours import manifold_estimates
+from image_diffusion.metrics.score import inception_score, inception_score_estimate
+from image_diffusion.metrics.two_sample import two_sample_test
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_set_against_itself_is_all_inside():
+    x = randn(150, 6)
+    found = manifold_estimates(x, x)
+    assert [found[name].value for name in ("precision", "recall", "coverage")] == [1, 1, 1]
+    assert found["density"].value == pytest.approx(4 / 3, rel=0.05)  # itself and three neighbours on average, by k = 3
+
+
+def test_sets_far_apart_share_nothing():
+    found = manifold_estimates(randn(120, 6) + 100, randn(130, 6, seed=1))
+    assert [found[name].value for name in ("precision", "recall", "density", "coverage")] == [0, 0, 0, 0]
+
+
+def test_one_of_two_modes_is_precise_and_recalls_half():
+    real = torch.cat([randn(150, 4, seed=1), randn(150, 4, seed=2) + 50])
+    found = manifold_estimates(randn(200, 4, seed=3), real)
+    assert found["precision"].value > 0.85
+    assert 0.4 < found["recall"].value < 0.5 and found["coverage"].value < 0.5
+
+
+def test_a_hundred_copies_of_one_image_recall_nothing_but_that_image():
+    real = randn(100, 4)
+    found = manifold_estimates(real[7].expand(100, 4), real)
+    assert found["precision"].value == 1 and found["recall"].value == 0.01
+
+
+def test_intervals_of_the_manifold_are_those_of_leaving_blocks_out():
+    x, y, block = randn(110, 3), randn(90, 3, seed=5) * 1.2, block_of_each(110)
+    found = manifold_estimates(x, y)
+    for name in ("precision", "recall", "density", "coverage"):
+        without = [_plain(x[block != b], y)[name] for b in range(20)]
+        expected = jackknife(_plain(x, y)[name], without, 110, 0, math.inf if name == "density" else 1)
+        assert found[name].value == pytest.approx(expected.value)
+        assert found[name].debiased == pytest.approx(expected.debiased)
+        assert found[name].interval == pytest.approx(expected.interval)
+
+
+def _plain(x: Tensor, y: Tensor, k: int = 3) -> dict[str, float]:
+    def radii(points: Tensor) -> Tensor:
+        return torch.cdist(points, points).sort(dim=1).values[:, k]
+
+    distances = torch.cdist(x.double(), y.double())
+    inside = distances <= radii(y.double())
+    return {
+        "precision": float(inside.any(1).double().mean()),
+        "recall": float((distances <= radii(x.double()).unsqueeze(1)).any(0).double().mean()),
+        "density": float(inside.sum(1).double().mean() / k),
+        "coverage": float(inside.any(0).double().mean()),
+    }
+
+
+def test_interval_of_the_kernel_distance_is_that_of_leaving_blocks_out():
+    x, y, block = randn(120, 5), randn(80, 5, seed=1) + 0.2, block_of_each(120)
+    found = kernel_distance(x, y)
+    without = [kernel_distance(x[block != b], y).value for b in range(20)]
+    expected = jackknife(found.value, without, 120)
+    assert found.debiased == pytest.approx(expected.debiased)
+    assert found.interval == pytest.approx(expected.interval)
+
+
+def test_kernel_distance_is_unbiased():
+    values = [kernel_distance(randn(60, 4, seed=s), randn(60, 4, seed=s + 1000)).value for s in range(80)]
+    assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(80)
+    assert min(values) < 0 < max(values)
+
+
+def test_inception_score_of_uniform_and_one_hot_predictions():
+    assert inception_score(torch.full((50, 7), 1 / 7)) == pytest.approx(1)
+    one_hot = torch.eye(7).repeat(10, 1)
+    assert inception_score(one_hot) == pytest.approx(7)
+    assert inception_score_estimate(one_hot * 1000).value == pytest.approx(7)
+
+
+def test_interval_of_the_inception_score_is_that_of_leaving_blocks_out():
+    logits, block = randn(200, 6) * 2, block_of_each(200)
+    found = inception_score_estimate(logits)
+    probabilities = logits.double().softmax(1)
+    expected = jackknife(
+        inception_score(probabilities), [inception_score(probabilities[block != b]) for b in range(20)], 200, 1, 6
+    )
+    assert found.interval == pytest.approx(expected.interval)
+    assert found.debiased == pytest.approx(expected.debiased)
+
+
+def test_two_sample_test_tells_what_can_be_told():
+    same = two_sample_test(randn(400, 6, seed=2), randn(500, 6, seed=3))
+    assert same.interval[0] < 0.5 < same.interval[1]
+    assert two_sample_test(randn(400, 6) + 3, randn(400, 6, seed=1)).value > 0.95
+
+
+def test_agreement_confusion_and_missing_classes():
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    recognised = torch.tensor([0, 0, 0, 1, 0, 0])
+    assert agreement(recognised, labels).value == pytest.approx(0.5)
+    assert confusion(recognised, labels, 3).tolist() == [[2, 0, 0], [1, 1, 0], [2, 0, 0]]
+    missing = missing_classes(recognised, labels, ["cat", "dog", "emu"])
+    assert missing.value == 1 and missing.note == "emu"
+
+
+def test_class_frechet_sees_swapped_labels_where_the_marginal_does_not():
+    real, made = (
+        torch.cat([randn(300, 3), randn(300, 3, seed=1) + 4]),
+        torch.cat([randn(300, 3, seed=2), randn(300, 3, seed=3) + 4]),
+    )
+    labels = torch.arange(2).repeat_interleave(300)
+    right = class_frechet(made, labels, real, labels)
+    wrong = class_frechet(made, 1 - labels, real, labels)
+    assert right.interval[1] < 0.5 < 40 < wrong.interval[0]
+    few = class_frechet(made[::100], labels[::100], real, labels)
+    assert few.interval is None and "biased" in few.note
+
+
+def test_too_few_samples_are_told():
+    with pytest.raises(ValueError, match="k = 3 need more than 3 samples; got 3"):
+        manifold_estimates(randn(3, 4), randn(50, 4))
+    with pytest.raises(ValueError, match="more than 3 reference images; got 2"):
+        manifold_estimates(randn(50, 4), randn(2, 4))
+    with pytest.raises(ValueError, match="at least 2 samples on each side; got 1 and 50"):
+        kernel_distance(randn(1, 4), randn(50, 4))
+    with pytest.raises(ValueError, match="at least 4 samples"):
+        two_sample_test(randn(2, 4), randn(50, 4))
