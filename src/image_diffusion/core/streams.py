@@ -48,6 +48,11 @@ class Streams:
         pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=2).flatten(1)
         return pairs[:, :size].to(torch.float32).reshape(-1, *shape)
 
+    def gumbel(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Float32 [B, *shape], standard Gumbel: -log(-log u). Computed in float64 and rounded once."""
+        words = self._words(purpose, math.prod(shape)).to(torch.float64)
+        return -torch.log(-torch.log((words + 0.5) * 2.0**-32)).to(torch.float32).view(-1, *shape)
+
     def integers(self, purpose: str, high: int, shape: tuple[int, ...] = ()) -> Tensor:
         """Int64 [B, *shape], uniform in 0 … high - 1, high at most 2^31 (Lemire's multiply-shift)."""
         words = self._words(purpose, math.prod(shape))

@@ -114,7 +114,7 @@ class Parts:
         torch.manual_seed(_seed_of(self.config.seed, step, part))
         streams = Streams(self.config.seed, examples.epoch, examples.sample)
         batch = self.task.prepare(examples.stored, examples.label, streams)
-        batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)))
+        batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)), step=step)
         with self.precision.autocast():
             return self.task.objective(cast("Network", self.network), batch)
 

@@ -1,0 +1,218 @@
+"""The discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1) in the small form of DALLE-pytorch.
+
+An encoder gives each position of a grid a distribution over tokens, a codebook an embedding to each token, and a
+decoder turns the grid of embeddings back into pixels. Parameters carry the names of the original.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import DataSpec
+
+Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
+
+
+class DVAEConfig(Config):
+    """Size of the network, how a token is drawn in training, and what pixels are scaled to."""
+
+    num_tokens: int = Field(8192, ge=2)
+    """Tokens in the codebook."""
+    codebook_dim: int = Field(512, ge=1)
+    """Length of a token's embedding: the channels of the latent."""
+    num_layers: int = Field(3, ge=1)
+    """Layers of the encoder and of the decoder that halve, and double, the resolution."""
+    num_resnet_blocks: int = Field(2, ge=0)
+    """Residual blocks on the smallest grid, in the encoder and in the decoder."""
+    hidden_dim: int = Field(256, ge=1)
+    """Channels inside the encoder and the decoder."""
+    estimator: Estimator = "gumbel_softmax"
+    """How a gradient passes the choice of a token. gumbel_softmax: a soft choice. straight_through: a hard choice with
+    the gradient of the soft one. reinmax: a hard choice with a gradient of second order."""
+    mean: tuple[float, ...] | None = None
+    """What is taken from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel."""
+    std: tuple[float, ...] | None = None
+    """What each channel is then divided by; unset: 0.5, and 1 for an alpha channel."""
+
+    def build(self, spec: DataSpec) -> DVAE:
+        """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        resolution = spec.resolution
+        if resolution & (resolution - 1):
+            raise ValueError(
+                f"The resolution is {resolution}, but a discrete VAE needs a power of two. "
+                f"Set data.resolution to {2 ** (resolution.bit_length() - 1)} or {2 ** resolution.bit_length()}."
+            )
+        if resolution < self.downsampling:
+            raise ValueError(
+                f"The resolution is {resolution}, too small for num_layers = {self.num_layers}, which divide each edge "
+                f"by {self.downsampling}. Use at most {resolution.bit_length() - 1} layers, or larger images."
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) != spec.channels:
+                raise ValueError(
+                    f"{name} has {len(values)} values, but the images have {spec.channels} channels. "
+                    f"Give one for each channel, or leave {name} out."
+                )
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
+        return DVAE(self, spec)
+
+    def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:
+        """Shape [num_tokens, h, w] of the logits of an image of `spec`."""
+        edge = spec.resolution // self.downsampling
+        return self.num_tokens, edge, edge
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent: the length of an embedding."""
+        return self.codebook_dim
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels along an edge of the image for each token along an edge of the grid."""
+        return int(2**self.num_layers)
+
+    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel, of pixels in [0, 1]. Of 2 or 4 channels the last is alpha."""
+        colours, alphas = (channels - 1, 1) if channels in (2, 4) else (channels, 0)
+        mean = self.mean if self.mean is not None else (0.5,) * colours + (0.0,) * alphas
+        std = self.std if self.std is not None else (0.5,) * colours + (1.0,) * alphas
+        return mean, std
+
+
+class DVAE(nn.Module):
+    """Images [B, C, H, W] in [-1, 1] <-> tokens [B, h, w], h = H / 2^num_layers.
+
+    Inside, pixels are normalised: (p - mean) / std of p in [0, 1]. What goes in and what `decode` gives is not.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, config: DVAEConfig, spec: DataSpec) -> None:
+        super().__init__()
+        self.estimator: Estimator = config.estimator
+        self.image_shape = (spec.channels, spec.resolution, spec.resolution)
+        hidden, layers, blocks = config.hidden_dim, config.num_layers, config.num_resnet_blocks
+        widths = [spec.channels] + [hidden] * layers
+        downs = [
+            nn.Sequential(nn.Conv2d(c_in, c_out, 4, stride=2, padding=1), nn.ReLU())
+            for c_in, c_out in zip(widths[:-1], widths[1:], strict=True)
+        ]
+        widths = [hidden if blocks else config.codebook_dim] + [hidden] * layers
+        ups = [
+            nn.Sequential(nn.ConvTranspose2d(c_in, c_out, 4, stride=2, padding=1), nn.ReLU())
+            for c_in, c_out in zip(widths[:-1], widths[1:], strict=True)
+        ]
+        entry = [nn.Conv2d(config.codebook_dim, hidden, 1)] if blocks else []
+        self.encoder = nn.Sequential(
+            *downs, *(ResBlock(hidden) for _ in range(blocks)), nn.Conv2d(hidden, config.num_tokens, 1)
+        )
+        self.codebook = nn.Embedding(config.num_tokens, config.codebook_dim)
+        self.decoder = nn.Sequential(
+            *entry, *(ResBlock(hidden) for _ in range(blocks)), *ups, nn.Conv2d(hidden, spec.channels, 1)
+        )
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in config.normalisation(spec.channels))
+        # Of x = 2p - 1: (p - mean) / std = scale x + shift.
+        self.register_buffer("scale", 0.5 / std, persistent=False)
+        self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
+
+    def forward(self, x: Tensor, gumbel: Tensor, temperature: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
+        """The reconstruction and what it should be, both normalised, [B, C, H, W], and the logits [B, N, h, w].
+
+        gumbel: standard Gumbel noise [B, N, h, w], which draws the tokens. temperature: [], above 0.
+        """
+        logits = self.logits(x)
+        one_hot = relaxed_one_hot(logits, gumbel, temperature, self.estimator)
+        return self.decoder(self.embedding(one_hot)), self.normalise(x), logits
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Log probabilities of the tokens up to a constant, float32 [B, N, h, w].
+
+        Raises ValueError for images of another shape than the network was built for.
+        """
+        if x.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"Images have shape {list(x.shape[1:])} but the network was built for {list(self.image_shape)}. "
+                f"Set data.channels and data.resolution to what it was trained with."
+            )
+        logits: Tensor = self.encoder(self.normalise(x)).float()
+        return logits
+
+    def embedding(self, one_hot: Tensor) -> Tensor:
+        """The mean embedding [B, D, h, w] of tokens weighed by [B, N, h, w]."""
+        return torch.einsum("bnhw,nd->bdhw", one_hot, self.codebook.weight)
+
+    def indices(self, x: Tensor) -> Tensor:
+        """The most probable tokens of images, int64 [B, h, w]."""
+        return self.logits(x).argmax(dim=1)
+
+    def soft_latent(self, x: Tensor) -> Tensor:
+        """The embedding expected under the distribution over tokens, [B, D, h, w].
+
+        Gumbel noise at temperature 0 draws token n with probability softmax(logits)_n, whatever the temperature was.
+        """
+        return self.embedding(F.softmax(self.logits(x), dim=1))
+
+    def hard_latent(self, indices: Tensor) -> Tensor:
+        """The embeddings [B, D, h, w] of tokens [B, h, w]."""
+        latent: Tensor = self.codebook(indices).movedim(-1, 1)
+        return latent
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """A latent [B, D, h, w] -> images [B, C, H, W], in [-1, 1] where the decoder is right."""
+        return (self.decoder(latent) - self.shift) / self.scale
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Pixels in [-1, 1] -> what the network works in."""
+        return x * self.scale + self.shift
+
+
+class ResBlock(nn.Module):
+    """x + conv1(relu(conv3(relu(conv3(x)))))."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x)  # type: ignore[no-any-return]
+
+
+def relaxed_one_hot(logits: Tensor, gumbel: Tensor, temperature: Tensor, estimator: Estimator) -> Tensor:
+    """A token for each position, drawn from softmax(logits), as weights [B, N, …] that sum to 1 over dimension 1.
+
+    logits, gumbel: [B, N, …]; the token is the argmax of their sum (Gumbel-max). temperature: [], above 0.
+    gumbel_softmax: softmax((logits + gumbel) / temperature), soft (Jang et al. 2017, equation 2). straight_through:
+    one-hot, with the gradient of that (ibid., section 2.2). reinmax: one-hot, with the gradient of Liu et al. 2023,
+    algorithm 2.
+    """
+    soft = F.softmax((logits + gumbel) / temperature, dim=1)
+    if estimator == "gumbel_softmax":
+        return soft
+    hard = torch.zeros_like(soft).scatter_(1, soft.argmax(dim=1, keepdim=True), 1.0)
+    if estimator == "straight_through":
+        return _with_gradient(hard, soft)
+    pi_0 = F.softmax(logits, dim=1)
+    pi_1 = (hard + F.softmax(logits / temperature, dim=1)) / 2
+    # The logits that give pi_1, moved with the gradient of the logits alone.
+    shifted = logits + (pi_1.clamp(min=1e-20).log() - logits).detach()
+    pi_2 = 2 * F.softmax(shifted, dim=1) - pi_0 / 2
+    return _with_gradient(hard, pi_2)
+
+
+def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
+    """`value`, passing the gradient on to `gradient`."""
+    return value + (gradient - gradient.detach())

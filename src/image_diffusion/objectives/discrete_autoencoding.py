@@ -1,0 +1,100 @@
+"""A discrete VAE: reconstruct through tokens drawn at a temperature that falls (Ramesh et al. 2021, section 2.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import Batch, Losses
+
+
+class TemperatureConfig(Config):
+    """The temperature as a function of the step: max(start exp(-rate step), final)."""
+
+    start: float = Field(1.0, gt=0)
+    """Temperature at step 0."""
+    rate: float = Field(1e-6, ge=0)
+    """How fast it falls: to 1/e of it in 1/rate steps."""
+    final: float = Field(0.5, gt=0)
+    """Temperature below which it never falls."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> TemperatureConfig:
+        if self.final > self.start:
+            raise ValueError(f"final is {self.final}, above start = {self.start}. The temperature only falls.")
+        return self
+
+    def at(self, step: int) -> float:
+        """The temperature of update number `step`."""
+        return max(self.start * math.exp(-self.rate * step), self.final)
+
+
+class DiscreteAutoencodingConfig(Config):
+    """What a reconstruction costs, and how the tokens are drawn."""
+
+    reconstruction: Literal["mse", "smooth_l1"] = "mse"
+    """Error of the normalised pixels: squared, or squared below 1 and linear above (Girshick 2015, equation 3)."""
+    kl_weight: float = Field(0.0, ge=0)
+    """Weight of the divergence of the tokens' distribution from the uniform one, in nats, a mean over positions."""
+    kl_summed_over_batch: int | None = Field(None, ge=1)
+    """Give kl_weight the meaning it has in DALLE-pytorch with batches of so many images: there the divergence is summed
+    over batch and positions, so that its weight depends on the size of both. Unset: the mean."""
+    temperature: TemperatureConfig = TemperatureConfig()
+    """How soft the choice of a token is, over the steps."""
+
+    def build(self, logits_shape: tuple[int, int, int]) -> DiscreteAutoencoding:
+        """The objective for logits [N, h, w]."""
+        return DiscreteAutoencoding(self, logits_shape)
+
+
+class DiscreteAutoencoding:
+    """Error of the pixels plus weighted divergence, both per example and independent of the image's size.
+
+    Parts: "mse" of the normalised pixels; "smooth_l1", where it is the loss; "kl", nats per position; "temperature",
+    that of the batch's step, in validation too; "tokens" and "perplexity", of an image's own most probable tokens: how
+    many there are, and exp of their entropy. Over a whole data set they are found by `evaluate`.
+    """
+
+    def __init__(self, config: DiscreteAutoencodingConfig, logits_shape: tuple[int, int, int]) -> None:
+        self._config, self._logits_shape = config, logits_shape
+        num_tokens, height, width = logits_shape
+        self._log_num_tokens = math.log(num_tokens)
+        times = height * width * (config.kl_summed_over_batch or 0)
+        self._kl_weight = config.kl_weight * (times or 1)
+
+    def __call__(
+        self, network: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], batch: Batch
+    ) -> Losses:
+        gumbel = batch.streams.gumbel("gumbel", self._logits_shape)
+        temperature = gumbel.new_full((), self._config.temperature.at(batch.step))
+        reconstruction, target, logits = network(batch.x, gumbel, temperature)
+        reconstruction, target = reconstruction.float(), target.float()
+
+        mse = (reconstruction - target).square().flatten(1).mean(1)
+        parts = {"mse": mse}
+        if self._config.reconstruction == "smooth_l1":
+            parts["smooth_l1"] = F.smooth_l1_loss(reconstruction, target, reduction="none").flatten(1).mean(1)
+        error = parts[self._config.reconstruction]
+        log_q = F.log_softmax(logits.float(), dim=1)  # [B, N, h, w]
+        kl = self._log_num_tokens + (log_q.exp() * log_q).sum(1).flatten(1).mean(1)
+
+        num_tokens, perplexity = token_use(logits.detach().argmax(1).flatten(1))
+        parts |= {"kl": kl, "temperature": temperature.expand(len(kl)), "tokens": num_tokens, "perplexity": perplexity}
+        return Losses(error + self._kl_weight * kl, {name: part.detach() for name, part in parts.items()})
+
+
+def token_use(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B, P] -> of each row: how many different ones it has, float32 [B], and exp of their entropy, [B]."""
+    ordered = indices.sort(dim=1).values
+    first = torch.searchsorted(ordered, ordered, side="left")
+    count = torch.searchsorted(ordered, ordered, side="right") - first  # [B, P], how often a position's token is there
+    num_positions = indices.shape[1]
+    entropy = math.log(num_positions) - count.float().log().mean(1)
+    return (1.0 / count).sum(1), entropy.exp()
