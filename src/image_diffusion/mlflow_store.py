@@ -90,6 +90,7 @@ class Store:
             self._lock = Path(tempfile.gettempdir()) / f"image-diffusion-{name}.lock"
         self.shown_uri = without_password(uri)
         self._sent: dict[str, set[tuple[str, int, int, str]]] = {}
+        self._known: dict[str, Run] = {}  # runs as they were when `run` found them, and the tags set since
         self._taken_of: dict[str, tuple[int, set[tuple[str, int]]]] = {}
         mlflow.set_tracking_uri(uri)
         with self._told(), locked(self._lock):  # creating the tables is a race between processes
@@ -99,7 +100,10 @@ class Store:
             self._project, self.experiment_id = project, self._experiment_named(project)
 
     def run(self, key: str, name: str, start_time: int, tags: Mapping[str, str]) -> str:
-        """The id of the run with this key, created when missing. start_time: milliseconds since 1970."""
+        """The id of the run with this key, created when missing. start_time: milliseconds since 1970.
+
+        Ask for it first: the methods below leave out what the run held at this moment.
+        """
 
         def create() -> None:
             self._client.create_run(self.experiment_id, start_time, {**tags, KEY: key}, name)
@@ -109,21 +113,24 @@ class Store:
 
         with self._told():
             found = self._once(lambda: self._runs(key), create, delete, lambda run: str(run.info.run_id))
-            return str(found.info.run_id)
+            run_id = str(found.info.run_id)
+            self._known[run_id] = self._client.get_run(run_id)
+            return run_id
 
     def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; those that are set already are not sent."""
         with self._told():
-            present = self._client.get_run(run_id).data.tags
+            present = self._known[run_id].data.tags
             wanted = {_name(key): _cut(value, _MAX_TAG_CHARS) for key, value in tags.items()}
             changed = [RunTag(key, value) for key, value in wanted.items() if present.get(key) != value]
             for batch in _batches(changed, _MAX_TAGS):
                 self._write(self._client.log_batch, run_id, tags=batch, synchronous=True)
+                present.update({tag.key: tag.value for tag in batch})
 
     def send_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Set parameters that are not set yet. MLflow never changes a parameter."""
         with self._told():
-            present = self._client.get_run(run_id).data.params
+            present = self._known[run_id].data.params
             wanted = {_name(key): _cut(_text(value), _MAX_PARAM_CHARS) for key, value in params.items()}
             missing = [Param(key, value) for key, value in wanted.items() if key not in present]
             for batch in _batches(missing, _MAX_PARAMS):
@@ -191,7 +198,7 @@ class Store:
         with self._told():
             folder, _, base = name.rpartition("/")
             tag = f"sha256/{name}"
-            known = self._client.get_run(run_id).data.tags.get(_name(tag))
+            known = self._known[run_id].data.tags.get(_name(tag))
             if known == sha256 and self._sizes(run_id, folder).get(base) == path.stat().st_size:
                 return
             with tempfile.TemporaryDirectory() as temporary:
@@ -204,7 +211,7 @@ class Store:
         """Note which data a run used. digest: sha256 in hexadecimal, of which MLflow keeps 32 characters."""
         with self._told():
             data = Dataset(name, digest[:32], "local", json.dumps({"uri": source}))
-            inputs = self._client.get_run(run_id).inputs.dataset_inputs
+            inputs = self._known[run_id].inputs.dataset_inputs
             if any((each.dataset.name, each.dataset.digest) == (name, digest[:32]) for each in inputs):
                 return
             entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
@@ -213,7 +220,7 @@ class Store:
     def send_end(self, run_id: str, status: str, end_time: int) -> None:
         """Close a run: FINISHED, FAILED or KILLED; end_time in milliseconds since 1970."""
         with self._told():
-            info = self._client.get_run(run_id).info
+            info = self._known[run_id].info
             if (info.status, info.end_time) != (status, end_time):
                 self._write(self._client.set_terminated, run_id, status, end_time)
 
@@ -234,7 +241,7 @@ class Store:
             model_id = str(model.model_id)
             if model.status != LoggedModelStatus.READY:
                 self._write(self._client.finalize_logged_model, model_id, LoggedModelStatus.READY)
-            made = {output.model_id for output in self._client.get_run(run_id).outputs.model_outputs}
+            made = {output.model_id for output in self._known[run_id].outputs.model_outputs}
             if model_id not in made:
                 self._write(self._client.log_outputs, run_id, [LoggedModelOutput(model_id, step)])
             return model_id
@@ -242,7 +249,7 @@ class Store:
     def use_model(self, run_id: str, model_id: str) -> None:
         """Note that a run used a logged model."""
         with self._told():
-            used = {each.model_id for each in self._client.get_run(run_id).inputs.model_inputs}
+            used = {each.model_id for each in self._known[run_id].inputs.model_inputs}
             if model_id not in used:
                 self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 

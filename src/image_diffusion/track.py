@@ -280,7 +280,7 @@ def track(options: argparse.Namespace, store: Store | None = None) -> dict[str, 
         largest = int(options.largest_file_mb * 2**20)
         ids = send(store, planned, experiment, datasets, largest, options.champion_metric)
     runs = [_summary(each, ids[each.history.id]) for each in planned]
-    page = f"/#/experiments/{store.experiment_id}?workflowType=machine_learning"
+    page = f"/#/experiments/{store.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     return {"format": 1, "store": store.shown_uri, "project": options.project, "page": page, "runs": runs}
 
 
