@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Grid
+from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.parameterization import LEARNED_VARIANCES
 
 
@@ -45,7 +45,13 @@ class DiffusionSystem(Config):
         """The objective. Raises ValueError where it does not fit the process or the data."""
         return self.objective.build(self.process.build(), spec)
 
-    def denoiser(self, network: Network, grid: Grid, cond: Mapping[str, Tensor]) -> NetworkDenoiser:
-        """The network as a sampler on `grid` sees it."""
+    def denoiser(
+        self,
+        network: Network,
+        grid: Grid,
+        cond: Mapping[str, Tensor],
+        guide: Callable[[Network], Network] = lambda network: network,
+    ) -> Denoiser:
+        """The network as a sampler on `grid` sees it, for one batch of images. guide: a network -> the guided one."""
         prediction, variance = self.objective.prediction, self.objective.variance
-        return NetworkDenoiser(network, self.process.build(), grid, prediction, variance, cond)
+        return NetworkDenoiser(guide(network), self.process.build(), grid, prediction, variance, cond)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, cast
 
 import torch
@@ -65,7 +66,9 @@ class Generator:
         self._sampler, self._seed = settings.sampler, settings.seed
         self._grid = self._sampler.grid(system.process)
         null = {"label": torch.tensor(spec.num_classes, device=self._device)} if labelled else {}
-        self._network = settings.guidance.build(cast("Network", network), null, self._grid)
+        self._network = cast("Network", network)
+        self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(plain, null, self._grid)
+        self._guide(self._network)  # raises now what does not fit
 
     @torch.no_grad()
     def __call__(self, seeds: Tensor, labels: Tensor | None) -> Tensor:
@@ -84,7 +87,7 @@ class Generator:
         streams = image_streams(seeds.to(self._device), self._seed)
         noise = initial_noise(streams, (self._spec.channels, self._spec.resolution, self._spec.resolution))
         cond = {} if labels is None else {"label": labels.to(self._device)}
-        return self._system.denoiser(self._network, self._grid, cond), noise, streams
+        return self._system.denoiser(self._network, self._grid, cond, self._guide), noise, streams
 
 
 def requested_labels(

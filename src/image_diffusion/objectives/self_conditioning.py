@@ -1,0 +1,91 @@
+"""Self-conditioning: the network is also given an estimate it made before.
+
+Of x0: Chen et al. 2023, "Analog bits", section 3.2. Of its latents: Jabri et al. 2023, section 3.2. In training
+that is an estimate from the same x_t, made without gradient. Where it differs from the code of RIN: each sample decides
+on its own whether it is given its estimate, so that neither the batch nor the number of processes matters; the
+original decides once for a whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses
+from image_diffusion.objectives.denoising import Denoising, DenoisingObjective
+from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.process.noise_process import NoiseProcess, broadcast
+from image_diffusion.process.parameterization import clamp, to_x0_and_eps
+
+
+class SelfConditioning(Config):
+    """How often, and with what, a network is conditioned on its own earlier estimate."""
+
+    probability: float = Field(0.9, ge=0, le=1)
+    """Share of the samples in training that are given an estimate; 0: none, and sampling carries none either."""
+    clamp: bool = True
+    """Hold the estimated x0 to [-1, 1] before it is given back: right for pixels; turn it off for latents."""
+
+    def restrict(self, x0: Tensor) -> Tensor:
+        """An estimate of x0 as the network is given it."""
+        return clamp(x0) if self.clamp else x0
+
+
+class SelfConditionedObjective:
+    """A batch -> one loss per sample: denoising with two passes of the network, the first without gradient.
+
+    network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents), where cond may hold
+    "self_cond" like x and "latents" as returned; rows of zeros say that there is none. The loss is its part "mse";
+    "latent_norm" is the root-mean-square of each sample's latents.
+    """
+
+    def __init__(self, config: SelfConditioning, denoising: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
+        self._config, self._prediction, self._process = config, denoising.prediction, process
+        self._denoising = DenoisingObjective(denoising, process, spec)
+        self._drop_labels = LabelDropout(denoising.label_drop_probability, spec)
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        """Draw a time for each sample and measure there (`at_times`)."""
+        return self.at_times(network, batch, self._process.draw(batch.streams))
+
+    def at_times(self, network: Any, batch: Batch, t: Tensor) -> Losses:
+        """Draw for each sample its noise and whether it is given an estimate, and drop labels."""
+        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
+        given = batch.streams.event("self_conditioning", self._config.probability)
+        return self.losses_at(network, batch.x, t, noise, given, self._drop_labels(batch))
+
+    def losses_at(
+        self, network: Any, x: Tensor, t: Tensor, noise: Tensor, given: Tensor, cond: dict[str, Tensor]
+    ) -> Losses:
+        """The losses of x [B, C, …] at times t [B] with noise like x; given: bool [B], who is given an estimate."""
+        if self._config.probability > 0:
+            cond = cond | self.estimate(network, x, t, noise, given, cond)
+        norms = {}
+
+        def tracked(x_t: Tensor, time: Tensor, /, **cond: Tensor) -> Tensor:
+            output: Tensor
+            output, latents = network(x_t, time, **cond, return_latents=True)
+            norms["latent_norm"] = latents.detach().float().square().flatten(1).mean(1).sqrt()
+            return output
+
+        losses = self._denoising.losses_at(tracked, x, t, noise, cond)
+        return Losses(losses.loss, losses.parts | norms, losses.time)
+
+    @torch.no_grad()
+    def estimate(
+        self, network: Any, x: Tensor, t: Tensor, noise: Tensor, given: Tensor, cond: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """ "self_cond" and "latents" of a first pass, zero in the rows that are not given them."""
+        alpha, sigma = broadcast(self._process.levels(t), x)
+        x_t = alpha * x + sigma * noise
+        time = self._process.network_time(t)
+        output, latents = network(self._process.network_input(x_t), time, **cond, return_latents=True)
+        x0, _ = to_x0_and_eps(self._prediction, output.to(x.dtype), x_t, alpha, sigma)
+        return {
+            "self_cond": torch.where(given[:, None, None, None], self._config.restrict(x0), 0),
+            "latents": torch.where(given[:, None, None], latents, 0),
+        }

@@ -1,0 +1,59 @@
+"""RIN: a recurrent interface network in continuous time, conditioned on its own estimates (Jabri et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.core.types import Objective as ObjectiveFunction
+from image_diffusion.networks.rin import Rin, RinConfig
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.objectives.self_conditioning import SelfConditionedObjective, SelfConditioning
+from image_diffusion.objectives.weighting import MinSnrWeighting
+from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.self_conditioned import SelfConditionedDenoiser
+from image_diffusion.systems.diffusion import DiffusionSystem
+
+
+class RinSystem(DiffusionSystem):
+    """Latents that read from patches of x and write to them."""
+
+    type: Literal["rin"] = "rin"
+    """A recurrent interface network."""
+    network: RinConfig = RinConfig()
+    """Size of the network."""
+    process: Continuous = Continuous()
+    """How noise is added."""
+    objective: Denoising = Denoising(prediction="v", weighting=MinSnrWeighting())
+    """What the network predicts, and how its error is weighed."""
+    self_conditioning: SelfConditioning = SelfConditioning()
+    """How the network is conditioned on its own earlier estimate."""
+
+    def build_network(self, spec: DataSpec) -> Rin:
+        """The network, randomly initialised. Raises ValueError when it does not fit the data."""
+        return self.network.build(spec)
+
+    def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
+        """The objective. Raises ValueError where it does not fit the process or the data."""
+        process = self.process.build()
+        objective = SelfConditionedObjective(self.self_conditioning, self.objective, process, spec)
+        return self.objective.timestep_sampling.wrap(objective, process)
+
+    def denoiser(
+        self,
+        network: Network,
+        grid: Grid,
+        cond: Mapping[str, Tensor],
+        guide: Callable[[Network], Network] = lambda network: network,
+    ) -> Denoiser:
+        """The network as a sampler on `grid` sees it."""
+        if self.self_conditioning.probability == 0:
+            return super().denoiser(network, grid, cond, guide)
+        restrict = self.self_conditioning.restrict
+        return SelfConditionedDenoiser(
+            network, self.process.build(), grid, self.objective.prediction, cond, restrict, guide
+        )
