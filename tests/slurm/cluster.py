@@ -1,0 +1,101 @@
+"""The local Slurm of the tests, and Snakemake sending jobs to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from projects import ROOT, Project, make_project
+
+# A small queue answers sooner than a site's: look after two seconds, on files that are there at once.
+SLURM = ["--profile", "slurm", "--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What local_slurm.sh keeps in a folder."""
+
+    folder: Path
+    port: int
+
+    def script(self, command: str) -> None:
+        """Run the script; it must succeed."""
+        settings = {"LOCAL_SLURM_DIR": str(self.folder), "LOCAL_SLURM_PORT": str(self.port)}
+        script = Path(__file__).parent / "local_slurm.sh"
+        subprocess.run([script, command], env=os.environ | settings, check=True, stdout=subprocess.DEVNULL)
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs in order to use it."""
+        clients = self.folder / "bin"
+        return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{clients}{os.pathsep}{os.environ['PATH']}"}
+
+    def jobs(self, *states: str) -> list[str]:
+        """The jobs in the queue, by id and rule."""
+        wanted = [f"--states={','.join(states)}"] if states else []
+        listed = subprocess.run(
+            ["squeue", "--noheader", "--format=%A %k", *wanted], check=True, capture_output=True, text=True
+        )
+        return listed.stdout.splitlines()
+
+    def job_of(self, rule: str) -> str | None:
+        """The id of the running job of a rule."""
+        running = [line.split()[0] for line in self.jobs("RUNNING") if f"rule_{rule}" in line]
+        return running[0] if running else None
+
+    def kill_daemon(self, name: str) -> None:
+        """SIGKILL one daemon: slurmctld, slurmd-n1, slurmd-n2."""
+        os.kill(int((self.folder / "run" / f"{name}.pid").read_text()), signal.SIGKILL)
+
+    def cancel_all(self) -> None:
+        """Empty the queue."""
+        for job in self.jobs():
+            subprocess.run(["scancel", job.split()[0]], check=True)
+        wait_until(lambda: not self.jobs(), 60)
+
+
+@contextmanager
+def snakemake(project: Project, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Snakemake at work, with what it prints in printed.log; killed if it still runs in the end."""
+    with (
+        (project / "printed.log").open("ab") as printed,
+        subprocess.Popen(
+            [*project.command(), *SLURM, *arguments], cwd=project.folder, stdout=printed, stderr=printed
+        ) as running,
+    ):
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def slurm_project(folder: Path) -> Project:
+    """The project of the workflow tests, with the profile where the literal command finds it."""
+    project = make_project(folder)
+    (folder / "slurm").symlink_to(ROOT / "slurm", target_is_directory=True)
+    return project
+
+
+def finish(project: Project, *arguments: str) -> None:
+    """Run Snakemake on the cluster to a good end."""
+    with snakemake(project, *arguments) as running:
+        code = running.wait(600)
+    assert code == 0, (project / "printed.log").read_text()[-5000:]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.1)
+
+
+def steps_saved(project: Project) -> int:
+    """The last step of which training has a whole checkpoint."""
+    saved = (project / "results/micro/train/state").glob("*/step-*")
+    return max((int(path.name.split("-")[1].split(".")[0]) for path in saved), default=0)

@@ -1,0 +1,126 @@
+"""Faults of a cluster, done for real: each run ends with the bytes of an undisturbed one, and with an empty queue."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, finish, slurm_project, snakemake, steps_saved, wait_until
+from projects import Project
+
+from image_diffusion.core.journal import read_journal
+
+WEIGHTS = "results/micro/train/weights.safetensors"
+STEPS = 3000
+
+
+def long_training(project: Project, steps: int) -> None:
+    """Half a minute of training and more, saved several times a second."""
+    project.edit(
+        lambda experiment: experiment["train"].update(
+            steps=steps, checkpoint={"every_steps": 50}, validate_every_steps=None, log_every_steps=50
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights of a run on this machine that nothing disturbs."""
+    project = slurm_project(tmp_path_factory.mktemp("undisturbed") / "project")
+    long_training(project, STEPS)
+    project.run(WEIGHTS)
+    return (project / WEIGHTS).read_bytes()
+
+
+@pytest.fixture
+def training(project: Project) -> Project:
+    long_training(project, STEPS)
+    return project
+
+
+def wait_for_training(cluster: Cluster, project: Project, steps: int) -> str:
+    """The job that trains, once it has come further than `steps`."""
+    wait_until(lambda: steps_saved(project) > steps and cluster.job_of("train"), 300)
+    job = cluster.job_of("train")
+    assert job is not None
+    return job
+
+
+def test_a_cancelled_job_is_sent_again(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
+    with snakemake(training, WEIGHTS) as running:
+        job = wait_for_training(cluster, training, 0)
+        subprocess.run(["scancel", job], check=True)
+        assert running.wait(600) == 0
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    assert not cluster.jobs()
+
+
+def test_daemons_that_die_lose_nothing(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
+    with snakemake(training, WEIGHTS) as running:
+        wait_for_training(cluster, training, 0)
+        for daemon in ("slurmd-n1", "slurmd-n2", "slurmctld"):
+            cluster.kill_daemon(daemon)
+        cluster.script("up")
+        assert running.wait(600) == 0
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+
+
+def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
+    with snakemake(training, WEIGHTS) as running:
+        wait_for_training(cluster, training, 0)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(120) != 0
+    wait_until(lambda: not cluster.jobs(), 60)
+    saved = steps_saved(training)
+    finish(training, WEIGHTS)
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    history = read_journal(training / "results/micro/journal/train")
+    assert history is not None
+    assert saved > 0
+    assert len(history.starts) == 2
+
+
+def test_a_killed_snakemake_is_followed_by_the_same_command(
+    cluster: Cluster, training: Project, undisturbed: bytes
+) -> None:
+    with snakemake(training, WEIGHTS) as running:
+        orphan = wait_for_training(cluster, training, 0)
+        running.kill()
+    finish(training, WEIGHTS)
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    assert f"Cancelling what a killed Snakemake left in the queue: {orphan}" in printed(training)
+    assert not cluster.jobs()
+
+
+def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    steps = 3 * STEPS
+    long_training(project, steps)
+    limit = ["--set-resources", "train:runtime=1", "train:slurm_extra='--signal=TERM@25'"]
+    finish(project, WEIGHTS, *limit)
+    history = read_journal(project / "results/micro/journal/train")
+    assert history is not None
+    assert len(history.starts) > 2
+
+    alone = slurm_project(tmp_path / "alone")
+    long_training(alone, steps)
+    alone.run(WEIGHTS)
+    assert (alone / WEIGHTS).read_bytes() == (project / WEIGHTS).read_bytes()
+
+
+def printed(project: Project) -> str:
+    return (project / "printed.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("crop:slurm_partition=nowhere", "invalid partition specified: nowhere"),
+        ("crop:cpus_per_task=64", "Requested node configuration is not available"),
+    ],
+)
+def test_what_the_cluster_refuses_is_told(project: Project, asked: str, message: str) -> None:
+    with snakemake(project, "results/datasets/dots-16/crops/manifest.json", "--set-resources", asked) as running:
+        assert running.wait(120) == 1
+    assert message in printed(project)
