@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from image_diffusion.data.centre_crop import centre_crop, halve, scaled_size
+from image_diffusion.data.centre_crop import centre_crop, scaled_size
 from image_diffusion.data.config import DataConfig
 
 FORMATS = (
@@ -72,6 +72,8 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
+            if config.resize == "fast" and _is_plain_jpeg(image, config):
+                return Crop(_fast_crop(data, config.resolution), image.size, [])
             upright, flags = _decode(image, config)
     except BadImage:
         raise
@@ -80,11 +82,9 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     except Exception as error:  # decoders raise nearly anything when they are fed damaged files
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     if config.resize == "fast":
-        pixels = _fast_crop(upright, config.resolution)
-    else:
-        pixels = np.asarray(centre_crop(upright, config.resolution))
-    if pixels.ndim == 2:
-        pixels = pixels[:, :, None]
+        return Crop(_fast_crop(upright, config.resolution), upright.size, sorted(flags))
+    pixels = np.asarray(centre_crop(upright, config.resolution))
+    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
     return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags))
 
 
@@ -150,22 +150,17 @@ def _scale_16bit(image: Image.Image) -> Image.Image:
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
 
 
-def _fast_crop(image: Image.Image, resolution: int) -> NDArray[np.uint8]:
-    """The centre crop with torch's antialiased bicubic kernel for uint8, rows before columns as Pillow does."""
-    import torch
-    from torch.nn.functional import interpolate
+def _is_plain_jpeg(image: Image.Image, config: DataConfig) -> bool:
+    """Whether a JPEG needs nothing but to be decoded and scaled."""
+    return (
+        image.format == "JPEG"
+        and image.mode == _MODES[config.channels] == "RGB"
+        and min(image.size) < 2 * config.resolution
+        and not ("exif" in image.info and image.getexif().get(_ORIENTATION, 1) in range(2, 9))
+    )
 
-    image = halve(image, resolution)
-    width, height = scaled_size(*image.size, resolution)
-    left, top = (width - resolution) // 2, (height - resolution) // 2
-    pixels = np.array(image) if image.mode != "L" else np.array(image)[:, :, None]
-    x = torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)  # [1, C, H, W], channels last in memory
-    if width != image.width:
-        x = interpolate(x, size=(image.height, width), mode="bicubic", antialias=True)
-    x = x[:, :, :, left : left + resolution]
-    if height != image.height:
-        x = x.contiguous(memory_format=torch.channels_last)
-        x = interpolate(x, size=(height, resolution), mode="bicubic", antialias=True)
-    x = x[0, :, top : top + resolution].permute(1, 2, 0)
-    cropped: NDArray[np.uint8] = x.numpy()
-    return cropped
+
+def _fast_crop(source: bytes | Image.Image, resolution: int) -> NDArray[np.uint8]:
+    from image_diffusion.data.fast_crop import crop_jpeg, crop_pillow
+
+    return crop_jpeg(source, resolution) if isinstance(source, bytes) else crop_pillow(source, resolution)
