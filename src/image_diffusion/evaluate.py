@@ -16,6 +16,7 @@ from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import EvaluateStage
+from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.samples import read_samples
 
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of crops the model was trained on")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
+    parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")
     parser.add_argument("--report", type=Path, help="folder for the pictures")
     parser.add_argument("--journal", type=Path, help="folder for this stage's journal")
     parser.add_argument("--output", type=Path, required=True, help="metrics.json to write")
@@ -37,12 +39,16 @@ def main() -> None:
     data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
     samples = read_samples(arguments.samples, data.train.classes)
     detector = settings.detector.build(arguments.detector, str(best_device()))
+    previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
     journal = Journal.open(arguments.journal, "evaluate") if arguments.journal else NullJournal()
     with journal:
         journal.params({"evaluate": dump(settings)})
-        result = evaluate_samples(samples, data, detector, settings, arguments.report, arguments.reference)
+        result = evaluate_samples(samples, data, detector, settings, arguments.report, arguments.reference, previews)
         step = int(samples.protocol.get("step", 0))
         journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
+        for point in result["curve"]:
+            values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
+            journal.metrics(values, point["step"])
         for picture in sorted(arguments.report.glob("*.png")) if arguments.report else []:
             journal.image(picture.stem, picture, step)
         write_json(arguments.output, result)

@@ -34,9 +34,11 @@ rule evaluate:
         code=code["evaluate"],
         detector=detector_option,
         data=lambda wildcards, input: Path(input.data).parent,
+        previews=f"{results}/{{experiment}}/train/previews",
         pictures=f"{results}/{{experiment}}/evaluation",
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --samples {input.samples:q}"
-        " --data {params.data:q} {params.detector:q} --report {params.pictures:q} --output {output.metrics:q}"
+        " --data {params.data:q} {params.detector:q} --previews {params.previews:q} --report {params.pictures:q}"
+        " --output {output.metrics:q}"
         " --journal {params.journal:q}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.metrics.classes import confusion
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
+from image_diffusion.metrics.curve import measure_previews, plot_curve
 from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect
 from image_diffusion.metrics.intervals import mean_estimate
 from image_diffusion.metrics.moments import Gaussian, block_of_each
@@ -44,11 +46,14 @@ def evaluate_samples(
     settings: EvaluateConfig,
     report: Path | None = None,
     reference_file: Path | None = None,
+    previews: Mapping[int, Samples] | None = None,
 ) -> dict[str, Any]:
-    """Judge samples. Returns {"metrics": {name: entry}, "classes": …, "protocol": …}, plain data.
+    """Judge samples. Returns {"metrics": {name: entry}, "curve": …, "classes": …, "protocol": …}, plain data.
 
     An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, ratio. report: a folder for the
     pictures. reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, in place of a split.
+    previews: samples of earlier steps of the training, for the curve.
+
     Raises ValueError, before any long computation, for what cannot be measured.
     """
     _check(samples, data, settings, reference_file)
@@ -73,8 +78,12 @@ def evaluate_samples(
     entries = {detector.metric_name(name): entry for name, entry in with_floor(estimates, same_size, floor).items()}
     if settings.copies:
         entries["copies"] = _copies(samples, data, report)
+    curve = measure_previews(previews or {}, detector, reference, classes, settings)
+    if report is not None and len(curve) > 1:
+        plot_curve(curve, report / "curve.png")
     result = {
         "metrics": entries,
+        "curve": curve,
         "classes": _classes(made, labels, classes, report),
         "protocol": {
             "detector": detector.identity,
