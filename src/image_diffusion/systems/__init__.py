@@ -6,6 +6,7 @@ from pydantic import Field
 
 from image_diffusion.systems.autoencoder import AutoencoderSystem
 from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.iddpm import IddpmSystem
 from image_diffusion.systems.rin import RinSystem
 
-System = Annotated[DiTSystem | RinSystem | AutoencoderSystem, Field(discriminator="type")]
+System = Annotated[DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem, Field(discriminator="type")]
