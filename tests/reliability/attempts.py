@@ -89,8 +89,12 @@ class Attempts:
 def serve() -> None:
     """Answer requests until standard input ends."""
     import tiny_runs
-    import torch._dynamo  # noqa: F401 - what PyTorch would import at the first step
+    import torch._dynamo  # what PyTorch would import at the first step
 
+    from image_diffusion.training.distributed import World
+
+    for build in tiny_runs.SYSTEMS.values():  # and what the systems import when they are built
+        build(World(0, 1, torch.device("cpu")))
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked safely"
     for line in sys.stdin:
         attempt = Attempt(**json.loads(line))

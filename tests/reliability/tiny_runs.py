@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import time
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from image_diffusion.core.config import parse
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, Losses, Network
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.systems import System
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Task
@@ -165,7 +168,54 @@ INJECTED: dict[str, Callable[[int], None]] = {
 }
 """What can be different in a process, by name: a function of its rank that makes it so."""
 
-SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp}
+TINY: dict[str, dict[str, Any]] = {
+    "dit": {"network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}},
+    "iddpm": {
+        "network": {
+            "channels": 32,
+            "multipliers": [1],
+            "num_res_blocks": 1,
+            "attention_resolutions": [],
+            "dropout": 0.1,
+        },
+        "process": {"type": "discrete", "num_timesteps": 20},
+        "objective": {
+            "type": "denoising",
+            "variance": "learned_range",
+            "loss": "hybrid",
+            "timestep_sampling": {"type": "loss_second_moment", "history": 2},
+        },
+    },
+    "rin": {
+        "network": {"width": 16, "patch": 4, "depth": 1, "num_latents": 4, "num_heads": 1, "head_width": 8},
+        "objective": {"type": "denoising", "prediction": "v"},
+    },
+    "autoencoder": {"network": {"block_channels": [4, 8], "latent_channels": 2, "norm_groups": 2}},
+}
+"""Settings that make a system small enough to be trained hundreds of times, by its type."""
+
+
+def _small(kind: str) -> Callable[[World], Task]:
+    """A system of the product, as small as it gets."""
+
+    def build(world: World) -> Task:
+        system = parse(System, {"type": kind, **TINY[kind]}, kind)
+        spec = DataSpec(channels=4, resolution=8, num_classes=3)
+        labelled = getattr(system, "is_conditional", False)
+
+        def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+            return Batch(stored, {"label": label} if labelled else {}, streams)
+
+        network = system.build_network(spec)
+        return Task(network, system.build_objective(spec), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]
+
+    return build
+
+
+KINDS = [kind.model_fields["type"].default for kind in typing.get_args(typing.get_args(System)[0])]
+
+SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp, **{kind: _small(kind) for kind in KINDS}}
+"""What is trained, by name: a stand-in that has everything a task can have, and every system there is."""
 
 MODEL = {
     "system": {"type": "mlp"},

@@ -1,0 +1,222 @@
+"""Checkpoints: whole or absent, verified byte by byte, never of another run, written by one owner."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from image_diffusion.training.checkpoint import Checkpoint, Damaged, differing_keys, read_checkpoint, write_checkpoint
+from image_diffusion.training.config import CheckpointConfig
+from image_diffusion.training.state import State
+
+IDENTITY = {"train": {"seed": 1, "optimizer": {"lr": 0.1}}, "system": {"type": "dit"}}
+
+
+def checkpoint(step: int) -> Checkpoint:
+    draw = torch.Generator().manual_seed(step)
+    groups = {
+        "network": {"weight": torch.randn(7, 5, generator=draw), "bias": torch.randn(5, generator=draw)},
+        "ema-0.9": {"weight": torch.randn(7, 5, generator=draw)},
+        "optimizer": {"steps": torch.tensor([float(step)]), "exp_avg/weight": torch.randn(7, 5, generator=draw)},
+        "objective": {},
+    }
+    return Checkpoint(step, 32 * step, False, groups, {"precision": {"scale": 2.0**16}})
+
+
+def state(root: Path, identity: dict[str, Any] = IDENTITY, **settings: Any) -> State:
+    owned = State(root, identity, CheckpointConfig(**settings))
+    owned.claim()
+    return owned
+
+
+def same(left: Checkpoint, right: Checkpoint) -> bool:
+    plain = (left.step, left.examples_seen, left.reports_due, left.extra) == (
+        (right.step, right.examples_seen, right.reports_due, right.extra)
+    )
+    if not plain or left.groups.keys() != right.groups.keys():
+        return False
+    return all(
+        left.groups[group].keys() == right.groups[group].keys()
+        and all(torch.equal(tensor, right.groups[group][name]) for name, tensor in left.groups[group].items())
+        for group in left.groups
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    owned = state(tmp_path)
+    owned.save(checkpoint(3))
+    owned.wait()
+    found = state(tmp_path).load()
+    assert found is not None
+    assert same(found, checkpoint(3))
+
+
+def test_the_copy_is_of_the_moment_of_saving(tmp_path: Path) -> None:
+    owned, taken = state(tmp_path), checkpoint(3)
+    owned.save(taken)
+    taken.groups["network"]["weight"].zero_()
+    owned.wait()
+    found = owned.load()
+    assert found is not None
+    assert same(found, checkpoint(3))
+
+
+def test_the_same_checkpoint_has_the_same_bytes(tmp_path: Path) -> None:
+    for name in "ab":
+        owned = state(tmp_path / name)
+        owned.save(checkpoint(3))
+        owned.wait()
+    left, right = sorted(tmp_path.glob("a/*/step-*/*")), sorted(tmp_path.glob("b/*/step-*/*"))
+    assert len(left) == 5
+    assert [path.read_bytes() for path in left] == [path.read_bytes() for path in right]
+
+
+def damaged(folder: Path, others: list[Path], draw: random.Random) -> str:
+    """Do one bad thing to a checkpoint. Returns what."""
+    path = draw.choice(sorted(folder.iterdir()))
+    kind = draw.choice(
+        ["truncate", "extend", "flip", "delete", "swap within", "swap between", "rename", "empty", "json"]
+    )
+    match kind:
+        case "truncate":
+            path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+        case "extend":
+            path.write_bytes(path.read_bytes() + draw.randbytes(draw.randint(1, 9)))
+        case "flip":
+            data = bytearray(path.read_bytes())
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            path.write_bytes(bytes(data))
+        case "delete":
+            path.unlink()
+        case "swap within":
+            first, second = draw.sample(sorted(folder.glob("*.safetensors")), 2)
+            first_bytes = first.read_bytes()
+            first.write_bytes(second.read_bytes())
+            second.write_bytes(first_bytes)
+        case "swap between":
+            names = ["network.safetensors", "optimizer.safetensors", "checkpoint.json"]
+            name = draw.choice(names)
+            shutil.copy(draw.choice(others) / name, folder / name)
+        case "rename":
+            other = draw.choice(others)
+            shutil.rmtree(folder)
+            shutil.copytree(other, folder)
+        case "empty":
+            shutil.rmtree(folder)
+            folder.mkdir()
+        case "json":
+            record = json.loads((folder / "checkpoint.json").read_text())
+            record[draw.choice(["step", "examples_seen"])] += draw.randint(1, 5)
+            (folder / "checkpoint.json").write_text(json.dumps(record))
+    return kind
+
+
+def test_300_damaged_checkpoints_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owned = state(tmp_path / "whole", keep_last=3)
+    for step in (1, 2, 3):
+        owned.save(checkpoint(step))
+    owned.wait()
+    draw, kinds = random.Random(0), set()
+    for i in range(300):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "copy")
+        copy = state(tmp_path / "copy")
+        first, second, third = copy.checkpoints()
+        kinds.add(damaged(third, [first, second], draw))
+        if i % 3 == 0:
+            damaged(second, [first], draw)
+        found = copy.load()
+        assert found is not None
+        assert same(found, checkpoint(1 if i % 3 == 0 else 2)), i
+        assert "is damaged: " in capsys.readouterr().err
+        assert not third.exists()
+    assert len(kinds) == 9
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(tmp_path: Path) -> None:
+    owned = state(tmp_path)
+    owned.save(checkpoint(1))
+    owned.wait()
+    (owned.checkpoints()[0] / "network.safetensors").unlink()
+    assert owned.load() is None
+
+
+@pytest.mark.parametrize("change", range(3))
+def test_the_checkpoint_of_another_configuration_is_refused_with_the_keys(tmp_path: Path, change: int) -> None:
+    other = json.loads(json.dumps(IDENTITY))
+    [other["train"], other["train"]["optimizer"], other["system"]][change][["seed", "lr", "type"][change]] = "else"
+    theirs, ours = state(tmp_path, other), state(tmp_path)
+    assert theirs.folder != ours.folder
+    theirs.save(checkpoint(4))
+    theirs.wait()
+    theirs.checkpoints()[0].rename(ours.folder / "step-0000004")
+    key = ["train.seed", "train.optimizer.lr", "system.type"][change]
+    with pytest.raises(ValueError, match=rf"belongs to another configuration: {key} \(.* here, 'else' there\)"):
+        ours.load()
+
+
+def test_differing_keys_name_both_values() -> None:
+    assert differing_keys({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}) == [
+        "a.c (2 here, None there)",
+        "a.d (None here, 3 there)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "kept"), [(None, ["step-0000008", "step-0000009"]), (3, [f"step-000000{i}" for i in (3, 6, 8, 9)])]
+)
+def test_old_checkpoints_are_removed(tmp_path: Path, keep_every: int | None, kept: list[str]) -> None:
+    owned = state(tmp_path, keep_last=2, keep_every=keep_every)
+    for step in range(1, 10):
+        owned.save(checkpoint(step))
+    owned.wait()
+    assert [path.name for path in owned.checkpoints()] == kept
+    assert sorted(path.name for path in owned.folder.iterdir()) == sorted([*kept, "owner.json"])
+
+
+def test_who_was_replaced_ends_without_writing(tmp_path: Path) -> None:
+    first = state(tmp_path)
+    first.save(checkpoint(1))
+    first.wait()
+    second = state(tmp_path)
+    with pytest.raises(ValueError, match=r"has taken over .*; this one ends without writing"):
+        first.save(checkpoint(2))
+    second.save(checkpoint(2))
+    second.wait()
+    assert len(second.checkpoints()) == 2
+
+
+def test_who_is_replaced_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def replaced() -> None:
+        raise ValueError("taken over")
+
+    with pytest.raises(ValueError, match="taken over"):
+        write_checkpoint(tmp_path, checkpoint(1), IDENTITY, {}, replaced)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_is_told_with_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owned = state(tmp_path)
+    owned.save(checkpoint(1))
+    owned.wait()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("image_diffusion.training.checkpoint._save", full)
+    owned.save(checkpoint(2))
+    with pytest.raises(OSError, match=r"step 2 could not be written .*No space left.*State kept in .*step-0000001"):
+        owned.wait()
+    assert [path.name for path in owned.checkpoints()] == ["step-0000001"]
+
+
+def test_a_folder_of_another_step_is_damaged(tmp_path: Path) -> None:
+    written = write_checkpoint(tmp_path, checkpoint(1), IDENTITY, {}, lambda: None)
+    with pytest.raises(Damaged, match="it holds step 1"):
+        read_checkpoint(written.rename(tmp_path / "step-0000002"))
