@@ -29,7 +29,7 @@ from image_diffusion.experiment import (
     check_experiment,
     load_experiment,
 )
-from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems import CodecSystem
 
 
 def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
@@ -110,7 +110,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "num_shards": experiment.data.num_shards,
         "codec": codec,
         "codec_experiment": experiment.codec.experiment if isinstance(experiment.codec, Trained) else None,
-        "makes_samples": not isinstance(experiment.system, AutoencoderSystem),
+        "makes_samples": not isinstance(experiment.system, CodecSystem),
         "detector": experiment.evaluate.detector.type,
         "export": experiment.export.format,
         "resources": dump(experiment.resources),

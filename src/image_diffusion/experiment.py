@@ -15,8 +15,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.systems import System
-from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems import CodecSystem, System
 from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.training.config import TrainConfig
 
@@ -118,11 +117,11 @@ def check_experiment(experiment: Experiment, codec_experiment: Experiment | None
     """
     images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
     autoencoder = None
-    if codec_experiment is not None and isinstance(codec_experiment.system, AutoencoderSystem):
+    if codec_experiment is not None and isinstance(codec_experiment.system, CodecSystem):
         autoencoder = codec_experiment.system.network
         if codec_experiment.data != experiment.data:
             raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
-    if isinstance(experiment.system, AutoencoderSystem) and not isinstance(experiment.codec, Rgb):
+    if isinstance(experiment.system, CodecSystem) and not isinstance(experiment.codec, Rgb):
         raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
     spec = experiment.codec.spec(images, autoencoder)
     with torch.device("meta"):

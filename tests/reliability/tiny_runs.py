@@ -191,6 +191,10 @@ TINY: dict[str, dict[str, Any]] = {
         "objective": {"type": "denoising", "prediction": "v"},
     },
     "autoencoder": {"network": {"block_channels": [4, 8], "latent_channels": 2, "norm_groups": 2}},
+    "dvae": {
+        "network": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8},
+        "objective": {"kl_weight": 0.1, "temperature": {"rate": 0.05}},
+    },
 }
 """Settings that make a system small enough to be trained hundreds of times, by its type."""
 

@@ -10,6 +10,20 @@ from torch import Tensor
 from image_diffusion.core.streams import Streams
 
 
+class LatentShape(Protocol):
+    """What of an autoencoder's configuration decides the shape of its latents."""
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent."""
+        ...
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels along an edge of the image for each element along an edge of the latent."""
+        ...
+
+
 class Codec(Protocol):
     """Turns images into what a network is trained on, and samples back into images.
 

@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import Codec, from_uint8, to_uint8
+from image_diffusion.codecs.codec import Codec, LatentShape, from_uint8, to_uint8
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 
 class Rgb(Config):
@@ -38,7 +37,7 @@ class Rgb(Config):
     def identity(self) -> dict[str, Any]:
         return {"type": "rgb"}
 
-    def spec(self, images: DataSpec, autoencoder: AutoencoderConfig | None) -> DataSpec:
+    def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
         """What the data fix about a network: pixels stay what they are."""
         return images
 

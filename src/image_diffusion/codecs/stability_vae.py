@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.codec import Codec, LatentShape
 from image_diffusion.codecs.kl import KlCodec, latent_spec, load_vae
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
-from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 
 class StabilityVae(Config):
@@ -30,7 +29,7 @@ class StabilityVae(Config):
         """The folder of the latents."""
         return Path(self.weights).name
 
-    def spec(self, images: DataSpec, autoencoder: AutoencoderConfig | None) -> DataSpec:
+    def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
         """What the data fix about a network on these latents. Raises ValueError when the images do not fit."""
         if images.channels != 3:
             raise ValueError(f"data.channels is {images.channels}, but the codec stability_vae reads RGB. Set it to 3.")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, cast
 
 import torch
 from pydantic import Field
+from torch import nn
 
-from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.codec import Codec, LatentShape
+from image_diffusion.codecs.dvae import DVAECodec
 from image_diffusion.codecs.kl import KlCodec, latent_spec
 from image_diffusion.core.config import Config, parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_model, read_weights
-from image_diffusion.networks.autoencoder import AutoencoderConfig
-
-if TYPE_CHECKING:
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from image_diffusion.networks.autoencoder import Autoencoder, AutoencoderConfig
+from image_diffusion.networks.dvae import DVAE, DVAEConfig
 
 
 class Trained(Config):
@@ -34,7 +34,7 @@ class Trained(Config):
         """The folder of the latents."""
         return self.experiment
 
-    def spec(self, images: DataSpec, autoencoder: AutoencoderConfig | None) -> DataSpec:
+    def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
         """What the data fix about a network on these latents. Raises ValueError when the images do not fit."""
         if autoencoder is None:
             raise ValueError(
@@ -50,18 +50,23 @@ class Trained(Config):
         if weights is None:
             raise ValueError(f"The codec of experiment {self.experiment} needs its weights folder.")
         model = read_model(weights)
-        if model["system"]["type"] != "autoencoder":
-            raise ValueError(
-                f"{weights} was trained by a {model['system']['type']}, which is no codec. Set codec.experiment to an "
-                f"experiment whose system is an autoencoder."
-            )
+        kind = model["system"]["type"]
 
-        def load() -> AutoencoderKL:
+        def load(config: type[AutoencoderConfig] | type[DVAEConfig]) -> nn.Module:
             where = f"{weights}/model.json"
             spec: DataSpec = parse(DataSpec, model["spec"], where)
-            network = parse(AutoencoderConfig, model["system"]["network"], where).build(spec)
+            network: nn.Module = parse(config, model["system"]["network"], where).build(spec)
             network.load_state_dict(read_weights(weights)[0])
-            vae: AutoencoderKL = network.vae.to(device).eval().requires_grad_(False)
-            return vae if dtype == torch.float32 else vae.to(dtype)
+            return network.to(device, dtype).eval().requires_grad_(False)
 
-        return KlCodec(identity={"type": "kl", "sha256": model["sha256"]}, load=load, scale=self.scale or scale or 1.0)
+        scale = self.scale or scale or 1.0
+        if kind == "autoencoder":
+            identity = {"type": "kl", "sha256": model["sha256"]}
+            return KlCodec(identity, lambda: cast("Autoencoder", load(AutoencoderConfig)).vae, scale)
+        if kind == "dvae":
+            identity = {"type": "dvae", "sha256": model["sha256"]}
+            return DVAECodec(identity, lambda: cast("DVAE", load(DVAEConfig)), scale)
+        raise ValueError(
+            f"{weights} was trained by a {kind}, which is no codec. Set codec.experiment to an experiment whose system "
+            f"is an autoencoder or a dvae."
+        )

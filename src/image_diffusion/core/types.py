@@ -27,8 +27,8 @@ class Batch:
     """What an objective is given.
 
     x: float32 [B, C, H, W] in the space the network works in. cond: what the network is conditioned on, by name:
-    "label" int64 [B], "low_res" float32 [B, C, h, w], … . streams: the random numbers of these samples. step: the number
-    of the update that the batch is for, from 1; of the last one done, in validation; 0 outside training.
+    "label" int64 [B], "low_res" float32 [B, C, h, w], … . streams: the random numbers of these samples. step: the
+    number of the update that the batch is for, from 1; of the last one done, in validation; 0 outside training.
     """
 
     x: Tensor

@@ -6,6 +6,7 @@ decoder turns the grid of embeddings back into pixels. Parameters carry the name
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -63,7 +64,7 @@ class DVAEConfig(Config):
             raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
         return DVAE(self, spec)
 
-    def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:
+    def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Shape [num_tokens, h, w] of the logits of an image of `spec`."""
         edge = spec.resolution // self.downsampling
         return self.num_tokens, edge, edge
@@ -102,13 +103,12 @@ class DVAE(nn.Module):
         hidden, layers, blocks = config.hidden_dim, config.num_layers, config.num_resnet_blocks
         widths = [spec.channels] + [hidden] * layers
         downs = [
-            nn.Sequential(nn.Conv2d(c_in, c_out, 4, stride=2, padding=1), nn.ReLU())
-            for c_in, c_out in zip(widths[:-1], widths[1:], strict=True)
+            nn.Sequential(nn.Conv2d(c_in, c_out, 4, stride=2, padding=1), nn.ReLU()) for c_in, c_out in pairwise(widths)
         ]
         widths = [hidden if blocks else config.codebook_dim] + [hidden] * layers
         ups = [
             nn.Sequential(nn.ConvTranspose2d(c_in, c_out, 4, stride=2, padding=1), nn.ReLU())
-            for c_in, c_out in zip(widths[:-1], widths[1:], strict=True)
+            for c_in, c_out in pairwise(widths)
         ]
         entry = [nn.Conv2d(config.codebook_dim, hidden, 1)] if blocks else []
         self.encoder = nn.Sequential(
@@ -167,7 +167,8 @@ class DVAE(nn.Module):
 
     def decode(self, latent: Tensor) -> Tensor:
         """A latent [B, D, h, w] -> images [B, C, H, W], in [-1, 1] where the decoder is right."""
-        return (self.decoder(latent) - self.shift) / self.scale
+        normalised: Tensor = self.decoder(latent)
+        return (normalised - self.shift) / self.scale
 
     def normalise(self, x: Tensor) -> Tensor:
         """Pixels in [-1, 1] -> what the network works in."""

@@ -1,0 +1,50 @@
+"""Latents of a discrete VAE: the embedding expected under its distribution over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.core.streams import Streams
+from image_diffusion.networks.dvae import DVAE
+
+
+@dataclass(frozen=True)
+class DVAECodec:
+    """A discrete VAE and its scale.
+
+    identity: says which weights these are. load: gives the network, in evaluation mode, on the device it is to run on;
+    called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x.
+    A latent is certain: its standard deviation is stored as 0, and nothing is drawn.
+    """
+
+    identity: dict[str, Any]
+    load: Callable[[], DVAE]
+    scale: float
+
+    @cached_property
+    def network(self) -> DVAE:
+        return self.load()
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        latent = self.network.soft_latent(self._pixels(images)).to(torch.float32)
+        return torch.stack([latent, torch.zeros_like(latent)], dim=1)
+
+    def draw(self, stored: Tensor, streams: Streams) -> Tensor:
+        return stored[:, 0].to(torch.float32) * self.scale
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        weight = self.network.codebook.weight
+        return to_uint8(self.network.decode((x / self.scale).to(weight.device, weight.dtype)))
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        weight = self.network.codebook.weight
+        return from_uint8(images.to(weight.device)).to(weight.dtype)

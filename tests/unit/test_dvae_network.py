@@ -1,0 +1,136 @@
+"""The discrete VAE: shapes, how a token is drawn, normalisation, and images that do not fit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dvae import DVAE, DVAEConfig, relaxed_one_hot
+
+TINY: dict[str, Any] = {"num_tokens": 6, "codebook_dim": 5, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8}
+
+
+def network_of(channels: int = 3, resolution: int = 16, **settings: Any) -> DVAE:
+    torch.manual_seed(0)
+    return DVAEConfig(**TINY | settings).build(DataSpec(channels=channels, resolution=resolution))
+
+
+def streams_of(count: int, seed: int = 0) -> Streams:
+    ids = torch.arange(count)
+    return Streams(seed, torch.zeros_like(ids), ids)
+
+
+def images_of(count: int, channels: int = 3, resolution: int = 16) -> Tensor:
+    return streams_of(count).uniform("images", (channels, resolution, resolution)) * 2 - 1
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_shapes(channels: int, layers: int, blocks: int) -> None:
+    network = network_of(channels, num_layers=layers, num_resnet_blocks=blocks)
+    x, edge = images_of(2, channels), 16 >> layers
+    gumbel = streams_of(2).gumbel("gumbel", (6, edge, edge))
+    reconstruction, target, logits = network(x, gumbel, torch.tensor(0.7))
+    assert reconstruction.shape == target.shape == x.shape and logits.shape == (2, 6, edge, edge)
+    assert network.indices(x).shape == (2, edge, edge)
+    assert network.soft_latent(x).shape == network.hard_latent(network.indices(x)).shape == (2, 5, edge, edge)
+    assert network.decode(network.soft_latent(x)).shape == x.shape
+
+
+def test_gumbel_noise_draws_tokens_with_their_probabilities() -> None:
+    n = 40_000
+    logits = torch.tensor([2.0, 0.0, -1.0, 0.5]).view(1, 4, 1).expand(1, 4, n)
+    gumbel = streams_of(n).gumbel("gumbel", (4,)).T.unsqueeze(0)
+    assert abs(gumbel.mean().item() - 0.57722) < 5 * 1.2825 / (4 * n) ** 0.5
+    assert abs(gumbel.var().item() - math.pi**2 / 6) < 0.05
+    for estimator in ("straight_through", "reinmax"):
+        drawn = relaxed_one_hot(logits, gumbel, torch.tensor(0.3), estimator).mean(dim=(0, 2))
+        p = torch.softmax(logits[0, :, 0], 0)
+        assert ((drawn - p).abs() < 5 * (p * (1 - p) / n).sqrt()).all()
+
+
+def test_a_choice_is_hard_or_soft_and_the_soft_one_hardens_as_the_temperature_falls() -> None:
+    streams = streams_of(50)
+    logits, gumbel = streams.normal("logits", (6, 2, 2)), streams.gumbel("gumbel", (6, 2, 2))
+    hard = torch.nn.functional.one_hot((logits + gumbel).argmax(1), 6).movedim(-1, 1).float()
+    for temperature in (1.0, 0.1):
+        for estimator in ("straight_through", "reinmax"):
+            given = relaxed_one_hot(logits, gumbel, torch.tensor(temperature), estimator)
+            torch.testing.assert_close(given, hard, rtol=0, atol=1e-6)
+    distances = [
+        (relaxed_one_hot(logits, gumbel, torch.tensor(t), "gumbel_softmax") - hard).abs().mean().item()
+        for t in (2.0, 0.5, 0.1, 1e-4)
+    ]
+    assert distances == sorted(distances, reverse=True) and distances[-1] < 1e-3
+
+
+def test_reinmax_has_a_gradient_nearer_to_the_exact_one_than_straight_through() -> None:
+    """Of E[f(token)] for a quadratic f of the one-hot vector, which can be summed over all tokens (float64)."""
+    n = 20_000
+    values = torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64)
+    at = torch.tensor([0.4, 0.1, -0.6, 0.2], dtype=torch.float64)
+
+    def f(one_hot: Tensor) -> Tensor:
+        return (one_hot * values.view(1, 4, 1)).sum(1).sub(0.4).square()
+
+    exact = at.clone().requires_grad_()
+    (torch.softmax(exact, 0) * (values - 0.4).square()).sum().backward()
+    gumbel = streams_of(n).gumbel("gumbel", (4,)).double().T.unsqueeze(0)
+    error = {}
+    for estimator in ("straight_through", "reinmax"):
+        logits = at.clone().requires_grad_()
+        wide = logits.view(1, 4, 1).expand(1, 4, n)
+        f(relaxed_one_hot(wide, gumbel, torch.tensor(1.0), estimator)).mean().backward()
+        assert logits.grad is not None and exact.grad is not None
+        error[estimator] = (logits.grad - exact.grad).norm().item()
+    assert error["reinmax"] < 0.5 * error["straight_through"], error
+
+
+def test_pixels_are_normalised_on_the_way_in_and_not_on_the_way_out() -> None:
+    x = images_of(2, 4)
+    pixels = (x + 1) / 2
+    network = network_of(4, mean=(0.1, 0.2, 0.3, 0.0), std=(0.5, 0.25, 1.0, 2.0))
+    mean, std = torch.tensor([0.1, 0.2, 0.3, 0.0]), torch.tensor([0.5, 0.25, 1.0, 2.0])
+    torch.testing.assert_close(network.normalise(x), (pixels - mean.view(4, 1, 1)) / std.view(4, 1, 1))
+    latent = network.soft_latent(x)
+    torch.testing.assert_close(network.normalise(network.decode(latent)), network.decoder(latent))
+    assert "scale" not in network.state_dict()
+
+
+@pytest.mark.parametrize(("channels", "alpha"), [(1, False), (2, True), (3, False), (4, True)])
+def test_alpha_stays_between_0_and_1(channels: int, alpha: bool) -> None:
+    white = torch.ones(1, channels, 16, 16)
+    network = network_of(channels)
+    assert torch.equal(network.normalise(white), white)
+    black = network.normalise(-white)[0, :, 0, 0].tolist()
+    assert black == [-1.0] * (channels - alpha) + [0.0] * alpha
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"resolution": 48}, r"resolution is 48.*power of two.*32 or 64"),
+        ({"resolution": 2}, r"too small for num_layers = 2.*at most 1 layers"),
+        ({"mean": (0.5,)}, r"mean has 1 values, but the images have 3 channels"),
+        ({"std": (0.5, 0.5, 0.5, 1.0)}, r"std has 4 values, but the images have 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, r"Every std must be above 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_before_any_work(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        network_of(**settings)
+
+
+@pytest.mark.parametrize(("built", "given"), [(4, 3), (3, 4)])
+def test_transparent_images_and_opaque_ones_are_not_mixed_up(built: int, given: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"shape \[{given}, 16, 16\] but the network was built for \[{built}, 16, 16\]"
+    ):
+        network_of(built).indices(images_of(1, given))

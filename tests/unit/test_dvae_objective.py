@@ -1,0 +1,105 @@
+"""What a discrete VAE is trained on: losses of each image alone, and a temperature that follows the step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.core.config import parse
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencodingConfig, token_use
+from image_diffusion.systems.dvae import DVAESystem
+
+SYSTEM = DVAESystem.model_validate(
+    {
+        "network": {"num_tokens": 6, "codebook_dim": 5, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8},
+        "objective": {"kl_weight": 0.1, "temperature": {"start": 1.0, "rate": 0.1, "final": 0.4}},
+    }
+)
+SPEC = DataSpec(channels=3, resolution=16)
+
+
+def batch_of(samples: list[int], step: int = 0) -> Batch:
+    ids = torch.tensor(samples)
+    streams = Streams(0, torch.zeros_like(ids), ids)
+    return Batch(streams.uniform("images", (3, 16, 16)) * 2 - 1, {}, streams, step)
+
+
+@pytest.mark.parametrize("reconstruction", ["mse", "smooth_l1"])
+@pytest.mark.parametrize("estimator", ["gumbel_softmax", "straight_through", "reinmax"])
+def test_each_image_has_its_own_loss_whatever_the_batch(estimator: str, reconstruction: str) -> None:
+    torch.manual_seed(0)
+    system = SYSTEM.model_copy(
+        update={
+            "network": SYSTEM.network.model_copy(update={"estimator": estimator}),
+            "objective": SYSTEM.objective.model_copy(update={"reconstruction": reconstruction}),
+        }
+    )
+    network, objective = system.build_network(SPEC), system.build_objective(SPEC)
+    whole = objective(network, batch_of([4, 9, 2, 7], step=3))
+    for row, sample in enumerate([4, 9, 2, 7]):
+        alone = objective(network, batch_of([sample], step=3))
+        torch.testing.assert_close(alone.loss[0], whole.loss[row])
+        for name, part in alone.parts.items():
+            torch.testing.assert_close(part[0], whole.parts[name][row])
+    expected = whole.parts[reconstruction] + 0.1 * whole.parts["kl"]
+    torch.testing.assert_close(whole.loss.detach(), expected)
+
+
+class Constant:
+    """A network that gives every position the same distribution, and the image itself."""
+
+    def __init__(self, logits: list[float]) -> None:
+        self.logits = torch.tensor(logits).view(1, -1, 1, 1)
+
+    def __call__(self, x: Tensor, gumbel: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x, self.logits.expand_as(gumbel)
+
+
+@pytest.mark.parametrize("edge", [2, 8])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_divergence_does_not_depend_on_the_size_of_image_or_batch(edge: int, batch: int) -> None:
+    objective = DiscreteAutoencodingConfig(kl_weight=2.0).build((3, edge, edge))
+    losses = objective(Constant([1.0, 0.0, -2.0]), batch_of(list(range(batch))))
+    q = torch.softmax(torch.tensor([1.0, 0.0, -2.0]), 0)
+    kl = (q * (q * 3).log()).sum()
+    torch.testing.assert_close(losses.parts["kl"], kl.expand(batch))
+    torch.testing.assert_close(losses.loss, 2 * kl.expand(batch))
+    uniform = objective(Constant([1.0, 1.0, 1.0]), batch_of([0]))
+    assert abs(uniform.loss.item()) < 1e-6
+
+
+def test_the_temperature_falls_with_the_step_and_stops() -> None:
+    temperature = SYSTEM.objective.temperature
+    assert [temperature.at(step) for step in (0, 1, 5)] == pytest.approx([1.0, math.exp(-0.1), math.exp(-0.5)])
+    assert temperature.at(10) == temperature.at(10**9) == 0.4
+    network, objective = SYSTEM.build_network(SPEC), SYSTEM.build_objective(SPEC)
+    for step in (0, 5, 10):
+        parts = objective(network, batch_of([0, 1], step)).parts
+        torch.testing.assert_close(parts["temperature"], torch.full((2,), temperature.at(step)))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "message"),
+    [
+        ({"start": 0.0}, "temperature.start is 0.0: input should be greater than 0"),
+        ({"final": -0.5}, "temperature.final is -0.5: input should be greater than 0"),
+        ({"start": 0.2, "final": 0.5}, "final is 0.5, above start = 0.2"),
+    ],
+)
+def test_a_temperature_that_cannot_be(temperature: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(DiscreteAutoencodingConfig, {"temperature": temperature}, "x.yaml")
+
+
+def test_use_of_tokens() -> None:
+    rows = [[3, 3, 3, 3], [0, 1, 2, 3], [5, 5, 0, 0], [7, 7, 7, 1]]
+    num_tokens, perplexity = token_use(torch.tensor(rows))
+    for row, number, value in zip(rows, num_tokens, perplexity, strict=True):
+        p = np.unique(row, return_counts=True)[1] / len(row)
+        assert number.item() == pytest.approx(len(p)) and value.item() == pytest.approx(np.exp(-(p * np.log(p)).sum()))
