@@ -50,7 +50,20 @@ def main() -> None:
     settings = load(SampleStage, arguments.config).sample
     model = load_model(arguments.weights.parent)
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, device)
-    generator = Generator(model.network.to(device), model.system, model.spec, codec, settings)
+    weaker = load_model(Path(settings.weaker_weights)) if settings.weaker_weights else None
+    if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
+        raise ValueError(
+            f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than "
+            f"{arguments.weights.parent}. Name a weaker network of the same data."
+        )
+    generator = Generator(
+        model.network.to(device),
+        model.system,
+        model.spec,
+        codec,
+        settings,
+        weaker.network.to(device) if weaker is not None else None,
+    )
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
     labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
 

@@ -36,6 +36,9 @@ class SampleConfig(Config):
     """The sampler and its number of steps."""
     guidance: Guidance = Guidance()
     """Classifier-free guidance; a scale of 1 is none."""
+    weaker_weights: str | None = None
+    """A weights folder of a weaker network of the same data (smaller, or trained for less long): guidance then leads
+    away from what it predicts (autoguidance), instead of from the prediction without a label."""
     batch_size: int = Field(50, ge=1)
     """Images made at once. Does not change them."""
     grid_images: int = Field(100, ge=1)
@@ -45,18 +48,26 @@ class SampleConfig(Config):
 class Generator:
     """Makes images from seeds, on the device of the network.
 
+    weaker: the network of `settings.weaker_weights`, on the same device.
+
     Raises ValueError when the sampler or the guidance do not fit the system, or the system makes no images.
     """
 
     def __init__(
-        self, network: nn.Module, system: Config, spec: DataSpec, codec: Codec, settings: SampleConfig
+        self,
+        network: nn.Module,
+        system: Config,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
     ) -> None:
         if not isinstance(system, DiffusionSystem):
             raise ValueError(
                 f"A {type(system).__name__} makes no images from noise. Sample an experiment with a diffusion system."
             )
         scale, labelled = settings.guidance.guidance_scale, spec.num_classes > 0
-        if scale != 1 and labelled and not system.drops_labels:
+        if scale != 1 and labelled and weaker is None and not system.drops_labels:
             raise ValueError(
                 f"sample.guidance.guidance_scale is {scale}, but the network never learnt to do without a label. "
                 f"Use 1, or train with system.objective.label_drop_probability above 0."
@@ -65,9 +76,13 @@ class Generator:
         self._spec, self._system, self._codec = spec, system, codec
         self._sampler, self._seed = settings.sampler, settings.seed
         self._grid = self._sampler.grid(system.process)
-        null = {"label": torch.tensor(spec.num_classes, device=self._device)} if labelled else {}
+        drops = labelled and weaker is None
+        null = {"label": torch.tensor(spec.num_classes, device=self._device)} if drops else {}
+        negative = cast("Network", weaker) if weaker is not None else None
         self._network = cast("Network", network)
-        self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(plain, null, self._grid)
+        self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(
+            plain, null, self._grid, negative
+        )
         self._guide(self._network)  # raises now what does not fit
 
     @torch.no_grad()

@@ -1,0 +1,160 @@
+"""Sampling: an image depends on its seed alone; foreign weights are sampled without training."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+from image_diffusion import export, sample
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import save_weights
+from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.schedules import Cosine
+from image_diffusion.samplers import Ddim, Ddpm
+from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels
+
+SPEC = DataSpec(channels=3, resolution=8, num_classes=4)
+NETWORK = DiTConfig(depth=2, width=16, num_heads=2, patch=2)
+
+
+def system(drop: float = 0.1) -> DiTSystem:
+    objective = Denoising(prediction="v", label_drop_probability=drop)
+    return DiTSystem(network=NETWORK, process=Discrete(schedule=Cosine()), objective=objective)
+
+
+def random_network(of: DiTSystem, spec: DataSpec = SPEC, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    network = of.build_network(spec)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return network.eval()
+
+
+def settings(**changes: object) -> SampleConfig:
+    return SampleConfig.model_validate({"sampler": {"type": "ddpm", "num_steps": 4, "clip_denoised": True}} | changes)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.0])
+def test_an_image_is_the_same_in_any_batch(guidance_scale: float) -> None:
+    chosen = settings(guidance={"guidance_scale": guidance_scale})
+    generator = Generator(random_network(system()), system(), SPEC, Rgb(), chosen)
+    seeds, labels = torch.arange(7), torch.arange(7) % 4
+    whole = generator(seeds, labels)
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 7)):
+        # One grey level: sums in a batch of another size may differ in their last bit.
+        difference = generator(seeds[rows], labels[rows]).int() - whole[rows].int()
+        assert difference.abs().max() <= 1
+    assert len(np.unique(whole.flatten(1).numpy(), axis=0)) == 7
+
+
+def test_autoguidance_leads_away_from_the_weaker_network() -> None:
+    strong, weak = random_network(system(0.0), seed=0), random_network(system(0.0), seed=1)
+    seeds, labels = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    make = {
+        scale: Generator(strong, system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": scale}), weak)(
+            seeds, labels
+        )
+        for scale in (0.0, 1.0, 2.0)
+    }
+    alone = {each: Generator(each, system(0.0), SPEC, Rgb(), settings())(seeds, labels) for each in (strong, weak)}
+    assert (make[0.0].int() - alone[weak].int()).abs().max() <= 1
+    assert torch.equal(make[1.0], alone[strong])
+    assert not torch.equal(make[2.0], make[1.0])
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [("balanced", [0, 1, 2, 0, 1]), (["b", 2], [1, 2, 1, 2, 1]), ([0], [0, 0, 0, 0, 0])],
+)
+def test_labels_are_those_asked_for(labels: object, expected: list[int]) -> None:
+    found = requested_labels(labels, 5, ["a", "b", "c"], torch.arange(5))  # type: ignore[arg-type]
+    assert found is not None and found.tolist() == expected
+
+
+def test_random_labels_belong_to_the_seed_and_no_classes_give_none() -> None:
+    whole = requested_labels("random", 100, ["a", "b", "c"], torch.arange(100))
+    part = requested_labels("random", 50, ["a", "b", "c"], torch.arange(50, 100))
+    assert whole is not None and part is not None
+    assert torch.equal(whole[50:], part) and set(whole.tolist()) == {0, 1, 2}
+    assert requested_labels("balanced", 4, [], torch.arange(4)) is None
+
+
+@pytest.mark.parametrize("label", ["d", 3, -1])
+def test_a_class_that_does_not_exist_is_named(label: int | str) -> None:
+    with pytest.raises(ValueError, match="the model knows 0 to 2: a, b, c"):
+        requested_labels([label], 1, ["a", "b", "c"], torch.arange(1))
+
+
+def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:
+    with pytest.raises(ValueError, match="never learnt to do without a label"):
+        Generator(random_network(system(0.0)), system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0}))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: object, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    module.main()  # type: ignore[attr-defined]
+
+
+def test_foreign_weights_are_sampled_without_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    vae.save_pretrained(tmp_path / "vae")
+    spec = DataSpec(channels=4, resolution=4, num_classes=1000)
+    config = DiTConfig(size="DiT-S/4", depth=1, time_frequencies="dit")
+    objective = Denoising(prediction="eps", variance="learned_range", loss="hybrid", label_drop_probability=0.1)
+    network = random_network(DiTSystem(network=config, objective=objective), spec)
+    torch.save({"ema": network.state_dict()}, tmp_path / "DiT.pt")
+    (tmp_path / "sample.yaml").write_text(
+        to_yaml({"sample": dump(SampleConfig(num_samples=3, sampler=Ddpm(num_steps=2), labels=[207, 360]))})
+    )
+
+    run(monkeypatch, export, "--read", tmp_path / "DiT.pt", "--codec", tmp_path / "vae", "--output", tmp_path / "read")
+    weights, npz = tmp_path / "read" / "weights.safetensors", tmp_path / "samples" / "samples.npz"
+    run(monkeypatch, sample, "--config", tmp_path / "sample.yaml", "--weights", weights, "--output", npz)
+    with np.load(npz) as arrays:
+        assert arrays["arr_0"].shape == (3, 32, 32, 3) and arrays["arr_1"].tolist() == [207, 360, 207]
+    assert json.loads((npz.parent / "samples.json").read_text())["num_samples"] == 3
+
+    first = npz.read_bytes()
+    run(monkeypatch, sample, "--config", tmp_path / "sample.yaml", "--weights", weights, "--output", npz)
+    assert npz.read_bytes() == first
+
+
+def test_a_weaker_network_of_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, classes in (("strong", 4), ("weak", 3)):
+        spec = SPEC.model_copy(update={"num_classes": classes})
+        model = {
+            "system": dump(system()),
+            "spec": dump(spec),
+            "codec": {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None},
+            "classes": [str(i) for i in range(classes)],
+            "step": 1,
+            "examples_seen": 1,
+        }
+        save_weights(tmp_path / name, random_network(system(), spec).state_dict(), model)
+    chosen = SampleConfig(
+        sampler=Ddim(num_steps=2), guidance=Guidance(guidance_scale=2.0), weaker_weights=str(tmp_path / "weak")
+    )
+    (tmp_path / "sample.yaml").write_text(to_yaml({"sample": dump(chosen)}))
+    with pytest.raises(ValueError, match="other data or another codec"):
+        run(
+            monkeypatch, sample, "--config", tmp_path / "sample.yaml", "--output", tmp_path / "out" / "samples.npz",
+            "--weights", tmp_path / "strong" / "weights.safetensors",
+        )  # fmt: skip
