@@ -1,0 +1,241 @@
+"""What a reviewer sees in MLflow's user interface, looked at with headless Chromium.
+
+Screenshots are kept in the test's temporary folder, or where IMAGE_DIFFUSION_SCREENSHOTS says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from image_diffusion.core.files import write_json
+from image_diffusion.core.journal import Journal
+from image_diffusion.track import track
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"), pytest.mark.slow]
+
+
+class Browser:
+    """One page of headless Chromium, driven through the DevTools protocol over a pipe."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+        high = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (commands, answers)]  # clear of 3 and 4, used below
+
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"]
+        places = [(os.POSIX_SPAWN_DUP2, high[0], 3), (os.POSIX_SPAWN_DUP2, high[1], 4)]
+        quiet = (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)
+        self._process = os.posix_spawn(
+            CHROMIUM,
+            [CHROMIUM, *flags, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            os.environ,
+            file_actions=[*places, quiet],
+            setpgroup=0,
+        )
+        for end in (commands, answers, *high):
+            os.close(end)
+        self._numbers, self._buffer, self._session = itertools.count(1), b"", ""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Page.enable")
+        self.call("Emulation.setDeviceMetricsOverride", width=1600, height=2000, deviceScaleFactor=1, mobile=False)
+        closed = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"  # MLflow's chat panel
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=closed)
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command of the protocol, and its result."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self._buffer:
+                assert select.select([self._answers], [], [], 60)[0], f"no answer to {method}"
+                self._buffer += os.read(self._answers, 1 << 20)
+            line, _, self._buffer = self._buffer.partition(b"\0")
+            answer = json.loads(line)
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def evaluate(self, expression: str) -> Any:
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def open(self, address: str) -> None:
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=address)
+
+    def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 60) -> str:
+        """The visible text of the page, once it holds all of `texts` and so many loaded pictures of 500 pixels."""
+        seen = "Array.from(document.images).filter(i => i.complete && i.naturalWidth >= 500).length"
+        until = time.monotonic() + timeout_s
+        while True:
+            text = str(self.evaluate("document.body ? document.body.innerText : ''"))
+            missing = [each for each in texts if each not in text]
+            count = self.evaluate(seen)
+            if not missing and count >= pictures:
+                return text
+            assert time.monotonic() < until, f"missing {missing}, {count} pictures; the page says: {text[:3000]}"
+            time.sleep(0.2)
+
+    def slide_to_end(self) -> None:
+        """Click the right end of the first slider on the page: it goes to its last step."""
+        root = "document.querySelector('[role=slider]').parentElement.parentElement.getBoundingClientRect()"
+        box = json.loads(self.evaluate(f"JSON.stringify({root})"))
+        where = {"x": box["right"] - 2, "y": box["y"] + box["height"] / 2, "button": "left", "clickCount": 1}
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, **where)
+
+    def screenshot(self, path: Path) -> None:
+        time.sleep(1.0)  # charts are drawn after their titles
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def close(self) -> None:
+        os.killpg(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        os.close(self._commands)
+        os.close(self._answers)
+
+
+def make_experiment(results: Path, name: str, decay: float) -> Path:
+    """An experiment with curves, grids that get clearer, machine readings, weights and an evaluation."""
+    experiment, rng = results / name, np.random.default_rng(0)
+    (experiment / "train").mkdir(parents=True)
+    with Journal.open(experiment / "journal", "train", tags={"manifest_digest": "none"}) as journal:
+        journal.params({"train": {"steps": 400, "lr": decay}, "network": {"type": "dit", "depth": 4}})
+        for step in range(1, 401):
+            loss = 0.1 + np.exp(-decay * step) + 0.02 * rng.normal()
+            journal.metrics({"loss/mean": loss, "grad_norm": 1 + rng.random()}, step=step, examples_seen=64 * step)
+            if step % 20 == 0:
+                journal.metrics(
+                    {"system/cpu_utilization_percentage": 90 + rng.random(), "speed/images_per_s": 99}, step
+                )
+            if step % 100 == 0:
+                noise = rng.normal(0, 255 * np.exp(-decay * step), (8 * 64, 8 * 64, 3))
+                tile = np.add.outer(np.arange(512) // 64, np.arange(512) // 64)[..., None] * [16, 10, 4]
+                Image.fromarray(np.clip(tile + noise, 0, 255).astype(np.uint8)).save(experiment / "grid.png")
+                journal.image("samples/ema", experiment / "grid.png", step=step)
+    (experiment / "train" / "weights.safetensors").write_bytes(b"weights")
+    described = {"format": 1, "system": {"type": "dit"}, "step": 400, "sha256": f"{decay:f}"}
+    write_json(experiment / "train" / "model.json", described)
+    with Journal.open(experiment / "journal", "evaluate") as journal:
+        journal.params({"seed": 0})
+        journal.metrics({"eval/fid": 5 / decay, "eval/recall": 0.5}, step=400)
+    return experiment
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The user interface as `make ui` starts it, showing two experiments."""
+    folder = tmp_path_factory.mktemp("ui")
+    for name, decay in (("small", 0.01), ("large", 0.02)):
+        experiment = make_experiment(folder / "results", name, decay)
+        options = {"dataset": [], "output": None, "largest_file_mb": 64.0, "champion_metric": "fid", "follow": None}
+        store = f"sqlite:///{folder / 'mlflow.db'}"
+        track(argparse.Namespace(store=store, project="shapes", experiment=experiment, **options))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["sh", str(ROOT / "workflow" / "scripts" / "ui.sh"), str(folder / "mlflow.db"), str(port)]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    until = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+            break
+        time.sleep(0.2)
+    yield f"http://127.0.0.1:{port}"
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(os.environ.get("IMAGE_DIFFUSION_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def api(address: str, path: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{address}/api/2.0/mlflow/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        content: dict[str, Any] = json.load(answer)
+        return content
+
+
+def test_runs_table(address: str, browser: Browser, shots: Path) -> None:
+    browser.open(f"{address}/#/experiments/1?workflowType=machine_learning")
+    browser.wait_for("shapes", "small", "large", "image_diffusion.train")
+    browser.screenshot(shots / "1-runs.png")
+
+
+def test_charts_show_curves_quality_and_grids_of_all_experiments(address: str, browser: Browser, shots: Path) -> None:
+    browser.open(f"{address}/#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART")
+    browser.wait_for("small", "large", "loss/mean", "large (loss/mean)", "eval/fid", "samples/ema")
+    browser.slide_to_end()
+    browser.wait_for("samples/ema", pictures=2)
+    browser.screenshot(shots / "2-charts.png")
+
+
+def test_run_page(address: str, browser: Browser, shots: Path) -> None:
+    runs = api(address, "runs/search", experiment_ids=["1"], filter="attributes.run_name = 'small'")["runs"]
+    page = f"{address}/#/experiments/1/runs/{runs[0]['info']['run_id']}"
+    browser.open(f"{page}?workflowType=machine_learning")
+    browser.wait_for("train.steps", "400", "network.type", "dit", "Finished", "config_digest", "evaluate small")
+    browser.screenshot(shots / "3-run.png")
+    browser.open(f"{page}/model-metrics?workflowType=machine_learning")
+    browser.wait_for("loss", "fid", "samples/ema")
+    browser.slide_to_end()
+    browser.wait_for("samples/ema", pictures=1)
+    browser.screenshot(shots / "4-run-charts.png")
+    browser.open(f"{page}/system-metrics?workflowType=machine_learning")
+    browser.wait_for("cpu_utilization_percentage")
+    browser.screenshot(shots / "5-run-system.png")
+    browser.open(f"{page}/artifacts?workflowType=machine_learning")
+    browser.wait_for("images", "train")
+    browser.screenshot(shots / "6-run-files.png")
+
+
+def test_models_and_the_champion(address: str, browser: Browser, shots: Path) -> None:
+    browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
+    browser.wait_for("small", "large", "eval/fid", "250", "500")
+    browser.screenshot(shots / "7-models.png")
+    browser.open(f"{address}/#/models/shapes?workflowType=machine_learning")
+    browser.wait_for("Version 1", "Version 2", "champion")
+    browser.screenshot(shots / "8-registered.png")
