@@ -93,8 +93,8 @@ def serve() -> None:
 
     from image_diffusion.training.distributed import World
 
-    for build in tiny_runs.SYSTEMS.values():  # and what the systems import when they are built
-        build(World(0, 1, torch.device("cpu")))
+    for kind in tiny_runs.TINY:  # and what the systems import when they are built
+        tiny_runs.SYSTEMS[kind](World(0, 1, torch.device("cpu")))
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked safely"
     for line in sys.stdin:
         attempt = Attempt(**json.loads(line))

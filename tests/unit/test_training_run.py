@@ -1,0 +1,209 @@
+"""One start after another: the same numbers as one long start, and what is written at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.core.errors import Stopped
+from image_diffusion.core.journal import read_journal
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, Losses
+from image_diffusion.core.weights import read_weights
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.parts import Task
+from image_diffusion.training.run import run
+from image_diffusion.training.signals import SIGNALS
+
+MODEL = {"system": {"type": "linear"}, "spec": {}, "codec": {}, "classes": []}
+
+
+class Samples:
+    """Forty points near a plane, read as shards are."""
+
+    num_samples, shape, dtype = 40, (3, 1, 1), torch.float32
+    labels = np.zeros(40, dtype=np.int64)
+
+    def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
+        x = torch.randn(40, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+        return x[torch.from_numpy(indices)]
+
+
+class Plane(nn.Module):
+    """Predicts the last coordinate; a convolution, so that it has a layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.last(torch.nn.functional.silu(self.hidden(x)))
+
+
+def objective(network: Any, batch: Batch) -> Losses:
+    t = batch.streams.uniform("timestep")
+    x = batch.x + 0.1 * batch.streams.normal("noise", (3, 1, 1))
+    loss = (network(x, t).float() - batch.x.sum(1, keepdim=True)).square().flatten(1).mean(1)
+    return Losses(loss, {}, t)
+
+
+def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+    return Batch(stored, {}, streams)
+
+
+def start(folder: Path, steps: int = 12, task: dict[str, Any] | None = None, **changes: Any) -> dict[str, Tensor]:
+    settings = {
+        "steps": steps,
+        "global_batch": 8,
+        "optimizer": {"type": "adamw", "lr": 0.03},
+        "ema": {"type": "exponential", "rates": [0.5]},
+        "log_every_steps": 2,
+        "checkpoint": {"every_steps": 5},
+        "validate_every_steps": 4,
+    } | changes
+    parts = {"validation": Samples()} | (task or {})
+    build = lambda world: Task(Plane(), objective, prepare, Samples(), **parts)  # type: ignore[arg-type]  # noqa: E731
+    run(build, TrainConfig.model_validate(settings), MODEL, {"digest": "x"}, folder / "train", folder / "journal")
+    return read_weights(folder / "train")[0]
+
+
+def points(folder: Path) -> list[tuple[str, int, float]]:
+    history = read_journal(folder / "journal" / "train")
+    assert history is not None
+    return sorted((p.key, p.step, p.value) for p in history.points if not p.key.startswith(("speed/", "system/")))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": "strict"}, {"channels_last": True},
+     {"ema": {"type": "power"}}, {"microbatch": 3, "grad_clip": 0.5}, {"weights": "raw"},
+     {"schedule": {"type": "exponential", "decay": 0.5, "every_steps": 5}}],
+)  # fmt: skip
+def test_two_starts_are_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    once = start(tmp_path / "once", **changes)
+    start(tmp_path / "twice", steps=7, **changes)
+    twice = start(tmp_path / "twice", **changes)
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(tensor, twice[name]) for name, tensor in once.items())
+    extra = {point for point in points(tmp_path / "twice") if point[1] == 7}  # the last step of the first start
+    assert [point for point in points(tmp_path / "twice") if point[1] < 7] == [
+        point for point in points(tmp_path / "once") if point[1] < 7
+    ]
+    assert {key for key, _, _ in extra} >= {"train/loss", "validation/loss"}
+
+
+def test_the_loss_falls(tmp_path: Path) -> None:
+    start(tmp_path, steps=150)
+    losses = [value for key, _, value in points(tmp_path) if key == "train/loss"]
+    assert sum(losses[-5:]) < 0.25 * sum(losses[:5])
+    validation = [value for key, _, value in points(tmp_path) if key == "validation/loss"]
+    assert validation[-1] < 0.25 * validation[0]
+
+
+def test_a_finished_run_only_writes_its_weights_again(tmp_path: Path) -> None:
+    start(tmp_path)
+    before = (tmp_path / "train/weights.safetensors").read_bytes()
+    (tmp_path / "train/weights.safetensors").unlink()
+    start(tmp_path)
+    assert (tmp_path / "train/weights.safetensors").read_bytes() == before
+
+
+def test_what_is_written_describes_itself(tmp_path: Path) -> None:
+    start(tmp_path, steps=12)
+    _, model = read_weights(tmp_path / "train")
+    assert {**MODEL, "format": 1, "step": 12, "examples_seen": 96, "ema": "ema-0.5"}.items() <= model.items()
+    start(tmp_path, steps=12, weights="raw")
+    assert read_weights(tmp_path / "train")[1]["ema"] is None
+
+
+def test_another_configuration_starts_anew(tmp_path: Path) -> None:
+    first = start(tmp_path, seed=1)
+    second = start(tmp_path, seed=2)
+    assert not torch.equal(first["hidden.weight"], second["hidden.weight"])
+    assert len(list((tmp_path / "train/state").iterdir())) == 2
+
+
+def test_a_warm_start_begins_with_the_given_weights(tmp_path: Path) -> None:
+    given = start(tmp_path / "given")
+    tiny = {"optimizer": {"type": "adam", "lr": 1e-12}}
+    warm = start(tmp_path / "warm", steps=1, init_from=str(tmp_path / "given/train"), **tiny)
+    for name, tensor in given.items():
+        torch.testing.assert_close(warm[name], tensor, rtol=0, atol=1e-9)
+
+
+def test_a_warm_start_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
+    start(tmp_path / "given")
+    wider = nn.Sequential(nn.Conv2d(3, 9, 1))
+    build = lambda world: Task(wider, objective, prepare, Samples())  # type: ignore[arg-type]  # noqa: E731
+    config = TrainConfig(steps=1, global_batch=8, init_from=str(tmp_path / "given/train"))
+    with pytest.raises(ValueError, match="do not fit the network"):
+        run(build, config, MODEL, {}, tmp_path / "warm")
+
+
+def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
+    shown: list[Tensor] = []
+
+    def grid(network: nn.Module, step: int) -> dict[str, Path]:
+        assert not network.training
+        shown.append(network.state_dict()["hidden.weight"].clone())
+        picture = tmp_path / f"{step}.png"
+        picture.write_bytes(b"picture")
+        return {"samples": picture}
+
+    weights = start(tmp_path, task={"grid": grid}, grid_every_steps=6)
+    assert len(shown) == 2
+    assert torch.equal(shown[-1], weights["hidden.weight"])
+    history = read_journal(tmp_path / "journal/train")
+    assert history is not None
+    assert [(image.key, image.step) for image in history.images] == [("samples", 6), ("samples", 12)]
+
+
+def test_a_stop_inside_the_grid_is_made_up_for(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def grid(network: nn.Module, step: int) -> dict[str, Path]:
+        calls.append(step)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(Stopped, match="asked by SIGTERM; step 6 of 12 is saved"):
+        start(tmp_path, task={"grid": grid}, grid_every_steps=6)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    start(tmp_path, task={"grid": grid}, grid_every_steps=6)
+    assert calls == [6, 6, 12]
+    assert points(tmp_path) == points_of_one_start(tmp_path / "once")
+
+
+def points_of_one_start(folder: Path) -> list[tuple[str, int, float]]:
+    start(folder)
+    return points(folder)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    def fails(network: Any, batch: Batch) -> Losses:
+        losses = objective(network, batch)
+        hit = (batch.streams.epoch == 1) & (batch.streams.sample == 3)
+        return Losses(torch.where(hit, torch.nan, losses.loss), {}, losses.time)
+
+    build = lambda world: Task(Plane(), fails, prepare, Samples())  # type: ignore[arg-type]  # noqa: E731
+    config = TrainConfig(steps=12, global_batch=8, log_every_steps=12, checkpoint={"every_steps": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Loss is not finite at step (\d+) \(rank 0\)\..*State kept in .*step-0000"):
+        run(build, config, MODEL, {}, tmp_path)
+    for path in tmp_path.glob("state/*/step-*/network.safetensors"):
+        assert b"nan" not in path.read_bytes()
+    assert not (tmp_path / "weights.safetensors").exists()
+
+
+def test_compiled_training_gives_the_same_losses(tmp_path: Path) -> None:
+    eager, compiled = start(tmp_path / "eager", steps=4), start(tmp_path / "compiled", steps=4, compile=True)
+    for name, tensor in eager.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-5)
