@@ -120,7 +120,7 @@ class _Staging:
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device, self._depth, self._turn = device, depth, 0
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def put(self, dataset: Shards, samples: Any, flip: Any, columns: tuple[Tensor, ...]) -> Any:
@@ -129,7 +129,7 @@ class _Staging:
         self._turn += 1
         if turn == len(self._buffers):
             buffer = torch.empty((len(samples) + 1, *dataset.shape), dtype=dataset.dtype, pin_memory=True)
-            self._buffers.append((buffer, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+            self._buffers.append((buffer, torch.cuda.Event()))
         buffer, copied = self._buffers[turn]
         copied.synchronize()
         if len(buffer) < len(samples):

@@ -14,7 +14,7 @@ from image_diffusion.core.files import atomic_write
 from image_diffusion.data.records import key_prefix, record_path, tar_path
 from image_diffusion.data.tar import BLOCK, MAX_SAMPLES, Layout
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 """About how much of a shard is built in memory at a time."""
 
 Chunk = tuple[Mapping[str, NDArray[np.generic]], NDArray[np.int64]]

@@ -6,5 +6,7 @@ from pydantic import Field
 
 from image_diffusion.data.sources.digits import Digits
 from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.table import Table
+from image_diffusion.data.sources.webdataset import Webdataset
 
-Source = Annotated[Folder | Digits, Field(discriminator="type")]
+Source = Annotated[Folder | Digits | Table | Webdataset, Field(discriminator="type")]

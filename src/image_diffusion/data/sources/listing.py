@@ -6,6 +6,7 @@ import os
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 Stamp = tuple[int, int]
@@ -66,5 +67,19 @@ def class_name(text: str) -> str:
 
 
 def number_classes(names: Iterable[str]) -> dict[str, int]:
-    """Class names sorted and numbered from 0."""
+    """Class names sorted as text, as torchvision's ImageFolder does, and numbered from 0."""
     return {name: number for number, name in enumerate(sorted(set(names)))}
+
+
+def number_labels(labels: Iterable[str]) -> dict[str, int]:
+    """Classes written as labels, numbered from 0: by value when all of them are numbers, as text otherwise."""
+    found = set(labels)
+    if all(label.isdecimal() for label in found):
+        return {label: number for number, label in enumerate(sorted(found, key=int))}
+    return number_classes(found)
+
+
+def stamp_of(path: Path) -> Stamp:
+    """A file's stamp. Raises OSError."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns

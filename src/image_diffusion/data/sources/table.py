@@ -1,0 +1,92 @@
+"""A table of images: one row an image, its path and its class."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config import Config
+from image_diffusion.data.sources.listing import Item, Listing, Stamp, number_labels, stamp_of
+
+
+class Table(Config):
+    """A CSV or Parquet file with a column of paths, absolute or relative to the table, and perhaps one of classes."""
+
+    type: Literal["table"] = "table"
+    """A CSV or Parquet file of paths and classes."""
+    path: str = Field(min_length=1)
+    """The table: `.csv` with a header line, or `.parquet` (which needs the package pyarrow)."""
+    path_column: str = "path"
+    """Name of the column of paths."""
+    label_column: str | None = "label"
+    """Name of the column of classes, text or numbers; null for unconditional data."""
+
+    def listing(self) -> Listing:
+        """Every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or unfit."""
+        rows = self._rows()
+        numbers = number_labels(label for _, label in rows if label is not None)
+        items: dict[str, Item] = {}
+        rejected = []
+        for path, label in sorted(rows, key=lambda row: row[0]):
+            if path in items:
+                rejected.append((path, "listed twice"))
+            elif label == "":
+                rejected.append((path, "no class"))
+            else:
+                items[path] = Item(path, None if label is None else numbers[label], (path,))
+        return Listing(list(items.values()), list(numbers), rejected, 0)
+
+    def read(self, item: Item) -> bytes:
+        """The bytes of one file. Raises OSError."""
+        return (Path(self.path).parent / str(item.address[0])).read_bytes()
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """The table, and every image in it that is there."""
+        table = Path(self.path)
+        found = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
+        for path, _ in self._rows():
+            where = table.parent / path
+            if where.is_file():
+                found[path] = (str(where), stamp_of(where))
+        return found
+
+    def _rows(self) -> list[tuple[str, str | None]]:
+        """(path, class) of every row; the class is None without a column of classes, empty where a cell is."""
+        table = Path(self.path)
+        if not table.is_file():
+            raise ValueError(f"data.source.path: {table} does not exist. Give a .csv or .parquet file.")
+        columns = _read_csv(table) if table.suffix.lower() == ".csv" else _read_parquet(table)
+        for name in (self.path_column, self.label_column):
+            if name is not None and name not in columns:
+                raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(columns)}.")
+        paths = columns[self.path_column]
+        if not paths:
+            raise ValueError(f"{table} has no rows. Give one row an image.")
+        labels = [None] * len(paths) if self.label_column is None else columns[self.label_column]
+        return list(zip(paths, labels, strict=True))
+
+
+def _read_csv(table: Path) -> dict[str, list[str]]:
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows = list(reader)
+            return {name: [(row[name] or "").strip() for row in rows] for name in reader.fieldnames or []}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{table} is not valid CSV: {error}.") from None
+
+
+def _read_parquet(table: Path) -> dict[str, list[str]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{table}: reading Parquet needs the package pyarrow. Install it, or give a CSV.") from None
+    try:
+        columns = pyarrow.parquet.read_table(table).to_pydict()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{table} is not valid Parquet: {' '.join(str(error).split())}") from None
+    return {name: ["" if cell is None else str(cell) for cell in cells] for name, cells in columns.items()}

@@ -1,0 +1,317 @@
+"""Crop, write and read against others, interleaved in one process: ratios of medians of items per CPU-second.
+
+    python tests/bench/bench_data.py --images photographs.tar [--peer DiT] [--peer fast-DiT] [--peer edm2]
+
+A peer is a checkout; the functions named below are taken out of its files and run as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import io
+import json
+import os
+import resource
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
+
+from image_diffusion.core.files import write_json
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.batches import Batches
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.images import crop_image, quiet_pillow
+from image_diffusion.data.order import epoch_order
+from image_diffusion.data.records import INDEX, Sample, ShardRecord, describe_shards, read_index, write_index
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.tar import Layout
+from image_diffusion.data.write import chunk_samples, write_shard
+
+Variant = Callable[[], int]
+"""Does some work once and returns how many items that were."""
+
+
+def compare(title: str, variants: dict[str, Variant], rounds: int) -> dict[str, float]:
+    """Run every variant once to warm up, then all of them in turn; prints and returns items per CPU-second."""
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 1):
+        for name, variant in variants.items():
+            before = cpu_seconds()
+            count = variant()
+            rate = count / (cpu_seconds() - before)
+            if turn:
+                rates[name].append(rate)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    first = next(iter(medians.values()))
+    print(f"\n{title}")
+    for name, rate in medians.items():
+        spread = (max(rates[name]) - min(rates[name])) / rate
+        print(f"  {name:<48}{rate:>12,.0f} a CPU-second   ours / it {first / rate:>7.2f}   spread {spread:4.0%}")
+    return medians
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of the children it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def function_of(path: Path, name: str) -> Callable[..., Any]:
+    """One function or class of a peer's file, without importing the rest of it."""
+    wanted = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name]
+    scope: dict[str, Any] = {"np": np, "Image": Image, "torch": torch, "os": os, "Dataset": torch.utils.data.Dataset}
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), scope)
+    return scope[name]  # type: ignore[no-any-return]
+
+
+def original_crop(image: Image.Image, size: int) -> np.ndarray:
+    """The ADM formula as guided-diffusion states it."""
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
+    scale = size / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), resample=Image.Resampling.BICUBIC)
+    pixels = np.array(image)
+    top, left = (pixels.shape[0] - size) // 2, (pixels.shape[1] - size) // 2
+    return pixels[top : top + size, left : left + size]
+
+
+def bench_crop(photographs: list[bytes], peers: list[Path], folder: Path, rounds: int) -> None:
+    config = DataConfig(name="x", source={"type": "digits"}, resolution=256)  # type: ignore[arg-type]
+    fast = config.model_copy(update={"resize": "fast"})
+    (folder / "photographs").mkdir()
+    for number, data in enumerate(photographs):
+        (folder / f"photographs/{number:04d}.jpg").write_bytes(data)
+    source = {"type": "folder", "path": str(folder / "photographs")}
+
+    def ours(settings: DataConfig) -> Variant:
+        def run() -> int:
+            with quiet_pillow():
+                for data in photographs:
+                    crop_image(data, settings)
+            return len(photographs)
+
+        return run
+
+    def plain(crop: Callable[[Image.Image, int], np.ndarray], png: bool) -> Variant:
+        def run() -> int:
+            for data in photographs:
+                pixels = np.asarray(crop(Image.open(io.BytesIO(data)).convert("RGB"), 256))
+                if png:
+                    Image.fromarray(pixels).save(io.BytesIO(), "png")
+            return len(photographs)
+
+        return run
+
+    def whole(resize: str) -> Variant:
+        def run() -> int:
+            changes = {"source": source, "resize": resize, "num_shards": 2}
+            settings = DataConfig.model_validate(config.model_dump() | changes)
+            with tempfile.TemporaryDirectory(dir=folder) as output:
+                crop_dataset(settings, Path(output))
+            return len(photographs)
+
+        return run
+
+    def decode_only() -> int:
+        for data in photographs:
+            Image.open(io.BytesIO(data)).convert("RGB").load()
+        return len(photographs)
+
+    variants = {
+        "ours, exact: bytes to crop": ours(config),
+        "ours, fast: bytes to crop": ours(fast),
+        "the original formula": plain(original_crop, png=False),
+        "the original formula, written as PNG": plain(original_crop, png=True),
+        "decoding alone": decode_only,
+    }
+    for peer in peers:
+        if (peer / "train.py").is_file() and "def center_crop_arr" in (peer / "train.py").read_text():
+            crop = function_of(peer / "train.py", "center_crop_arr")
+            variants[f"{peer.name}, center_crop_arr"] = plain(crop, png=False)
+            variants[f"{peer.name}, center_crop_arr and PNG"] = plain(crop, png=True)
+    compare("crop: JPEG bytes to a 256 x 256 crop", variants, rounds)
+
+    stages = {f"ours, {resize}: folder to shards, hashed": whole(resize) for resize in ("exact", "fast")}
+    for peer in peers:
+        if (peer / "dataset_tool.py").is_file():
+            stages[f"{peer.name}, dataset_tool.py convert"] = dataset_tool(peer, folder, len(photographs))
+    compare("crop: a folder of JPEGs to what training reads", stages, rounds)
+
+
+def dataset_tool(peer: Path, folder: Path, count: int) -> Variant:
+    """EDM2's command, called in this process, so that the start of Python is not part of it."""
+    sys.path.insert(0, str(peer))
+    command = importlib.import_module("dataset_tool").cmdline
+
+    def run() -> int:
+        with tempfile.TemporaryDirectory(dir=folder) as output, contextlib.redirect_stderr(io.StringIO()):
+            arguments = ["convert", f"--source={folder / 'photographs'}", f"--dest={output}/out.zip"]
+            arguments += ["--resolution=256x256", "--transform=center-crop-dhariwal"]
+            command.main(args=arguments, standalone_mode=False)
+        return count
+
+    return run
+
+
+def latents(count: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.standard_normal((count, 4, 32, 32), dtype=np.float32).astype(np.float16), np.arange(count) % 1000
+
+
+LAYOUT = Layout(("npy",), (4, 32, 32), "float16", labelled=True)
+
+
+def bench_write(folder: Path, rounds: int, count: int = 10_000) -> None:
+    arrays, labels = latents(count)
+
+    def ours() -> int:
+        size = chunk_samples(LAYOUT)
+        chunks = (({"npy": arrays[i : i + size]}, labels[i : i + size]) for i in range(0, count, size))
+        write_shard(folder, 0, LAYOUT, chunks)
+        return count
+
+    def theirs() -> int:
+        with webdataset.ShardWriter(str(folder / "theirs-%05d.tar"), maxcount=count + 1, mtime=0, verbose=0) as writer:
+            for i in range(count):
+                writer.write({"__key__": f"00000-{i:06d}", "npy": arrays[i], "cls": int(labels[i])})
+        return count
+
+    variants = {"ours, sha256 and fsync included": ours, "webdataset ShardWriter(mtime=0)": theirs}
+    compare("write: latents of 4 x 32 x 32, float16", variants, rounds)
+    same = (folder / "shard-00000.tar").read_bytes() == (folder / "theirs-00000.tar").read_bytes()
+    print(f"  byte-identical: {same}")
+
+
+def make_set(folder: Path, arrays: np.ndarray, labels: np.ndarray, num_shards: int) -> Path:
+    """Write latents as a set of shards, with the records and the manifest that reading needs."""
+    bounds = np.linspace(0, len(labels), num_shards + 1).astype(int)
+    records = []
+    for shard in range(num_shards):
+        rows = slice(bounds[shard], bounds[shard + 1])
+        sha256, size, count = write_shard(folder, shard, LAYOUT, [({"npy": arrays[rows]}, labels[rows])])
+        samples = [Sample("", "", "f" * 64, int(label), (0, 0), []) for label in labels[rows]]
+        records.append(ShardRecord(shard, "", sha256, size, count, {}, samples, {}))
+    write_index(folder / "index.npy", records)
+    described = describe_shards(LAYOUT, records)
+    classes = [str(number) for number in range(1000)]
+    manifest = {"format": 1, "kind": "crops", "name": "x", "classes": classes, "validation_fraction": 0.0, **described}
+    write_json(folder / "manifest.json", manifest)
+    return folder
+
+
+def bench_read(folder: Path, rounds: int, count: int = 50_000, batch: int = 256) -> None:
+    arrays, labels = latents(count)
+    ten, many = make_set(folder / "10", arrays, labels, 10), make_set(folder / "250", arrays, labels, 250)
+    memory = torch.from_numpy(arrays)
+    urls = [str(path) for path in sorted(ten.glob("*.tar"))]
+    turn = iter(range(10**9))
+
+    def gather(dataset: Any) -> Variant:
+        buffer = torch.empty((batch, 4, 32, 32), dtype=torch.float16)
+
+        def run() -> int:
+            order = epoch_order(count, 0, next(turn))
+            for start in range(0, count, batch):
+                dataset.gather(order[start : start + batch], out=buffer)
+            return count
+
+        return run
+
+    def batches() -> int:
+        return sum(len(each.label) for each in Batches(open_shards(ten), batch, next(turn), epochs=1))
+
+    def in_memory() -> int:
+        order = torch.from_numpy(epoch_order(count, 0, next(turn)))
+        for start in range(0, count, batch):
+            memory[order[start : start + batch]]
+        return count
+
+    twin = torch.empty_like(memory)
+
+    def copy() -> int:
+        twin.copy_(memory)
+        return count
+
+    def standard() -> int:
+        stream = webdataset.WebDataset(urls, shardshuffle=10).shuffle(1000).decode()
+        stream = stream.to_tuple("npy", "cls").batched(batch)
+        seen = 0
+        for _, found in stream:
+            seen += len(found)
+            if seen >= 8_000:
+                break
+        return seen
+
+    variants = {
+        "ours, 10 shards, exact global shuffle": gather(open_shards(ten)),
+        "ours, 250 shards": gather(open_shards(many)),
+        "ours, held in memory": gather(open_shards(ten).hold()),
+        "ours, Batches with its thread, opening included": batches,
+        "gather from a tensor in memory": in_memory,
+        "memcpy": copy,
+        "webdataset, shuffle(1000), same files": standard,
+    }
+    compare("read: latents of 4 x 32 x 32, float16, batches of 256", variants, rounds)
+
+
+def bench_start(folder: Path) -> None:
+    """How long until the first batch, and until the index of ImageNet is there."""
+    index = np.zeros(1_281_167, dtype=INDEX)
+    np.save(folder / "index.npy", index)
+    started = time.perf_counter()
+    read_index(folder / "index.npy")
+    loaded = time.perf_counter() - started
+    started = time.perf_counter()
+    epoch_order(len(index), 0, 5)
+    ordered = time.perf_counter() - started
+    dataset = open_shards(folder / "10")
+    first = []
+    for start in (0, 24_000, 10**9 + 7):
+        started = time.perf_counter()
+        stream = iter(Batches(dataset, 256, 0, start=start))
+        next(stream)
+        first.append(time.perf_counter() - started)
+        stream.close()  # type: ignore[attr-defined]
+    state = len(json.dumps({"examples_seen": 10**9 + 7, "seed": 2**63, "digest": "f" * 64}))
+    print("\nstart")
+    print(f"  index of 1.28 million samples {loaded:.3f} s, their order in an epoch {ordered:.3f} s")
+    times = ", ".join(f"{each:.3f}" for each in first)
+    print(f"  first batch from positions 0, 24,000, 10^9: {times} s; state of {state} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, help="a tar of JPEGs; without it nothing is cropped")
+    parser.add_argument("--peer", type=Path, action="append", default=[], help="checkout of DiT, fast-DiT or EDM2")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if arguments.images:
+            with tarfile.open(arguments.images) as tar:
+                files = [tar.extractfile(member) for member in tar if member.isfile()]
+                photographs = [file.read() for file in files if file is not None]
+            bench_crop(photographs, [peer.resolve() for peer in arguments.peer], folder, arguments.rounds)
+        bench_write(folder, arguments.rounds)
+        bench_read(folder, arguments.rounds)
+        bench_start(folder)
+
+
+if __name__ == "__main__":
+    main()

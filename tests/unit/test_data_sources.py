@@ -1,0 +1,218 @@
+"""Tars and tables of images give the crops that the same images give in a folder."""
+
+import csv
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from image_diffusion.core.config import parse
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.records import read_record
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.source import refresh, remember
+from image_diffusion.data.sources import Source
+
+GENERATOR = np.random.default_rng(0)
+PIXELS = GENERATOR.integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
+LABELS = [3, 10, 7, 3, 10, 7, 3, 3, 3, 10, 7, 3]
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[number]).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def crops_of(tmp_path: Path, source: dict[str, Any]) -> dict[bytes, str | None]:
+    """The crops of a source, and the class of each."""
+    output = tmp_path / f"crops-{len(list(tmp_path.iterdir()))}"
+    config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 6, "num_shards": 2})
+    crop_dataset(config, output)
+    found = open_shards(output, "all")
+    pixels = found.gather(np.arange(found.num_samples)).permute(0, 2, 3, 1).numpy()
+    names = [found.classes[label] if found.classes else None for label in found.labels]
+    return {row.tobytes(): name for row, name in zip(pixels, names, strict=True)}
+
+
+WITH_CLASSES = {PIXELS[i].tobytes(): str(label) for i, label in enumerate(LABELS)}
+WITHOUT = dict.fromkeys(WITH_CLASSES)
+
+
+@pytest.mark.parametrize("kind", ["cls", "txt", "json", "none"])
+def test_webdataset_tars(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "in").mkdir()
+    for tar in range(2):
+        with webdataset.TarWriter(str(tmp_path / f"in/{tar}.tar")) as writer:
+            for i in range(tar * 6, tar * 6 + 6):
+                label = {"cls": LABELS[i], "txt": f"{LABELS[i]}\n", "json": {"label": LABELS[i], "caption": "a b"}}
+                sample: dict[str, Any] = {"__key__": f"some.folder/{i % 6:04d}", "png": PIXELS[i]}
+                writer.write(sample | ({kind: label[kind]} if kind in label else {}))
+    expected = WITHOUT if kind == "none" else WITH_CLASSES
+    assert crops_of(tmp_path, {"type": "webdataset", "path": str(tmp_path / "in")}) == expected
+    record = read_record(tmp_path / "crops-1", 0)
+    assert {sample.path.split("/")[1] for sample in record.samples} == {"some.folder"}
+
+
+def test_classes_that_are_numbers_are_ordered_by_value_and_others_as_text(tmp_path: Path) -> None:
+    rows = [("a.png", "10"), ("b.png", "9"), ("c.png", "10")]
+    for name, _ in rows:
+        (tmp_path / name).write_bytes(png(0))
+    for change, classes in (("", ["9", "10"]), ("x", ["10x", "9x"])):
+        with (tmp_path / "table.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("path", "label"), *[(name, label + change) for name, label in rows]])
+        source = parse(Source, {"type": "table", "path": str(tmp_path / "table.csv")}, "here")
+        assert source.listing().classes == classes
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_tables(tmp_path: Path, kind: str, labelled: bool) -> None:
+    (tmp_path / "pictures, all").mkdir()
+    paths = [f"pictures, all/é {i}.png" if i % 2 else str(tmp_path / f"pictures, all/{i}.png") for i in range(12)]
+    for i, path in enumerate(paths):
+        (tmp_path / path).write_bytes(png(i))
+    table = tmp_path / f"table.{kind}"
+    if kind == "csv":
+        with table.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("note", "file", "class"), *zip("x" * 12, paths, LABELS, strict=True)])
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"file": paths, "class": LABELS}), table)
+    source = {"type": "table", "path": str(table), "path_column": "file", "label_column": "class" if labelled else None}
+    assert crops_of(tmp_path, source) == (WITH_CLASSES if labelled else WITHOUT)
+
+
+def test_a_tables_bad_rows_are_listed(tmp_path: Path) -> None:
+    for i in range(12):
+        (tmp_path / f"{i}.png").write_bytes(png(i))
+    rows = [(f"{i}.png", "a") for i in range(12)] + [("0.png", "b"), ("missing.png", "a"), ("nolabel.png", "")]
+    with (tmp_path / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("path", "label"), *rows])
+    source = {"type": "table", "path": str(tmp_path / "table.csv")}
+    config = {"name": "x", "source": source, "resolution": 6, "num_shards": 1, "max_bad_fraction": 0.5}
+    crop_dataset(DataConfig.model_validate(config), tmp_path / "out")
+    with (tmp_path / "out/quarantine.csv").open() as file:
+        assert {(row["path"], row["reason"]) for row in csv.DictReader(file)} == {
+            ("0.png", "listed twice"),
+            ("missing.png", "cannot be read: No such file or directory"),
+            ("nolabel.png", "no class"),
+        }
+
+
+def tar_of(path: Path, members: dict[str, bytes | None]) -> None:
+    """A tar of members; a member without bytes is a symbolic link."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            if data is None:
+                member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            member.size = len(data or b"")
+            tar.addfile(member, io.BytesIO(data or b""))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a way out": (lambda path: tar_of(path, {"../x.png": png(0)}), r"its member '\.\./x\.png' leads out of it"),
+    "a way out, deep": (lambda path: tar_of(path, {"a/../../x.png": png(0)}), "leads out of it"),
+    "an absolute name": (lambda path: tar_of(path, {"/etc/x.png": png(0)}), "leads out of it"),
+    "a link": (lambda path: tar_of(path, {"x.png": None}), "is a link or a device"),
+    "no tar": (lambda path: path.write_bytes(b"no tar at all" * 100), "cannot be read as a tar"),
+    "no images": (lambda path: tar_of(path, {"x.bin": b"x"}), "holds no images"),
+    "broken json": (lambda path: tar_of(path, {"x.png": png(0), "x.json": b"{"}), "cannot be read as a tar"),
+    "two images of one key": (lambda path: tar_of(path, {"x.png": png(0), "x.jpg": png(1)}), "two images under"),
+    "cut short in an image": (
+        lambda path: (tar_of(path, {f"{i}.png": png(i) * 20 for i in range(9)}), os.truncate(path, 4000)),
+        "cut short|cannot be read as a tar",
+    ),
+    "cut short at a block": (
+        lambda path: (tar_of(path, {f"{i}.png": png(i) * 20 for i in range(9)}), os.truncate(path, 512 * 6)),
+        "cut short|cannot be read as a tar",
+    ),
+    "cut short after an image": (
+        lambda path: (tar_of(path, {f"{i}.png": bytes(512) for i in range(9)}), os.truncate(path, 512 * 6)),
+        "is cut short: the empty block",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_these_tars_are_refused_with_one_line(tmp_path: Path, kind: str) -> None:
+    make, message = REFUSED[kind]
+    make(tmp_path / "x.tar")
+    source = parse(Source, {"type": "webdataset", "path": str(tmp_path / "x.tar")}, "here")
+    with pytest.raises(ValueError, match=message) as error:
+        source.listing()
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.tar"]
+
+
+def test_odd_members_are_ignored_or_listed(tmp_path: Path) -> None:
+    members = {
+        ".hidden.png": b"",
+        "__meta__/x.png": b"",
+        "a/1.png": png(0),
+        "a/1.cls": b"4",
+        "2.png": png(1),
+        "3.cls": b"4",
+    }
+    tar_of(tmp_path / "x.tar", members)
+    listing = parse(Source, {"type": "webdataset", "path": str(tmp_path / "x.tar")}, "here").listing()
+    assert [(item.name, item.label) for item in listing.items] == [("x.tar/a/1", 0)]
+    assert listing.rejected == [
+        ("x.tar/2", "an image without a class, while others have one"),
+        ("x.tar/3", "a class without an image"),
+    ]
+    assert (listing.classes, listing.ignored) == (["4"], 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"type": "webdataset", "path": "nowhere"}, "nowhere does not exist"),
+        ({"type": "webdataset", "path": "."}, "holds no .tar file"),
+        ({"type": "table", "path": "nowhere.csv"}, "nowhere.csv does not exist"),
+        ({"type": "table", "path": "header.csv"}, "has no rows"),
+        ({"type": "table", "path": "header.csv", "path_column": "file"}, "no column 'file'. Known: path, label"),
+        ({"type": "table", "path": "binary.csv"}, "is not valid CSV"),
+        ({"type": "table", "path": "binary.parquet"}, "is not valid Parquet"),
+    ],
+)
+def test_early_errors_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: dict[str, str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "header.csv").write_text("path,label\n")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "binary.parquet").write_bytes(b"PAR2")
+    with pytest.raises(ValueError, match=message) as error:
+        parse(Source, source, "here").files()
+    assert "\n" not in str(error.value)
+
+
+def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    tar_of(tmp_path / "in/x.tar", {"1.png": png(0)})
+    (tmp_path / "1.png").write_bytes(png(0))
+    (tmp_path / "table.csv").write_text("path,label\n1.png,a\n")
+    sources = {
+        "tar": (parse(Source, {"type": "webdataset", "path": str(tmp_path / "in")}, "here"), tmp_path / "in/x.tar"),
+        "table": (parse(Source, {"type": "table", "path": str(tmp_path / "table.csv")}, "here"), tmp_path / "1.png"),
+    }
+    for name, (source, file) in sources.items():
+        path = tmp_path / name / "source.json"
+        assert refresh(source, path)
+        remember(source, path, source.files(), {})
+        os.utime(file, ns=(0, 10**18))
+        assert not refresh(source, path)
+        file.write_bytes(file.read_bytes()[::-1])
+        assert refresh(source, path)
+        assert json.loads(path.read_text())["source"]["type"] in ("webdataset", "table")
