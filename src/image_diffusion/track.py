@@ -108,8 +108,8 @@ def send(
 ) -> dict[str, str]:
     """Bring everything planned to the store; returns the MLflow id of every run by its key.
 
-    largest: bytes; files above it stay where they are, and their place and sha256 are noted. champion: the metric,
-    lower is better, by which the best registered model gets the alias `champion`.
+    largest: bytes; files above it stay where they are, and their place and sha256 are noted. champion: the metric
+    of evaluate, lower is better, by which the best registered model gets the alias `champion`.
     """
     ids: dict[str, str] = {}
     model: tuple[str, str] | None = None  # of which run, its id
@@ -124,7 +124,8 @@ def send(
                 tags |= {f"path/{file.name}": str(file.path.resolve()), f"sha256/{file.name}": file.sha256}
         store.send_tags(run_id, tags)
         store.send_params(run_id, history.params)
-        used = [item for item in data if item.digest == history.tags.get("manifest_digest")]
+        named = {str(value) for value in (*history.params.values(), *history.tags.values())}
+        used = [item for item in data if item.digest in named]
         for item in used:
             store.send_dataset(run_id, item.name, item.digest, str(item.folder), history.stage)
         model_id = model[1] if model is not None and each.latest and model[0] == each.parent else None
@@ -159,7 +160,8 @@ def _send_model(store: Store, each: PlannedRun, run_id: str, experiment: Path, c
         "system": _system(content),
     }
     model_id = store.model(f"{each.history.id}/{sha256}", experiment.name, run_id, step, tags)
-    scores = [(point.step, point.time, point.value) for point in each.points if point.key.split("/")[-1] == champion]
+    shown = f"evaluate/{champion}"
+    scores = [(point.step, point.time, point.value) for point in each.points if point.key == shown]
     store.register(model_id, run_id, tags, max(scores)[2] if scores else None)
     return model_id
 
@@ -313,7 +315,7 @@ def main() -> None:
     parser.add_argument("--dataset", action="extend", nargs="+", type=Path, default=[], help="results/datasets/<name>")
     parser.add_argument("--output", type=Path, help="summary to write when everything was sent: tracked.json")
     parser.add_argument("--largest-file-mb", type=float, default=64.0, help="larger files are noted, not copied")
-    parser.add_argument("--champion-metric", default="fid", help="the best registered model has the lowest of these")
+    parser.add_argument("--champion-metric", default="fid", help="the registered model with the lowest is `champion`")
     parser.add_argument("--follow", type=float, metavar="SECONDS", help="go on until stopped, sending this often")
     options = parser.parse_args()
     if options.follow is None:

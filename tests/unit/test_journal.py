@@ -80,11 +80,21 @@ def test_attempts_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
 
 
 def test_other_parameters_are_another_run_and_the_last_worked_on_comes_last(tmp_path: Path) -> None:
-    for seed in (0, 1, 0):
-        with Journal.open(tmp_path, "train") as journal:
+    for seed, resume in ((0, None), (1, None), (0, 5)):
+        with Journal.open(tmp_path, "train", resume) as journal:
             journal.params({"seed": seed})
     histories = read_journals(tmp_path / "train")
     assert [(history.params["seed"], len(history.starts)) for history in histories] == [(1, 1), (0, 2)]
+
+
+def test_from_the_beginning_after_the_end_is_another_run_and_after_a_crash_the_same(tmp_path: Path) -> None:
+    for value, status in ((1.0, "failed"), (2.0, "finished"), (3.0, "finished")):
+        journal = Journal.open(tmp_path, "evaluate")
+        journal.metrics({"fid": value}, step=7)
+        journal.close("failed" if status == "failed" else "finished")
+    histories = read_journals(tmp_path / "evaluate")
+    assert [history.series("fid")[1] for history in histories] == [[2.0], [3.0]]
+    assert [point.value for point in histories[0].superseded] == [1.0]
 
 
 def test_one_fingerprint_is_one_run_whose_changed_parameters_are_known(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def make_experiment(results: Path, name: str, decay: float) -> Path:
     write_json(experiment / "train" / "model.json", described)
     with Journal.open(experiment / "journal", "evaluate") as journal:
         journal.params({"seed": 0})
-        journal.metrics({"eval/fid": 5 / decay, "eval/recall": 0.5}, step=400)
+        journal.metrics({"fid": 5 / decay, "recall": 0.5}, step=400)
     return experiment
 
 
@@ -207,7 +207,7 @@ def test_runs_table(address: str, browser: Browser, shots: Path) -> None:
 
 def test_charts_show_curves_quality_and_grids_of_all_experiments(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART")
-    browser.wait_for("small", "large", "loss/mean", "large (loss/mean)", "eval/fid", "samples/ema")
+    browser.wait_for("small", "large", "loss/mean", "large (loss/mean)", "evaluate/fid", "samples/ema")
     browser.slide_to_end()
     browser.wait_for("samples/ema", pictures=2)
     browser.screenshot(shots / "2-charts.png")
@@ -234,7 +234,7 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
 
 def test_models_and_the_champion(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
-    browser.wait_for("small", "large", "eval/fid", "250", "500")
+    browser.wait_for("small", "large", "fid", "250", "500")
     browser.screenshot(shots / "7-models.png")
     browser.open(f"{address}/#/models/shapes?workflowType=machine_learning")
     browser.wait_for("Version 1", "Version 2", "champion")

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.files import digest, sha256_file, write_bytes
@@ -263,16 +263,22 @@ def read_journal(folder: Path) -> History | None:
 def read_journals(folder: Path) -> list[History]:
     """The merged history of every run whose attempts lie in `folder`, the one that was worked on last at the end.
 
-    Attempts are in the order of their numbers, which were given one by one: no clock and no name decides. A line that
-    was cut off by a crash, at the end of a file, is left out.
+    Attempts are in the order of their numbers, which were given one by one: no clock and no name decides. An attempt
+    belongs to the run with its fingerprint or parameters; but one that starts from the beginning after that run
+    finished is a run of its own. A line that was cut off by a crash, at the end of a file, is left out.
     """
-    attempts = [_read_attempt(path) for path in sorted(folder.glob("attempt-*.jsonl"), key=_number_of)]
-    runs: dict[str, list[_Attempt]] = {}
-    for attempt in attempts:
-        if attempt is not None:
-            earlier = runs.pop(attempt.run, [])  # taken out and put at the end
-            runs[attempt.run] = [*earlier, attempt]
-    return [_merge(run) for run in runs.values()]
+    runs: list[list[_Attempt]] = []
+    for path in sorted(folder.glob("attempt-*.jsonl"), key=_number_of):
+        attempt = _read_attempt(path)
+        if attempt is None:
+            continue
+        same = next((run for run in reversed(runs) if run[-1].run == attempt.run), None)
+        if same is not None and (attempt.resumed is not None or not same[-1].finished):
+            runs.remove(same)  # and put at the end
+            runs.append([*same, attempt])
+        else:
+            runs.append([attempt])
+    return [_merge(run) for run in runs]
 
 
 @dataclass
@@ -290,6 +296,14 @@ class _Attempt:
     def run(self) -> str:
         fingerprint = self.header["tags"].get("fingerprint")
         return f"fingerprint {fingerprint}" if fingerprint else f"params {digest(self.params)}"
+
+    @property
+    def resumed(self) -> int | None:
+        return cast("int | None", self.header["resume_step"])
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None and self.end["status"] == "finished"
 
 
 def _read_attempt(path: Path) -> _Attempt | None:
@@ -331,8 +345,7 @@ def _merge(attempts: list[_Attempt]) -> History:
     limit = math.inf
     for attempt in reversed(attempts):
         limits.insert(0, limit)
-        resumed = attempt.header["resume_step"]
-        limit = min(limit, -math.inf if resumed is None else resumed)
+        limit = min(limit, -math.inf if attempt.resumed is None else attempt.resumed)
     points: dict[tuple[str, int], Point] = {}
     images: dict[tuple[str, int], Image] = {}
     superseded: list[Point] = []
