@@ -16,7 +16,7 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on
 		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
 
 test: .venv/.ready ## every test that needs no cluster, no GPU and no network
-	python -m pytest --numprocesses=auto
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadgroup
 
 lint: .venv/.ready ## style, types, imports, rules
 	ruff check $(python_files)
@@ -35,10 +35,10 @@ test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (
 	python -m pytest tests/slurm
 
 bench: .venv/.ready ## speed and memory, measured
-	python -m tests.bench
+	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
 
 soak: .venv/.ready ## the long reliability runs
-	python -m pytest tests/reliability --soak
+	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability
 
 ui: .venv/.ready ## review every run in MLflow
 	mlflow ui --backend-store-uri sqlite:///mlflow.db
