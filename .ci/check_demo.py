@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     agreement = result["metrics"]["inpipe_agreement"]["value"]
     if agreement < 0.9:
         sys.exit(
-            f"ci: of the demo's samples {agreement:.0%} are recognised as what they should be; expected 90% or more."
+            f"ci: of the demo's samples {agreement:.0%} are recognised; expected 90% or more."
         )
     first, last = (point["inpipe_fd"] for point in (result["curve"][0], result["curve"][-1]))
     if not last < first / 2:
