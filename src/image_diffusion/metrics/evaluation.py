@@ -81,25 +81,18 @@ def evaluate_samples(
     curve = measure_previews(previews or {}, detector, reference, classes, settings)
     if report is not None and len(curve) > 1:
         plot_curve(curve, report / "curve.png")
-    result = {
-        "metrics": entries,
-        "curve": curve,
-        "classes": _classes(made, labels, classes, report),
-        "protocol": {
-            "detector": detector.identity,
-            "reference": described,
-            "num_samples": samples.num_samples,
-            "samples_sha256": samples.digest,
-            "samples": samples.protocol,
-            "settings": dump(settings),
-        },
+    how: dict[str, Any] = {"detector": detector.identity, "reference": described, "settings": dump(settings)}
+    protocol = {
+        **how,
+        "digest": digest(how),
+        "num_samples": samples.num_samples,
+        "samples_sha256": samples.digest,
+        "samples": samples.protocol,
     }
-    result["protocol"]["digest"] = digest(
-        {key: result["protocol"][key] for key in ("detector", "reference", "settings")}
-    )
     if report is not None:
         plot_classes(samples, report / "classes.png")
-    return result
+    by_class = _classes(made, labels, classes, report)
+    return {"metrics": entries, "curve": curve, "classes": by_class, "protocol": protocol}
 
 
 def _check(samples: Samples, data: RealImages, settings: EvaluateConfig, reference_file: Path | None) -> None:

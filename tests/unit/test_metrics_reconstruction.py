@@ -1,0 +1,56 @@
+"""PSNR and SSIM against torchmetrics and closed forms; codebook use of known counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.reconstruction import codebook_use, psnr, reconstruction_estimates, ssim
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    original = torch.randint(0, 256, (6, 3, 24, 32), generator=generator)
+    noise = torch.randint(-20, 21, original.shape, generator=generator)
+    return original.byte(), (original + noise).clamp(0, 255).byte()
+
+
+def test_psnr_and_ssim_are_torchmetrics(pair: tuple[Tensor, Tensor]):
+    functional = pytest.importorskip("torchmetrics.functional.image")
+    original, decoded = (each.double() for each in pair)
+    expected = functional.peak_signal_noise_ratio(decoded, original, 255.0, reduction="none", dim=(1, 2, 3))
+    torch.testing.assert_close(psnr(*pair), expected, rtol=1e-6, atol=0)
+    # torchmetrics also averages windows over the mirrored border; the paper's are those inside the image.
+    _, everywhere = functional.structural_similarity_index_measure(
+        decoded, original, data_range=255.0, reduction="none", return_full_image=True
+    )
+    expected = everywhere[:, :, 5:-5, 5:-5].mean(dim=(1, 2, 3))
+    torch.testing.assert_close(ssim(*pair), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_psnr_of_a_constant_error():
+    black = torch.zeros(1, 1, 12, 12, dtype=torch.uint8)
+    assert float(psnr(black, black + 51)) == pytest.approx(20 * 0.69897, rel=1e-5)  # 10 log10(25)
+    assert float(psnr(black, black)) == 100 and float(ssim(black, black)) == 1
+
+
+def test_estimates_of_a_perfect_codec(pair: tuple[Tensor, Tensor]):
+    seen = Detected(torch.randn(100, 4), torch.randn(100, 5))
+    found = reconstruction_estimates(torch.full((100,), 100.0), torch.ones(100), seen, seen)
+    assert found["psnr"].value == 100 and found["ssim"].value == 1 and found["agreement"].value == 1
+    assert found["reconstruction_fd"].value == pytest.approx(0, abs=1e-9)
+
+
+def test_codebook_use():
+    assert codebook_use(torch.tensor([5, 5, 5, 5])) == {"usage": 1, "perplexity": pytest.approx(4)}
+    assert codebook_use(torch.tensor([9, 0, 0, 0])) == {"usage": 0.25, "perplexity": pytest.approx(1)}
+
+
+def test_mistakes_are_told(pair: tuple[Tensor, Tensor]):
+    with pytest.raises(ValueError, match=r"uint8 images of one shape; got torch\.uint8 .* and torch\.float32"):
+        psnr(pair[0], pair[1].float())
+    with pytest.raises(ValueError, match="at least 11 pixels"):
+        ssim(pair[0][..., :8], pair[1][..., :8])
