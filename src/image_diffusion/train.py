@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.generation import Generator, requested_labels
+from image_diffusion.systems.reconstruction import show_reconstructions
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
@@ -70,7 +72,7 @@ def main() -> None:
         cond = {"label": label} if spec.num_classes and stage.system.is_conditional else {}
         return Batch(codec.draw(stored, streams), cond, streams)
 
-    def draw_preview(network: nn.Module, step: int) -> dict[str, Path]:
+    def draw_preview(network: nn.Module, step: int) -> dict[str, Path | float]:
         weights = arguments.codec_weights.parent if arguments.codec_weights else None
         decoder = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
         generator = Generator(network, stage.system, spec, decoder, stage.preview)
@@ -82,7 +84,12 @@ def main() -> None:
         save_picture(image_grid(images, grid_columns(len(images), training.num_classes)), path)
         return {"preview": path}
 
-    preview = draw_preview if isinstance(stage.system, DiffusionSystem) else None
+    def draw_reconstructions(network: nn.Module, step: int) -> dict[str, Path | float]:
+        held_out = validation if validation.num_samples else training
+        images = held_out.gather(np.arange(min(held_out.num_samples, stage.train.validation_samples)))
+        return show_reconstructions(network, images, stage.preview.batch_size, output / "previews", step)
+
+    preview = draw_preview if isinstance(stage.system, DiffusionSystem) else draw_reconstructions
 
     def build(world: World) -> Task:
         network: nn.Module = stage.system.build_network(spec)

@@ -76,3 +76,7 @@ class Autoencoder(nn.Module):
         posterior = self.vae.encode(x).latent_dist
         latent = posterior.mean + posterior.std * noise
         return self.vae.decode(latent).sample, posterior.mean, posterior.logvar
+
+    def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
+        """Images [B, C, H, W] -> decoded from the mean of their posterior."""
+        return {"mean": self.vae.decode(self.vae.encode(x).latent_dist.mean).sample}

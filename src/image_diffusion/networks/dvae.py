@@ -170,6 +170,10 @@ class DVAE(nn.Module):
         normalised: Tensor = self.decoder(latent)
         return (normalised - self.shift) / self.scale
 
+    def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
+        """Images [B, C, H, W] -> decoded from their expected embeddings, and from their most probable tokens."""
+        return {"soft": self.decode(self.soft_latent(x)), "hard": self.decode(self.hard_latent(self.indices(x)))}
+
     def normalise(self, x: Tensor) -> Tensor:
         """Pixels in [-1, 1] -> what the network works in."""
         return x * self.scale + self.shift

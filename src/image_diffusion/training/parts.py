@@ -51,7 +51,8 @@ class Task:
 
     network: float32, anywhere. objective: batch -> losses. prepare: what the shards hold [B, …], labels [B] and the
     random numbers of the batch -> what the objective is given. data, validation: the two splits. grid: the network,
-    with the averaged weights where there are any, and the step -> pictures by name; called in the first process only.
+    with the averaged weights where there are any, and the step -> pictures and numbers by name; called in the first
+    process only.
     """
 
     network: nn.Module
@@ -59,7 +60,7 @@ class Task:
     prepare: Callable[[Tensor, Tensor, Streams], Batch]
     data: Shards
     validation: Shards | None = None
-    grid: Callable[[nn.Module, int], Mapping[str, Path]] | None = None
+    grid: Callable[[nn.Module, int], Mapping[str, Path | float]] | None = None
 
 
 class Parts:

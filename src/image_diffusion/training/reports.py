@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -145,10 +146,16 @@ class Reports:
         done = True
         if world.is_main:
             with self._parts.averaged() as network:
-                pictures = self._stop.interruptible(lambda: grid(network, step))
-            done = pictures is not None
-            for key, path in (pictures or {}).items():
-                self._journal.image(key, path, step)
+                found = self._stop.interruptible(lambda: grid(network, step))
+            done = found is not None
+            numbers = {}
+            for key, what in (found or {}).items():
+                if isinstance(what, Path):
+                    self._journal.image(key, what, step)
+                else:
+                    numbers[f"validation/{key}"] = what
+            if numbers:
+                self._journal.metrics(numbers, step)
         return not world.any(not done)
 
 

@@ -1,0 +1,121 @@
+"""The discrete VAE as a codec: of experiments that train on its latents, and what is told while it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.codecs.dvae import DVAECodec
+from image_diffusion.codecs.trained import Trained
+from image_diffusion.core.config import dump, parse
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import save_weights
+from image_diffusion.experiment import Experiment, check_experiment
+from image_diffusion.networks.autoencoder import AutoencoderConfig
+from image_diffusion.networks.dvae import DVAE, DVAEConfig
+from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.systems.reconstruction import show_reconstructions
+
+CPU, F32 = torch.device("cpu"), torch.float32
+SMALL = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
+SPEC = DataSpec(channels=3, resolution=16)
+
+
+def network_of() -> DVAE:
+    torch.manual_seed(0)
+    return SMALL.build(SPEC)
+
+
+def images_of(count: int) -> torch.Tensor:
+    ids = torch.arange(count)
+    return Streams(0, torch.zeros_like(ids), ids).integers("images", 256, (3, 16, 16)).to(torch.uint8)
+
+
+def test_a_trained_one_gives_expected_embeddings_and_decodes_them(tmp_path: Path) -> None:
+    network = network_of()
+    save_weights(tmp_path, network.state_dict(), {"system": dump(DVAESystem(network=SMALL)), "spec": dump(SPEC)})
+    codec = Trained(experiment="x").build(tmp_path, 0.5, CPU, F32)
+    assert isinstance(codec, DVAECodec) and codec.identity["type"] == "dvae"
+    images = images_of(3)
+    moments = codec.encode(images)
+    x = from_uint8(images)
+    with torch.no_grad():
+        q = torch.softmax(network.encoder(x), dim=1)
+        expected = (q.unsqueeze(2) * network.codebook.weight.view(1, 6, 5, 1, 1)).sum(1)
+        pixels = to_uint8(network.decoder(expected))
+    assert moments.shape == (3, 2, 5, 4, 4)
+    torch.testing.assert_close(moments[:, 0], expected)
+    assert torch.equal(moments[:, 1], torch.zeros(3, 5, 4, 4))
+    ids = torch.arange(3)
+    drawn = codec.draw(moments.to(torch.float16), Streams(0, ids, ids))
+    torch.testing.assert_close(drawn, expected.half().float() * 0.5)
+    assert (codec.decode(expected * 0.5).int() - pixels.int()).abs().max() <= 1
+
+
+def experiments(**changes: Any) -> tuple[Experiment, Experiment]:
+    """A DiT, and the discrete VAE on whose latents it is trained."""
+    data = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
+    vae = {"data": data, "system": {"type": "dvae", "network": dump(SMALL) | changes}, "train": {"steps": 1}}
+    network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 2}
+    dit = {"codec": {"type": "trained", "experiment": "vae"}, "system": {"type": "dit", "network": network}}
+    return parse(Experiment, vae | dit, "dit.yaml"), parse(Experiment, vae, "vae.yaml")
+
+
+def test_a_diffusion_experiment_takes_its_latents_for_data() -> None:
+    dit, vae = experiments()
+    check_experiment(vae, None)
+    check_experiment(dit, vae)
+    images = DataSpec(channels=3, resolution=16, num_classes=10)
+    assert dit.codec.spec(images, SMALL) == DataSpec(channels=5, resolution=4, num_classes=10)
+    with pytest.raises(ValueError, match="patches of 2"):
+        check_experiment(*experiments(num_layers=4))
+    with pytest.raises(ValueError, match="trained on pixels. Leave out the codec section"):
+        check_experiment(dit.model_copy(update={"system": vae.system}), vae)
+
+
+def test_what_is_told_while_it_is_trained(tmp_path: Path) -> None:
+    network, images = network_of(), images_of(20)
+    found = show_reconstructions(network, images, 7, tmp_path, 3)
+    whole = show_reconstructions(network, images, 20, tmp_path / "whole", 3)
+    x = from_uint8(images)
+    with torch.no_grad():
+        indices = network.indices(x)
+        hard = to_uint8(network.decode(network.hard_latent(indices)))
+    errors = (hard.double() - images.double()).square().mean((1, 2, 3))
+    assert found["psnr_hard"] == pytest.approx((10 * torch.log10(255**2 / errors)).mean().item())
+    used, counts = np.unique(indices.numpy(), return_counts=True)
+    p = counts / counts.sum()
+    assert found["codebook_usage"] == len(used) / 6 and found["dead_codes"] == 6 - len(used)
+    assert found["codebook_perplexity"] == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+    numbers = {
+        "psnr_soft",
+        "psnr_hard",
+        "ssim_soft",
+        "ssim_hard",
+        "codebook_usage",
+        "dead_codes",
+        "codebook_perplexity",
+    }
+    assert set(found) == numbers | {"reconstructions", "codebook"}
+    for name in numbers:
+        assert found[name] == pytest.approx(whole[name]), "batches change nothing"
+    for name in ("reconstructions", "codebook"):
+        path = found[name]
+        assert isinstance(path, Path)
+        with Image.open(path) as picture:
+            assert picture.width > 100
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+
+
+def test_the_small_autoencoder_is_told_of_alike(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(SPEC)
+    found = show_reconstructions(network, images_of(3), 2, tmp_path, 0)
+    assert set(found) == {"psnr_mean", "ssim_mean", "reconstructions"}
