@@ -4,8 +4,8 @@
     python -m image_diffusion.export --read DiT-XL-2-256x256.pt --output results/dit/train
 
 The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec. The second reads the published DiT weights, a
-training checkpoint of the original, or a diffusers folder of a DiT, and writes weights.safetensors and model.json, from
-which `sample` makes images without training.
+training checkpoint of the original, a diffusers folder of a DiT, or the published U-Nets of improved-diffusion and
+guided-diffusion, and writes weights.safetensors and model.json, from which `sample` makes images without training.
 """
 
 from __future__ import annotations
@@ -13,25 +13,32 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.core import command
-from image_diffusion.core.config import dump, load
+from image_diffusion.core.config import Config, dump, load
+from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
-from image_diffusion.experiment import ExportStage
+from image_diffusion.experiment import ExportStage, load_experiment
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dit import DiT
 from image_diffusion.networks.dit_diffusers import ddim_scheduler, flow_scheduler, write_dit_pipeline
-from image_diffusion.networks.dit_weights import read_dit
+from image_diffusion.networks.dit_weights import load_tensors, read_dit
+from image_diffusion.networks.unet_weights import is_unet
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.iddpm_published import read_iddpm
 from image_diffusion.training.model import Model, load_codec, load_model
 
 
@@ -71,12 +78,22 @@ def _write_vae(network: Autoencoder, folder: Path) -> None:
         written.rename(folder)
 
 
-def read_foreign(path: Path, codec: str, folder: Path) -> None:
-    """Write a weights folder from a DiT that was trained elsewhere: eps with a learned variance on 1,000 linear steps.
+def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) -> None:
+    """Write a weights folder from a DiT or a U-Net that was trained elsewhere.
 
-    codec: the autoencoder of its latents. Raises ValueError listing what is missing, unexpected or of another shape.
+    codec: the autoencoder of a DiT's latents. experiment: the file that describes a U-Net of no published name. Raises
+    ValueError listing what is missing, unexpected or of another shape.
     """
-    weights = read_dit(path)
+    content = {} if path.is_dir() else load_tensors(path)
+    if is_unet(content):
+        _read_unet(content, path, experiment, folder)
+    else:
+        _read_dit(path, content, codec, folder)
+
+
+def _read_dit(path: Path, content: Mapping[str, Any], codec: str, folder: Path) -> None:
+    """A DiT predicts eps, with a learned variance, on 1,000 linear steps."""
+    weights = read_dit(path, content=content)
     learned = weights.learned_variance
     objective = Denoising(
         prediction="eps",
@@ -86,14 +103,34 @@ def read_foreign(path: Path, codec: str, folder: Path) -> None:
     )
     vae = StabilityVae(weights=codec)
     identity = vae.build(None, None, torch.device("cpu"), torch.float32).identity
+    system = DiTSystem(network=weights.config, objective=objective)
+    _save(folder, weights.tensors, system, weights.spec, vae, identity)
+
+
+def _read_unet(tensors: Mapping[str, Tensor], path: Path, experiment: Path | None, folder: Path) -> None:
+    """A U-Net on pixels, of a published name or as an experiment file describes it."""
+    described = None
+    if experiment is not None:
+        sections = load_experiment(experiment)
+        if not isinstance(sections.system, IddpmSystem):
+            raise ValueError(f"{path} is a U-Net, but {experiment} has system.type {sections.system.type}. Use iddpm.")
+        described = sections.system, DataSpec(channels=sections.data.channels, resolution=sections.data.resolution)
+    system, spec = read_iddpm(tensors, path, described)
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    _save(folder, tensors, system, spec, Rgb(), Rgb().identity)
+
+
+def _save(
+    folder: Path, tensors: Mapping[str, Tensor], system: Config, spec: DataSpec, codec: Config, identity: dict[str, Any]
+) -> None:
     save_weights(
         folder,
-        weights.tensors,
+        tensors,
         {
-            "system": dump(DiTSystem(network=weights.config, objective=objective)),
-            "spec": dump(weights.spec),
-            "codec": {"config": dump(vae), "identity": identity, "scale": None},
-            "classes": [str(number) for number in range(weights.spec.num_classes)],
+            "system": dump(system),
+            "spec": dump(spec),
+            "codec": {"config": dump(codec), "identity": identity, "scale": None},
+            "classes": [str(number) for number in range(spec.num_classes)],
             "step": 0,
             "examples_seen": 0,
             "ema": None,
@@ -114,11 +151,12 @@ def main() -> None:
     parser.add_argument(
         "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
     )
+    parser.add_argument("--experiment", type=Path, help="with --read: describes a U-Net of no published name")
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
     arguments = parser.parse_args()
 
     if arguments.read is not None:
-        read_foreign(arguments.read, arguments.codec, arguments.output)
+        read_foreign(arguments.read, arguments.codec, arguments.experiment, arguments.output)
         print(f"export: read {arguments.read} into {arguments.output}")
         return
     if arguments.config is None or arguments.weights is None:

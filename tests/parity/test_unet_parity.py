@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import UNet, UNetConfig
+from image_diffusion.systems.iddpm_published import read_iddpm
 
 RESOLUTIONS = {
     "cifar10_uncond_50M_500K.pt": 32,
@@ -77,11 +80,9 @@ def test_enlarged_input_of_the_original(golden):
     torch.testing.assert_close(seen[0][:, 3:], file["sr/upsampled_low_res"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RESOLUTIONS)
-def test_names_shapes_and_counts_of_the_published_networks(golden_names, name):
-    expected = golden_names("names_iddpm.json.gz")["configs"][name]
-    flags = expected["flags"]
-    config = UNetConfig(
+def network_config(name: str, flags: dict) -> UNetConfig:
+    """The network that the original's flags describe."""
+    return UNetConfig(
         channels=flags["num_channels"],
         num_res_blocks=flags["num_res_blocks"],
         num_heads=flags.get("num_heads", 4),
@@ -90,9 +91,27 @@ def test_names_shapes_and_counts_of_the_published_networks(golden_names, name):
         dropout=flags.get("dropout", 0.0),
         low_resolution=64 if name.startswith("upsample") else None,
     )
+
+
+@pytest.mark.parametrize("name", RESOLUTIONS)
+def test_names_shapes_and_counts_of_the_published_networks(golden_names, name):
+    expected = golden_names("names_iddpm.json.gz")["configs"][name]
+    flags = expected["flags"]
+    config = network_config(name, flags)
     spec = DataSpec(channels=3, resolution=RESOLUTIONS[name], num_classes=1000 if flags.get("class_cond") else 0)
     with torch.device("meta"):
         network = config.build(spec, learned_variance=flags["learn_sigma"])
     shapes = {key: list(tensor.shape) for key, tensor in network.state_dict().items()}
     assert list(shapes.items()) == list(expected["state_dict"].items())
     assert sum(p.numel() for p in network.parameters()) == expected["n_parameters"]
+
+
+@pytest.mark.parametrize("name", RESOLUTIONS)
+def test_a_published_network_is_recognised_by_its_shapes_and_its_name(golden_names, name):
+    expected = golden_names("names_iddpm.json.gz")["configs"][name]
+    flags = expected["flags"]
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in expected["state_dict"].items()}
+    system, spec = read_iddpm(tensors, Path(name), None)
+    assert spec.resolution == RESOLUTIONS[name]
+    assert spec.num_classes == (1000 if flags.get("class_cond") else 0)
+    assert system.network == network_config(name, flags)

@@ -47,21 +47,27 @@ class DiTWeights:
         return network.eval()
 
 
-def read_dit(path: Path, time_frequencies: TimeFrequencies | None = None, num_heads: int | None = None) -> DiTWeights:
+def read_dit(
+    path: Path,
+    time_frequencies: TimeFrequencies | None = None,
+    num_heads: int | None = None,
+    content: Mapping[str, Any] | None = None,
+) -> DiTWeights:
     """A DiT from a file of the original or a folder of diffusers.
 
     path: the published `DiT-XL-2-256x256.pt` or another state dict under its names (`.pt`, `.safetensors`); a training
     checkpoint of the original, of which the "ema" entry is taken; a folder of a diffusers pipeline, or of its
     transformer. time_frequencies: none for what the original computes with a file, and diffusers with a folder. (The
     folders facebook/DiT-XL-2-* hold weights that were trained with "dit", though diffusers computes otherwise.)
-    num_heads: needed where a file is of none of the paper's widths, since shapes do not tell it.
+    num_heads: needed where a file is of none of the paper's widths, since shapes do not tell it. content: of the file,
+    where it was loaded already.
 
     Raises ValueError when the path does not exist, holds anything but tensors and plain data, or is not a DiT: with the
     names of what is missing, unexpected, or of another shape.
     """
     if path.is_dir():
         return _read_folder(path, time_frequencies or "diffusers")
-    tensors, arguments = _state_dict(load_tensors(path), path)
+    tensors, arguments = _state_dict(content or load_tensors(path), path)
     return _from_shapes(tensors, path, time_frequencies or "dit", num_heads or _heads_of(arguments))
 
 
