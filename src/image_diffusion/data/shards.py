@@ -107,7 +107,7 @@ def open_shards(
     """Open the set of shards in a folder that `crop` or `encode` wrote.
 
     split: which samples; validation is chosen by the hash of the content. codec_identity: the codec they are about
-    to be used with, checked against the one that wrote them. verify: also hash every shard.
+    to be used with, checked against the one that wrote them. verify: also hash every shard and the index.
     Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
     """
     path = folder / "manifest.json"
@@ -123,6 +123,8 @@ def open_shards(
         )
     for shard in manifest["shards"]:
         _check(folder / shard["file"], shard, verify)
+    if verify and sha256_file(folder / "index.npy") != manifest["index"]:
+        raise ValueError(f"{folder / 'index.npy'} is damaged: its sha256 is not the manifest's. Run its stage again.")
     return Shards(folder, manifest, split)
 
 
