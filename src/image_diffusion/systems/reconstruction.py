@@ -57,8 +57,9 @@ def show_reconstructions(
         use = codebook_use(counts)
         result["codebook_usage"], result["codebook_perplexity"] = use["usage"], use["perplexity"]
         result["dead_codes"] = float((counts == 0).sum())
-        result["codebook"] = folder / f"codebook-{step:07d}.png"
-        _plot_codebook(counts.cpu(), use["perplexity"], result["codebook"])
+        plot = folder / f"codebook-{step:07d}.png"
+        _plot_codebook(counts.cpu(), use["perplexity"], plot)
+        result["codebook"] = plot
     return result
 
 
