@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -11,21 +10,18 @@ from attempts import Attempts, finished, fresh, killed_run
 from comparison import results
 from tiny_runs import SYSTEMS
 
-KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "120"))
-"""SIGKILLs in all, over all cases; `make soak` sets 500."""
-
 CASES = [(system, processes) for system in SYSTEMS for processes in (1, 2)]
 
 
 @pytest.mark.parametrize(("system", "processes"), CASES)
 def test_kills_at_random_instants_change_no_byte(
-    attempts: Attempts, tmp_path: Path, system: str, processes: int
+    attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int
 ) -> None:
     settings = {"system": system, "processes": processes}
     usual = finished(attempts, tmp_path / "undisturbed", **settings)
     expected = results(tmp_path / "undisturbed")
-    draw, kills = random.Random(f"{system} {processes}"), 0
-    while kills < -(-KILLS // len(CASES)):
+    draw, done = random.Random(f"{system} {processes}"), 0
+    while done < -(-kills // len(CASES)):
         folder = fresh(tmp_path / "killed")
-        kills += killed_run(attempts, folder, draw, 8, usual, **settings)
-        assert results(folder) == expected, f"after {kills} kills"
+        done += killed_run(attempts, folder, draw, 8, usual, **settings)
+        assert results(folder) == expected, f"after {done} kills"
