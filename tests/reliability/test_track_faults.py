@@ -363,7 +363,7 @@ class Server:
         self.process = subprocess.Popen(
             command, env=environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
         )
-        until = time.monotonic() + 90
+        until = time.monotonic() + 240
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2)

@@ -62,7 +62,7 @@ class Browser:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Page.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=1600, height=2000, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", width=2000, height=1900, deviceScaleFactor=1, mobile=False)
         closed = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"  # MLflow's chat panel
         self.call("Page.addScriptToEvaluateOnNewDocument", source=closed)
 
@@ -75,7 +75,7 @@ class Browser:
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         while True:
             while b"\0" not in self._buffer:
-                assert select.select([self._answers], [], [], 60)[0], f"no answer to {method}"
+                assert select.select([self._answers], [], [], 120)[0], f"no answer to {method}"
                 self._buffer += os.read(self._answers, 1 << 20)
             line, _, self._buffer = self._buffer.partition(b"\0")
             answer = json.loads(line)
@@ -91,7 +91,7 @@ class Browser:
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
 
-    def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 60) -> str:
+    def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 120) -> str:
         """The visible text of the page, once it holds all of `texts` and so many loaded pictures of 500 pixels."""
         seen = "Array.from(document.images).filter(i => i.complete && i.naturalWidth >= 500).length"
         until = time.monotonic() + timeout_s
@@ -165,7 +165,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = ["sh", str(ROOT / "workflow" / "scripts" / "ui.sh"), str(folder / "mlflow.db"), str(port)]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while server.poll() is None and time.monotonic() < until:
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
