@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 from projects import Project
@@ -34,7 +35,7 @@ def test_editing_sample_makes_sample_and_what_follows_again(finished: Project) -
 
 
 def test_editing_evaluate_leaves_the_samples(finished: Project) -> None:
-    finished.edit(lambda experiment: experiment.update(evaluate={"metrics": [{"type": "quality"}]}))
+    finished.edit(lambda experiment: experiment.update(evaluate={"neighbours": 2}))
     assert finished.planned() == AFTER_SAMPLE - {"sample"}
 
 
@@ -60,10 +61,9 @@ def test_a_deleted_result_is_made_again(finished: Project) -> None:
 
 
 def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Project) -> None:
-    note = finished / "results/micro/config/train.code"
-    note.write_text("the code of another day")
-    told = finished.run("--dry-run")
-    assert f"To make it again: rm {note.relative_to(finished.folder)}" in told
+    (finished / "results/micro/config/train.code").write_text("the code of another day")
+    assert "The code of train has changed since. To make it again: rm -r results/micro/train" in finished.run("-n")
     assert finished.planned() == set()
-    note.unlink()
+    shutil.rmtree(finished / "results/micro/train")
     assert finished.planned() == {"train", *AFTER_SAMPLE}
+    assert "has changed since" not in finished.run("-n")

@@ -4,7 +4,6 @@
 rule crop:
     input:
         config=config_of("crop"),
-        code=f"{results}/datasets/{{dataset}}/config/crop.code",
         source=f"{results}/datasets/{{dataset}}/source.json",
     output:
         manifest=f"{results}/datasets/{{dataset}}/crops/manifest.json",
@@ -35,7 +34,6 @@ rule encode_part:
     input:
         config=config_of("encode"),
         before=configs_before("encode"),
-        code=f"{results}/datasets/{{dataset}}/config/encode-{{codec}}.code",
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
         codec=codec_weights,
     output:
@@ -65,7 +63,6 @@ rule encode:
     input:
         config=config_of("encode"),
         before=configs_before("encode"),
-        code=f"{results}/datasets/{{dataset}}/config/encode-{{codec}}.code",
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
         codec=codec_weights,
         parts=encoded_parts,

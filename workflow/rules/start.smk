@@ -110,35 +110,27 @@ def look_at_sources():
 
 # ---- Code that has changed
 
-# Stages whose work takes long: they are made again only when asked. The others carry the digest in their params.
+# Stages whose work takes long are made again only when asked; the others carry the digest in their params.
+# By stage: what it makes, and where the code it was made with is noted.
 long_stages = {
-    "crop": "{results}/datasets/{dataset}/config/crop.code",
-    "encode": "{results}/datasets/{dataset}/config/encode-{codec}.code",
-    "train": "{results}/{experiment}/config/train.code",
-}
-made_by = {
-    "crop": "{results}/datasets/{dataset}/crops/manifest.json",
-    "encode": "{results}/datasets/{dataset}/{codec}/manifest.json",
-    "train": "{results}/{experiment}/train/weights.safetensors",
+    "crop": ("datasets/{dataset}/crops/manifest.json", "datasets/{dataset}/config/crop.code"),
+    "encode": ("datasets/{dataset}/{codec}/manifest.json", "datasets/{dataset}/config/encode-{codec}.code"),
+    "train": ("{experiment}/train/weights.safetensors", "{experiment}/config/train.code"),
 }
 
 
 def note_code():
-    """Write down which code each long stage is made with, unless it has been made: then only tell that it changed."""
+    """Note which code each long stage is made with; once it has been made, tell when that code has changed."""
+    told = set()
     for plan in plans.values():
-        for stage, pattern in long_stages.items():
-            if stage == "encode" and plan["codec"] is None:
-                continue
-            note, made = (Path(form.format(results=results, **plan)) for form in (pattern, made_by[stage]))
-            if note.is_file() and note.read_text() == code[stage]:
-                continue
+        for stage in set(long_stages) & set(plan["configs"]):
+            made, note = (Path(results, form.format(**plan)) for form in long_stages[stage])
             if note.is_file() and made.is_file():
-                print(
-                    f"The code of {stage} has changed since {made} was made. To make it again: rm {note}",
-                    file=sys.stderr,
-                )
+                if note.read_text() != code[stage]:
+                    told.add(f"The code of {stage} has changed since. To make it again: rm -r {made.parent}")
             else:
                 write_text(note, code[stage])
+    print(*sorted(told), sep="\n", end="\n" if told else "", file=sys.stderr)
 
 
 # ---- Read once, where Snakemake was started; jobs on other machines take what it found

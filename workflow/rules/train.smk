@@ -5,7 +5,6 @@ rule train:
     input:
         config=config_of("train"),
         before=configs_before("train"),
-        code=f"{results}/{{experiment}}/config/train.code",
         data=training_data,
         codec=codec_weights,
     output:
