@@ -16,18 +16,21 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from image_diffusion.data.centre_crop import halve, scaled_size
 
 
+def crop_jpeg(data: bytes, resolution: int) -> NDArray[np.uint8]:
+    """The bytes of an RGB JPEG -> its crop, uint8 [3, resolution, resolution].
+
+    torchvision decodes to the pixels of Pillow, faster. Raises RuntimeError when the file is damaged.
+    """
+    x = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+    if min(x.shape[1:]) >= 2 * resolution:  # only Pillow halves as the original does
+        return crop_pillow(Image.fromarray(x.permute(1, 2, 0).numpy()), resolution)
+    return _crop(x, resolution)
+
+
 def crop_pillow(image: Image.Image, resolution: int) -> NDArray[np.uint8]:
     """A decoded image -> its crop, uint8 [C, resolution, resolution]."""
     pixels = np.array(halve(image, resolution))
     return _crop(torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1), resolution)
-
-
-def crop_jpeg(data: bytes, resolution: int) -> NDArray[np.uint8]:
-    """The bytes of an RGB JPEG whose shorter side is less than twice the resolution -> its crop.
-
-    torchvision decodes to the pixels of Pillow, faster. Raises RuntimeError when the file is damaged.
-    """
-    return _crop(decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB), resolution)
 
 
 def _crop(x: Tensor, resolution: int) -> NDArray[np.uint8]:

@@ -155,7 +155,6 @@ def _is_plain_jpeg(image: Image.Image, config: DataConfig) -> bool:
     return (
         image.format == "JPEG"
         and image.mode == _MODES[config.channels] == "RGB"
-        and min(image.size) < 2 * config.resolution
         and not ("exif" in image.info and image.getexif().get(_ORIENTATION, 1) in range(2, 9))
     )
 
