@@ -55,7 +55,7 @@ class Shared:
             for piece in self._pieces:
                 if piece.start <= slot.start < piece.stop:
                     piece.num_parameters += 1
-                    parameter.register_post_accumulate_grad_hook(partial(self._ready, piece))  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(partial(self._ready, piece))
 
     def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
         """Fill the flat gradient for the examples of this process."""
@@ -65,7 +65,7 @@ class Shared:
         for i, part in enumerate(parts):
             losses.append(losses_of(part, self._world.rank + self._world.size * i))
             self._arm(i + 1 == len(parts))
-            self._scale(losses[-1].loss.sum() / self._global_batch).backward()  # type: ignore[no-untyped-call]
+            self._scale(losses[-1].loss.sum() / self._global_batch).backward()
         self._launch(everything=True)
         for work in self._running:
             work.wait()
@@ -132,7 +132,7 @@ class Ordered:
             self._flat.gradient.zero_()
             if mine < len(chunks):
                 losses = losses_of(chunks[mine], mine)
-                self._scale(losses.loss.sum() / self._global_batch).backward()  # type: ignore[no-untyped-call]
+                self._scale(losses.loss.sum() / self._global_batch).backward()
             for gradient in self._world.gather(self._flat.gradient)[: len(chunks) - first]:
                 self._sum += gradient
             sizes = [len(chunk.sample) for chunk in chunks[first : first + self._world.size]]

@@ -177,7 +177,7 @@ def _on_host(checkpoint: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | Non
     groups = {key: {name: copy(t) for name, t in group.items()} for key, group in checkpoint.groups.items()}
     copied = None
     if on_gpu:
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record()
     host = Checkpoint(checkpoint.step, checkpoint.examples_seen, checkpoint.reports_due, groups, checkpoint.extra)
     return host, copied
