@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from image_diffusion.core.config import parse
 from image_diffusion.core.files import write_json
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
+from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.dinov2 import Dinov2, prepare
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.features import Detected
 from image_diffusion.metrics.inception import Inception
 from image_diffusion.metrics.moments import Moments
-from image_diffusion.metrics.plots import plot_curve
 from image_diffusion.metrics.references import read_statistics, write_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
 
@@ -256,17 +254,18 @@ def test_dinov2_preparation_is_imagenet_normalization():
     assert white[0, :, 0, 0].tolist() == pytest.approx([2.2489, 2.4286, 2.64], abs=1e-3)
 
 
-def test_curve_marks_the_best_point(tmp_path: Path):
-    entries = [{"value": v, "interval": [v - 1, v + 1], "floor": 0.5} for v in (9.0, 4.0, 6.0)]
-    assert plot_curve([1, 2, 3], entries, "guidance scale", "inpipe_fd", tmp_path / "curve.png") == 1
-    assert plot_curve([1, 2, 3], entries, "guidance scale", "recall", tmp_path / "curve.png", higher=True) == 0
-    assert Image.open(tmp_path / "curve.png").width > 100
-
-
-def test_config_is_bounded():
-    assert parse(EvaluateConfig, {"detector": {"type": "inception"}}, "x").detector == Inception()
-    with pytest.raises(ValueError, match=r"neighbours is 0"):
-        parse(EvaluateConfig, {"neighbours": 0}, "x")
-    with pytest.raises(ValueError, match=r"Unknown .*type.* 'fid'|Unknown detector 'fid'"):
-        parse(EvaluateConfig, {"detector": {"type": "fid"}}, "x")
-    assert json.loads(EvaluateConfig().model_dump_json())["reference"] == "train"
+def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages, tmp_path: Path):
+    settings = EvaluateConfig(copies=False)
+    for step, shift in ((200, 60), (400, 0)):
+        made = images(60, step, shift=shift)
+        pixels = made.gather(np.arange(60)).permute(0, 2, 3, 1).numpy()
+        np.savez(tmp_path / f"step-{step:07d}.npz", pixels, made.labels)
+    previews = read_previews(tmp_path, CLASSES)
+    result = evaluate_samples(images(60, 400), data, Brightness(), settings, tmp_path / "report", previews=previews)
+    worse, better = result["curve"]
+    assert (worse["step"], better["step"]) == (200, 400) and better["num_samples"] == 60
+    for name in ("inpipe_kd", "inpipe_fd", "inpipe_agreement"):
+        assert better[name] == pytest.approx(result["metrics"][name]["value"], rel=1e-9)
+    assert worse["inpipe_kd"] > better["inpipe_kd"] and worse["inpipe_fd"] > better["inpipe_fd"]
+    assert Image.open(tmp_path / "report" / "curve.png").width > 100
+    assert read_previews(tmp_path / "nowhere", CLASSES) == {}

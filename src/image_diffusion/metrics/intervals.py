@@ -24,8 +24,8 @@ SMALLEST_BLOCK = 5
 class Estimate:
     """A number and how far it can be trusted.
 
-    value: the statistic as the literature defines it. n: samples behind it. debiased: with its 1/N bias taken out.
-    interval: 95 %, around the debiased value; None: too few samples, and `note` says so.
+    value: the statistic as the literature defines it. n: samples behind it. debiased: with its 1/N bias taken out,
+    where it has one. interval: 95 %, around the debiased value; None: too few samples, and `note` says so.
     """
 
     value: float
@@ -56,8 +56,8 @@ def jackknife(
     """The estimate from a statistic and its values with one of B blocks left out.
 
     debiased = B value - (B - 1) mean(left_out); variance = (B - 1) / B sum (left_out - mean)²; Student's t at B - 1.
-    low, high: where the statistic can lie at all; the interval is cut there. centre="value": for a statistic that is
-    itself extrapolated, whose bias is not of order 1/N.
+    low, high: where the statistic can lie at all; the interval is cut there. centre="value": around the value itself,
+    for a statistic whose bias is not of order 1/N (one that is extrapolated, a share that grows with N).
     """
     B, mean = len(left_out), math.fsum(left_out) / len(left_out)
     debiased = B * value - (B - 1) * mean if centre == "debiased" else value

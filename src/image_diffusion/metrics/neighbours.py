@@ -90,8 +90,11 @@ def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:
 
 
 def _share(hit: Tensor, n: int) -> Estimate:
-    """The share of the first column, with the others as its values without each block."""
+    """The share of the first column, with the others as its values without each block.
+
+    It is a statistic of so many samples: with more of them, more is covered, and not by a bias of order 1/N.
+    """
     shares = hit.to(torch.float64).mean(dim=0).tolist()
     if not enough(n):
         return Estimate(shares[0], n, note=too_few(n))
-    return jackknife(shares[0], shares[1:], n, 0, 1)
+    return jackknife(shares[0], shares[1:], n, 0, 1, centre="value")

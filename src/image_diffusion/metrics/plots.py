@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,34 +54,6 @@ def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, 
         for row in worst.tolist()
     ]
     save_picture(image_grid(torch.cat(images), len(images[0])), path)
-
-
-def plot_curve(
-    x: Sequence[float], entries: Sequence[dict[str, object]], x_name: str, metric: str, path: Path, higher: bool = False
-) -> int:
-    """A metric against checkpoint, guidance scale or number of steps, with its intervals; the best point is marked.
-
-    entries: of metrics.json, one a point. higher: whether more is better. Returns the position of the best point.
-    """
-    values = [float(str(entry["value"])) for entry in entries]
-    best = max(range(len(values)), key=lambda i: values[i] if higher else -values[i])
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axis = figure.subplots()
-    axis.plot(x, values, marker="o", markersize=4)
-    for at, entry in zip(x, entries, strict=True):
-        interval = entry["interval"]
-        if isinstance(interval, list):
-            axis.plot([at, at], interval, color="tab:blue", alpha=0.4, linewidth=4)
-    axis.plot(x[best], values[best], marker="*", markersize=14, color="tab:red", label=f"best: {x_name} {x[best]:g}")
-    if all(isinstance(entry.get("floor"), float) for entry in entries):
-        floor = float(np.mean([float(str(entry["floor"])) for entry in entries]))
-        if math.isfinite(floor):
-            axis.axhline(floor, color="gray", linestyle=":", label="real against real")
-    axis.set_xlabel(x_name)
-    axis.set_ylabel(metric)
-    axis.legend()
-    _save(figure, path)
-    return best
 
 
 def _save(figure: Figure, path: Path) -> None:
