@@ -16,6 +16,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
+from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.training.config import TrainConfig
 
@@ -123,6 +124,9 @@ def check_experiment(experiment: Experiment, codec_experiment: Experiment | None
             raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     if isinstance(experiment.system, CodecSystem) and not isinstance(experiment.codec, Rgb):
         raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
+    enlarges = isinstance(experiment.system, DiffusionSystem) and experiment.system.low_resolution is not None
+    if enlarges and not isinstance(experiment.codec, Rgb):
+        raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
     spec = experiment.codec.spec(images, autoencoder)
     with torch.device("meta"):
         experiment.system.build_network(spec)

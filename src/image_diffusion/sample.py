@@ -24,15 +24,24 @@ from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture, save_samples
 from image_diffusion.core.progress import Progress
 from image_diffusion.experiment import SampleStage
+from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.enlarging import small_images
 from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels
 from image_diffusion.training.model import Model, load_codec, load_model
 
 
-def denoising_strip(generator: Generator, seeds: Tensor, labels: Tensor | None) -> Image.Image:
+def denoising_strip(
+    generator: Generator, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None
+) -> Image.Image:
     """A row for each seed: what was predicted at ten steps evenly spread from the first to the last."""
-    steps = generator.trajectory(seeds, labels)
+    steps = generator.trajectory(seeds, labels, low_res)
     chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
     return image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))
+
+
+def part_of(values: Tensor | None, rows: slice) -> Tensor | None:
+    """Some rows, where there are any values."""
+    return None if values is None else values[rows]
 
 
 def main() -> None:
@@ -66,6 +75,9 @@ def main() -> None:
     )
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
     labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
+    side = model.system.low_resolution if isinstance(model.system, DiffusionSystem) else None
+    low_res, their_labels = small_images(settings.small_images, side, model.spec, seeds)
+    labels = their_labels if labels is not None and their_labels is not None else labels
 
     output: Path = arguments.output.parent
     journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
@@ -74,13 +86,14 @@ def main() -> None:
         parts = []
         for start in range(0, settings.num_samples, settings.batch_size):
             rows = slice(start, start + settings.batch_size)
-            parts.append(generator(seeds[rows], None if labels is None else labels[rows]))
+            parts.append(generator(seeds[rows], part_of(labels, rows), part_of(low_res, rows)))
             progress.advance(len(parts[-1]))
         images = torch.cat(parts)
         shown = images[: settings.grid_images]
         save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
         save_picture(
-            denoising_strip(generator, seeds[:8], None if labels is None else labels[:8]), output / "steps.png"
+            denoising_strip(generator, seeds[:8], part_of(labels, slice(8)), part_of(low_res, slice(8))),
+            output / "steps.png",
         )
         write_json(output / "samples.json", protocol(settings, model))
         journal.image("samples", output / "grid.png", model.step)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.codec import Codec, from_uint8
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
@@ -26,6 +26,7 @@ from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.enlarging import shrink
 from image_diffusion.systems.generation import Generator, requested_labels
 from image_diffusion.systems.reconstruction import show_reconstructions
 from image_diffusion.training.distributed import World
@@ -68,9 +69,14 @@ def main() -> None:
     codec = codec_of(stage, training, arguments.codec_weights)
     spec = data_spec(training)
 
+    side = stage.system.low_resolution if isinstance(stage.system, DiffusionSystem) else None
+
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
         cond = {"label": label} if spec.num_classes and stage.system.is_conditional else {}
-        return Batch(codec.draw(stored, streams), cond, streams)
+        x = codec.draw(stored, streams)
+        if side is not None:
+            cond["low_res"] = shrink(x, side)
+        return Batch(x, cond, streams)
 
     def draw_preview(network: nn.Module, step: int) -> dict[str, Path | float]:
         weights = arguments.codec_weights.parent if arguments.codec_weights else None
@@ -78,7 +84,13 @@ def main() -> None:
         generator = Generator(network, stage.system, spec, decoder, stage.preview)
         seeds = torch.arange(stage.preview.first_seed, stage.preview.first_seed + stage.preview.num_samples)
         labels = requested_labels(stage.preview.labels, len(seeds), training.classes, seeds)
-        images = generator(seeds, labels)
+        low_res = None
+        if side is not None:
+            held_out = validation if validation.num_samples else training
+            rows = (seeds % held_out.num_samples).numpy()
+            low_res = shrink(from_uint8(held_out.gather(rows)), side)
+            labels = None if labels is None else torch.from_numpy(held_out.labels[rows])
+        images = generator(seeds, labels, low_res)
         path: Path = output / "previews" / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)
         save_picture(image_grid(images, grid_columns(len(images), training.num_classes)), path)

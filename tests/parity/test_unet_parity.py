@@ -9,6 +9,7 @@ import torch
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import UNet, UNetConfig
+from image_diffusion.systems.enlarging import shrink
 from image_diffusion.systems.iddpm_published import read_iddpm
 
 RESOLUTIONS = {
@@ -115,3 +116,10 @@ def test_a_published_network_is_recognised_by_its_shapes_and_its_name(golden_nam
     assert spec.resolution == RESOLUTIONS[name]
     assert spec.num_classes == (1000 if flags.get("class_cond") else 0)
     assert system.network == network_config(name, flags)
+
+
+def test_small_images_of_the_original(golden):
+    file = golden("m02_unet.npz")
+    side = file.params("sr_train_lowres")["small_size"]
+    low_res = shrink(file["sr_train_lowres/large_batch"], side)
+    torch.testing.assert_close(low_res, file["sr_train_lowres/low_res"], rtol=1e-5, atol=1e-6)

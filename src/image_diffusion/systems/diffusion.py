@@ -41,6 +41,11 @@ class DiffusionSystem(Config):
         """Whether the network also learns to do without a label, which guidance needs."""
         return self.objective.label_drop_probability > 0
 
+    @property
+    def low_resolution(self) -> int | None:
+        """Side of the small images that the network enlarges; None: it makes images from noise alone."""
+        return None
+
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
         """The objective. Raises ValueError where it does not fit the process or the data."""
         return self.objective.build(self.process.build(), spec)

@@ -39,6 +39,9 @@ class SampleConfig(Config):
     weaker_weights: str | None = None
     """A weights folder of a weaker network of the same data (smaller, or trained for less long): guidance then leads
     away from what it predicts (autoguidance), instead of from the prediction without a label."""
+    small_images: str | None = None
+    """What a super-resolution network enlarges: a samples.npz, of which seed s takes image s modulo their number. Its
+    labels, where it has any, take the place of `labels`."""
     batch_size: int = Field(50, ge=1)
     """Images made at once. Does not change them."""
     grid_images: int = Field(100, ge=1)
@@ -86,22 +89,26 @@ class Generator:
         self._guide(self._network)  # raises now what does not fit
 
     @torch.no_grad()
-    def __call__(self, seeds: Tensor, labels: Tensor | None) -> Tensor:
-        """Uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N]."""
-        denoiser, noise, streams = self._start(seeds, labels)
+    def __call__(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> Tensor:
+        """Uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
+
+        low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
+        """
+        denoiser, noise, streams = self._start(seeds, labels, low_res)
         return self._codec.decode(self._sampler(denoiser, self._grid, noise, streams)).cpu()
 
     @torch.no_grad()
-    def trajectory(self, seeds: Tensor, labels: Tensor | None) -> list[Tensor]:
+    def trajectory(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> list[Tensor]:
         """The images [N, C, H, W] that each step predicts, from the first step to the last."""
-        denoiser, noise, streams = self._start(seeds, labels)
+        denoiser, noise, streams = self._start(seeds, labels, low_res)
         steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
         return [self._codec.decode(step.x0).cpu() for step in steps]
 
-    def _start(self, seeds: Tensor, labels: Tensor | None) -> tuple[Denoiser, Tensor, Streams]:
+    def _start(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None) -> tuple[Denoiser, Tensor, Streams]:
         streams = image_streams(seeds.to(self._device), self._seed)
         noise = initial_noise(streams, (self._spec.channels, self._spec.resolution, self._spec.resolution))
-        cond = {} if labels is None else {"label": labels.to(self._device)}
+        given = {"label": labels, "low_res": low_res}
+        cond = {name: value.to(self._device) for name, value in given.items() if value is not None}
         return self._system.denoiser(self._network, self._grid, cond, self._guide), noise, streams
 
 

@@ -26,6 +26,11 @@ class IddpmSystem(DiffusionSystem):
     objective: Objective = Denoising(variance="learned_range", loss="rescaled_hybrid")
     """What the network predicts, and how its error is weighed."""
 
+    @property
+    def low_resolution(self) -> int | None:
+        """Side of the small images that the network enlarges; None: it makes images from noise alone."""
+        return self.network.low_resolution
+
     def build_network(self, spec: DataSpec) -> UNet:
         """The network, randomly initialised, with a label for none where labels are dropped.
 
