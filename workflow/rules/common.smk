@@ -3,7 +3,8 @@
 
 def finals(wildcards):
     """What `snakemake` makes when no file is named."""
-    for name, plan in plans.items():
+    for name in plans:
+        yield from results_of_experiment(name)
         yield f"{results}/{name}/tracked.json"
         yield f"{results}/{name}/report/index.html"
 
@@ -33,14 +34,17 @@ def codec_weights(wildcards):
 
 def results_of(wildcards):
     """What an experiment ends with, apart from what is made of all of it."""
-    folder = f"{results}/{wildcards.experiment}"
-    plan = plan_of(wildcards)
-    yield f"{folder}/train/model.json"
+    return results_of_experiment(wildcards.experiment)
+
+
+def results_of_experiment(name):
+    folder, plan = f"{results}/{name}", plans[name]
+    made = ["train/weights.safetensors", "train/model.json"]
     if plan["makes_samples"]:
-        yield f"{folder}/samples/samples.json"
-        yield f"{folder}/metrics.json"
+        made += ["samples/samples.npz", "samples/samples.json", "samples/grid.png", "metrics.json"]
     if plan["export"] != "none":
-        yield f"{folder}/diffusers"
+        made += ["diffusers"]
+    return [f"{folder}/{path}" for path in made]
 
 
 def crops(wildcards):
