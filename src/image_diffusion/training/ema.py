@@ -60,17 +60,16 @@ class ExponentialEma(Config):
 
 
 class PowerEma(Config):
-    """Averages whose memory grows with training, beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, equation 127).
+    """Averages whose memory grows with training: beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1).
 
-    Two of them, kept as snapshots over time, give the average of any width afterwards: `python -m image_diffusion.ema`.
+    Two of them in checkpoints kept on the way (`checkpoint.keep_every`) give the average of any width afterwards:
+    `python -m image_diffusion.ema`.
     """
 
     type: Literal["power"] = "power"
     """Power-function averages."""
     widths: tuple[Width, ...] = Field((0.05, 0.1), min_length=1)
     """One average for each relative width sigma_rel; the first is the one that is written as the weights."""
-    snapshot_every_steps: int | None = Field(None, gt=0)
-    """Steps from one kept snapshot of the averages to the next; unset: none are kept."""
 
     @property
     def names(self) -> list[str]:

@@ -1,0 +1,96 @@
+"""An average of any width after training, from averages of a few widths kept on the way.
+
+Karras et al. 2024, section 3.2: each kept average is an integral of the weights over time with a known profile, so a
+linear combination of them has the combination of the profiles, and least squares brings that close to any other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.training.checkpoint import Damaged, read_checkpoint, read_record
+from image_diffusion.training.ema import power_of_width
+
+Profiles = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A kept average: where it lies, at which step it was taken, and its exponent gamma."""
+
+    path: Path
+    step: int
+    gamma: float
+
+
+def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, other_gammas: Profiles) -> Profiles:
+    """Of the profiles p(s) = (gamma + 1) s^gamma / t^(gamma + 1), 0 <= s <= t: [n], [n], [m], [m] -> [n, m].
+
+    The integral of the product over the time both have is
+    (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g + 1) u^(h + 1)), computed in logarithms.
+    """
+    t, g = times[:, None], gammas[:, None]
+    u, h = other_times[None, :], other_gammas[None, :]
+    both = g + h + 1.0
+    powers = both * np.log(np.minimum(t, u)) - (g + 1.0) * np.log(t) - (h + 1.0) * np.log(u)
+    return np.asarray((g + 1.0) * (h + 1.0) / both * np.exp(powers))
+
+
+def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma: float) -> Profiles:
+    """What each kept average is multiplied with: the least-squares fit of their profiles to the wanted one."""
+    t, g = np.array(steps, dtype=np.float64), np.array(gammas, dtype=np.float64)
+    wanted = inner_products(t, g, np.array([float(step)]), np.array([gamma]))
+    solution: Profiles = np.linalg.lstsq(inner_products(t, g, t, g), wanted[:, 0], rcond=1e-13)[0]
+    return solution / solution.sum()
+
+
+def kept_averages(state: Path) -> list[Kept]:
+    """The averages in the checkpoints of a run's state folder. Raises ValueError where there are none to combine."""
+    found = []
+    for folder in sorted(state.glob("step-*")):
+        try:
+            record = read_record(folder)
+        except Damaged as damage:
+            raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None
+        ema: dict[str, Any] = record["identity"]["train"]["ema"]
+        if ema["type"] != "power":
+            raise ValueError(f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined.")
+        for width in ema["widths"]:
+            path = folder / f"ema-{width:g}.safetensors"
+            found.append(Kept(path, record["step"], power_of_width(width)))
+    if not found:
+        raise ValueError(
+            f"{state} holds no checkpoint. Give the folder of one run: results/x/train/state/<fingerprint>."
+        )
+    return found
+
+
+def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
+    """The weights averaged with a relative width, and the step they are of, the last one kept.
+
+    Float64 sums over one file at a time. Raises ValueError as `kept_averages` does.
+    """
+    kept = kept_averages(state)
+    last = max(each.step for each in kept)
+    factors = coefficients([k.step for k in kept], [k.gamma for k in kept], last, power_of_width(width))
+    try:
+        newest, _ = read_checkpoint(max(k.path.parent for k in kept))
+    except Damaged as damage:
+        raise ValueError(
+            f"The newest checkpoint in {state} is damaged: {damage}. Remove it and run this again."
+        ) from None
+    sums: dict[str, Tensor] = {}
+    for factor, each in zip(factors.tolist(), kept, strict=True):
+        for name, tensor in safetensors.torch.load_file(each.path).items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
+    averaged = {name: tensor.to(newest.groups["network"][name].dtype) for name, tensor in sums.items()}
+    return newest.groups["network"] | averaged, last

@@ -1,0 +1,90 @@
+"""Averages of another width, reconstructed after training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from image_diffusion import ema as verb
+from image_diffusion.core.weights import read_weights, save_weights
+from image_diffusion.training.checkpoint import Checkpoint, write_checkpoint
+from image_diffusion.training.ema import Averages, PowerEma, power_of_width
+from image_diffusion.training.posthoc import coefficients, inner_products, reconstruct
+
+WIDTHS, STEPS, EVERY = (0.05, 0.1), 800, 40
+
+
+def test_inner_products_are_the_integrals() -> None:
+    s = (np.arange(400_000) + 0.5) / 100_000  # midpoints in 0 … 4
+
+    def profile(t: float, gamma: float) -> np.ndarray:
+        return np.where(s < t, (gamma + 1) * s**gamma / t ** (gamma + 1), 0.0)
+
+    for t, g, u, h in [(2.0, 3.0, 4.0, 7.5), (4.0, 0.5, 1.5, 6.0), (3.0, 5.0, 3.0, 5.0)]:
+        (found,) = inner_products(*(np.array([value]) for value in (t, g, u, h))).flat
+        assert found == pytest.approx((profile(t, g) * profile(u, h)).mean() * 4, rel=1e-4)
+
+
+def test_a_kept_average_is_its_own_reconstruction() -> None:
+    gamma = power_of_width(0.1)
+    found = coefficients([100, 200, 200], [gamma, gamma, power_of_width(0.05)], 200, gamma)
+    assert found == pytest.approx([0.0, 1.0, 0.0], abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state folder with checkpoints of a walk, and what averages of other widths are in truth, in truth.json."""
+    folder = tmp_path_factory.mktemp("state")
+    weights = torch.zeros(6)
+    kept, truth = (Averages(PowerEma(widths=widths), weights) for widths in (WIDTHS, (0.03, 0.07, 0.2)))
+    draw = torch.Generator().manual_seed(0)
+    identity = {"train": {"ema": {"type": "power", "widths": list(WIDTHS)}}}
+    for step in range(1, STEPS + 1):
+        weights += 0.05 * torch.randn(6, generator=draw)
+        kept.update(step)
+        truth.update(step)
+        if step % EVERY == 0:
+            groups = {name: {"w": vector} for name, vector in kept.vectors.items()}
+            groups["network"] = {"w": weights, "buffer": torch.ones(2)}
+            write_checkpoint(folder, Checkpoint(step, 4 * step, False, groups), identity, {}, lambda: None)
+    (folder / "truth.json").write_text(json.dumps({name: v.tolist() for name, v in truth.vectors.items()}))
+    return folder
+
+
+@pytest.mark.parametrize("width", [0.03, 0.07, 0.2])
+def test_an_average_of_another_width_is_close_to_the_one_never_kept(trained: Path, width: float) -> None:
+    tensors, step = reconstruct(trained, width)
+    expected = torch.tensor(json.loads((trained / "truth.json").read_text())[f"ema-{width:g}"])
+    assert step == STEPS
+    newest, _ = reconstruct(trained, 0.1)
+    assert (tensors["w"] - expected).norm() < 0.02 * (newest["w"] - expected).norm() + 2e-3
+    assert torch.equal(tensors["buffer"], torch.ones(2))
+
+
+def test_the_command_writes_a_weights_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_weights(
+        tmp_path / "train", {"w": torch.zeros(6)}, {"step": STEPS, "examples_seen": 4 * STEPS, "ema": "ema-0.05"}
+    )
+    options = {"state": trained, "weights": tmp_path / "train/weights.safetensors", "width": "0.07"}
+    options["output"] = tmp_path / "out/weights.safetensors"
+    monkeypatch.setattr(
+        sys, "argv", ["ema", *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
+    )
+    verb.main()
+    tensors, model = read_weights(tmp_path / "out")
+    assert torch.equal(tensors["w"], reconstruct(trained, 0.07)[0]["w"])
+    assert (model["ema"], model["step"], model["examples_seen"]) == ("ema-0.07", STEPS, 4 * STEPS)
+
+
+def test_what_cannot_be_combined_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        reconstruct(tmp_path, 0.1)
+    identity = {"train": {"ema": {"type": "exponential"}}}
+    write_checkpoint(tmp_path, Checkpoint(1, 1, False, {"network": {}}), identity, {}, lambda: None)
+    with pytest.raises(ValueError, match="of type exponential. Only power"):
+        reconstruct(tmp_path, 0.1)
