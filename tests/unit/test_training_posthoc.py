@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -88,3 +89,11 @@ def test_what_cannot_be_combined_is_told(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, Checkpoint(1, 1, False, {"network": {}}), identity, {}, lambda: None)
     with pytest.raises(ValueError, match="of type exponential. Only power"):
         reconstruct(tmp_path, 0.1)
+
+
+def test_a_damaged_average_is_told(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "state")
+    path = tmp_path / "state/step-0000400/ema-0.05.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(ValueError, match=r"step-0000400/ema-0\.05\.safetensors is missing or damaged"):
+        reconstruct(tmp_path / "state", 0.1)

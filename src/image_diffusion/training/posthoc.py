@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from image_diffusion.core.files import sha256_file
 from image_diffusion.training.checkpoint import Damaged, read_checkpoint, read_record
 from image_diffusion.training.ema import power_of_width
 
@@ -49,8 +50,8 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
     """What each kept average is multiplied with: the least-squares fit of their profiles to the wanted one."""
     t, g = np.array(steps, dtype=np.float64), np.array(gammas, dtype=np.float64)
     wanted = inner_products(t, g, np.array([float(step)]), np.array([gamma]))
-    solution: Profiles = np.linalg.lstsq(inner_products(t, g, t, g), wanted[:, 0], rcond=1e-13)[0]
-    return solution / solution.sum()
+    solution = np.linalg.lstsq(inner_products(t, g, t, g), wanted[:, 0], rcond=1e-13)[0]
+    return np.asarray(solution / solution.sum(), dtype=np.float64)
 
 
 def kept_averages(state: Path) -> list[Kept]:
@@ -66,6 +67,8 @@ def kept_averages(state: Path) -> list[Kept]:
             raise ValueError(f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined.")
         for width in ema["widths"]:
             path = folder / f"ema-{width:g}.safetensors"
+            if not path.is_file() or sha256_file(path) != record["files"][path.name]["sha256"]:
+                raise ValueError(f"{path} is missing or damaged. Remove its checkpoint and run this again.")
             found.append(Kept(path, record["step"], power_of_width(width)))
     if not found:
         raise ValueError(
