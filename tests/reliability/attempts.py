@@ -110,6 +110,7 @@ def _run(attempt: Attempt, tiny_runs: Any) -> Outcome:
     started = time.monotonic()
     children = []
     for rank in range(attempt.processes):
+        (folder / f"output-{rank}").write_text("")  # a process can be killed before it does so
         child = os.fork()
         if child == 0:
             _child(attempt, rank, port, folder, tiny_runs)

@@ -13,6 +13,7 @@ from tiny_runs import SYSTEMS
 CASES = [(system, processes) for system in SYSTEMS for processes in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "processes"), CASES)
 def test_kills_at_random_instants_change_no_byte(
     attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int
