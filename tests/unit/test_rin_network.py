@@ -56,8 +56,9 @@ def call(network: Rin, given: dict[str, torch.Tensor], **changes):
 def test_every_option_gives_predictions_and_latents_that_learn(changes):
     network = tiny(**changes)
     given = inputs(network)
-    output, latents = call(network, given, return_latents=True)
+    output, latents, norm = call(network, given, return_latents=True)
     assert output.shape == (3, 4, 8, 8) and latents.shape == given["latents"].shape
+    assert norm.shape == (3,) and (norm > 0).all()
     assert torch.equal(output, call(network, given))
     (output.square().mean() + latents.square().mean()).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in network.parameters())
@@ -89,6 +90,16 @@ def test_rows_of_zeros_say_that_there_is_no_estimate():
         )
     torch.testing.assert_close(some, torch.where(row[:, None, None, None], with_all, without))
     assert not torch.allclose(with_all, without, atol=1e-3)
+
+
+def test_the_norm_tells_of_latents_that_grow_where_the_latents_themselves_are_normalised():
+    network, given = tiny(), inputs(tiny())
+    with torch.no_grad():
+        _, latents, norm = call(network, given, return_latents=True)
+        network.blocks[-1].latents_cross_attn_ff.net[-1].weight *= 100
+        _, later, grown = call(network, given, return_latents=True)
+    assert (grown > 10 * norm).all()
+    assert later.abs().max() < 3 * latents.abs().max()
 
 
 def test_a_sample_does_not_depend_on_its_batch():

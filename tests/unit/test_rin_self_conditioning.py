@@ -40,7 +40,7 @@ class Recorder(torch.nn.Module):
         self.calls.append(given | {"learns": torch.is_grad_enabled()})
         output = self.gain * x if self_cond is None else self.gain * (x + self_cond)
         latents = torch.full((len(x), 2, 3), float(len(self.calls)))
-        return (output, latents) if return_latents else output
+        return (output, latents, latents.mean((1, 2))) if return_latents else output
 
 
 def batch_of(samples: list[int]) -> Batch:
@@ -80,7 +80,7 @@ def test_d22_the_estimate_is_of_the_image_itself(prediction, scale):
 
     def knows(x, t, /, **cond):
         seen.update(cond)
-        return answer, torch.ones(4, 2, 3)
+        return answer, torch.ones(4, 2, 3), torch.ones(4)
 
     objective = system.build_objective(SPEC)
     losses = objective.losses_at(knows, batch.x, t, noise, torch.ones(4, dtype=torch.bool), batch.cond)
@@ -194,8 +194,8 @@ def test_a_second_batch_starts_anew():
 def test_each_half_of_a_guided_batch_carries_its_own_latents_and_the_guided_estimate():
     class Halves(Recorder):
         def forward(self, x, t, /, label=None, **given):
-            output, latents = super().forward(x, t, label=label, **given)
-            return output + 0.1 * label.view(-1, 1, 1, 1), latents + label.view(-1, 1, 1)
+            output, latents, norm = super().forward(x, t, label=label, **given)
+            return output + 0.1 * label.view(-1, 1, 1, 1), latents + label.view(-1, 1, 1), norm
 
     network = Halves()
     sample(rin(), network, Ddim(num_steps=3), Guidance(guidance_scale=2.0))
@@ -220,7 +220,7 @@ def test_r5_a_perfect_predictor_returns_the_image_whatever_the_scale(sampler):
     system = rin(process=Continuous(scale=0.5), objective=Denoising(prediction="x0"))
 
     def knows(x, t, /, **cond):
-        return torch.ones_like(x), torch.ones(len(x), 2, 3)
+        return torch.ones_like(x), torch.ones(len(x), 2, 3), torch.ones(len(x))
 
     torch.testing.assert_close(sample(system, knows, sampler), torch.ones(2, 3, 4, 4), rtol=0, atol=1e-5)
 

@@ -63,7 +63,7 @@ class RinConfig(Config):
 
 
 class Rin(nn.Module):
-    """x_t, t, label and what an earlier call gave -> prediction [B, C, H, W] and latents [B, N, D]."""
+    """x_t, t, label and what an earlier call gave -> prediction [B, C, H, W], and latents [B, N, D] if wanted."""
 
     def __init__(self, config: RinConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -115,12 +115,13 @@ class Rin(nn.Module):
         self_cond: Tensor | None = None,
         latents: Tensor | None = None,
         return_latents: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [B, C, H, W], t [B] in [0, 1], label int64 [B] (num_classes: no label) -> the prediction [B, C, H, W].
 
         self_cond [B, C, H, W], latents [B, N, D]: an earlier estimate of x0, and the latents that came with it; absent,
-        or zeros in the rows of some samples: there is none. return_latents: give (prediction, latents) instead.
-        A network of unlabelled data takes no label. Raises ValueError when shapes do not fit the network.
+        or zeros in the rows of some samples: there is none. return_latents: give (prediction, latents, norm) instead,
+        norm [B] the root-mean-square of each sample's latents before their last normalisation. A network of unlabelled
+        data takes no label. Raises ValueError when shapes do not fit the network.
         """
         self._check(x, label)
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
@@ -138,11 +139,15 @@ class Rin(nn.Module):
         if self.config.time_as_latent:
             held = torch.cat([held, condition[:, None, :]], dim=1)  # [B, N + 1, D]
 
-        for block in self.blocks:
-            patches, held = block(patches, held, condition, self.grid_size)
+        for block in cast("list[Block]", self.blocks):
+            patches, computed = block(patches, held, condition, self.grid_size)
+            held = block.latent_final_norm(computed)
 
         prediction = _join(self.to_pixels(patches), self.config.patch, self.grid_size)  # [B, C, H, W]
-        return (prediction, held[:, : len(self.latents)]) if return_latents else prediction
+        if not return_latents:
+            return prediction
+        norm = computed.float().square().flatten(1).mean(1).sqrt()  # [B]
+        return prediction, held[:, : len(self.latents)], norm
 
     def _positions(self) -> Tensor:
         """[(H/p)(W/p), width], row by row."""
@@ -189,7 +194,10 @@ class Block(nn.Module):
         self.latent_final_norm = Norm(latent_width)
 
     def forward(self, patches: Tensor, latents: Tensor, condition: Tensor, grid_size: int) -> tuple[Tensor, Tensor]:
-        """Patches [B, P, width], row by row, latents [B, N, D], condition [B, E] -> patches, latents."""
+        """Patches [B, P, width], row by row, latents [B, N, D], condition [B, E] -> patches, latents.
+
+        The latents are still to be normalised, by `latent_final_norm`.
+        """
         patches = patches + self.patches_peg(patches, grid_size)
 
         latents = latents + self.latents_attend_to_patches(latents, condition, patches)
@@ -203,7 +211,7 @@ class Block(nn.Module):
             patches = patches + self.patches_self_attn_ff(patches)
         patches = patches + self.patches_attend_to_latents(patches, condition, latents)
         patches = patches + self.patches_cross_attn_ff(patches)
-        return patches, self.latent_final_norm(latents)
+        return patches, latents
 
 
 class Attention(nn.Module):

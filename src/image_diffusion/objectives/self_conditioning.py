@@ -38,9 +38,9 @@ class SelfConditioning(Config):
 class SelfConditionedObjective:
     """A batch -> one loss per sample: denoising with two passes of the network, the first without gradient.
 
-    network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents), where cond may hold
-    "self_cond" like x and "latents" as returned; rows of zeros say that there is none. The loss is its part "mse";
-    "latent_norm" is the root-mean-square of each sample's latents.
+    network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents, norm [B]), where cond may
+    hold "self_cond" like x and "latents" as returned; rows of zeros say that there is none. The loss is its part "mse";
+    the norm is told as "latent_norm".
     """
 
     def __init__(self, config: SelfConditioning, denoising: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
@@ -68,8 +68,8 @@ class SelfConditionedObjective:
 
         def tracked(x_t: Tensor, time: Tensor, /, **cond: Tensor) -> Tensor:
             output: Tensor
-            output, latents = network(x_t, time, **cond, return_latents=True)
-            norms["latent_norm"] = latents.detach().float().square().flatten(1).mean(1).sqrt()
+            output, _, norm = network(x_t, time, **cond, return_latents=True)
+            norms["latent_norm"] = norm.detach()
             return output
 
         losses = self._denoising.losses_at(tracked, x, t, noise, cond)
@@ -83,7 +83,7 @@ class SelfConditionedObjective:
         alpha, sigma = broadcast(self._process.levels(t), x)
         x_t = alpha * x + sigma * noise
         time = self._process.network_time(t)
-        output, latents = network(self._process.network_input(x_t), time, **cond, return_latents=True)
+        output, latents, _ = network(self._process.network_input(x_t), time, **cond, return_latents=True)
         x0, _ = to_x0_and_eps(self._prediction, output.to(x.dtype), x_t, alpha, sigma)
         return {
             "self_cond": torch.where(given[:, None, None, None], self._config.restrict(x0), 0),

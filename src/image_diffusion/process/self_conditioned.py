@@ -20,7 +20,7 @@ class SelfConditionedDenoiser:
     A call at the first point of the grid starts anew, with neither. A sampler that calls twice a step, such as Heun's,
     has its second call carry to the next step. One denoiser serves one batch of images, one call at a time.
 
-    network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents), where cond may hold
+    network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents, norm), where cond may hold
     "self_cond" and "latents". restrict: what is done to an x0 before it is given back. guide: makes the guided network
     of a plain one; the unconditional half of a guided batch carries latents of its own, and the guided x0.
     """
@@ -50,7 +50,7 @@ class SelfConditionedDenoiser:
     def _call(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
         output: Tensor
         carried = {name: _rows(tensor, len(x)) for name, tensor in self._carried.items()}
-        output, self._carried["latents"] = self._network(x, t, **cond, **carried, return_latents=True)
+        output, self._carried["latents"], _ = self._network(x, t, **cond, **carried, return_latents=True)
         return output
 
 
