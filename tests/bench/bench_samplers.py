@@ -3,9 +3,9 @@
     python tests/bench/bench_samplers.py --experiment results/demo --codec results/demo_codec \\
         --data results/datasets/digits-32
 
-Prints a table in Markdown. Every sampler makes the same number of images, from the same seeds, with the guidance of the
-experiment; quality is the kernel distance (unbiased), the Fréchet distance and the label agreement of the embedded
-detector.
+Those are the defaults: `make demo` first. Prints a table in Markdown. Every sampler makes the same number of images,
+from the same seeds, with the guidance of the experiment; quality is the kernel distance (unbiased), the Fréchet
+distance and the label agreement of the embedded detector.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from image_diffusion.core import command
 from image_diffusion.core.config import load
 from image_diffusion.core.devices import best_device
 from image_diffusion.data.shards import open_shards
@@ -45,15 +46,19 @@ def samplers(calls: int, adds_noise: bool) -> dict[str, SamplerConfig]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiment", type=Path, required=True)
-    parser.add_argument("--codec", type=Path, help="folder of the experiment that trained the codec")
-    parser.add_argument("--data", type=Path, required=True, help="folder of the data set, with crops and detector")
+    parser.add_argument("--experiment", type=Path, default=Path("results/demo"))
+    parser.add_argument(
+        "--codec", type=Path, default=Path("results/demo_codec"), help="folder of the experiment that trained the codec"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("results/datasets/digits-32"), help="folder with crops and detector"
+    )
     parser.add_argument("--num-samples", type=int, default=300)
     arguments = parser.parse_args()
 
     device = best_device()
     model = load_model(arguments.experiment / "train")
-    codec = load_codec(model, arguments.codec / "train" if arguments.codec else None, device)
+    codec = load_codec(model, arguments.codec / "train", device)
     settings = load(SampleStage, arguments.experiment / "config" / "sample.yaml").sample
     judge = load(EvaluateStage, arguments.experiment / "config" / "evaluate.yaml").evaluate
     judge = judge.model_copy(update={"two_sample": False, "copies": False})
@@ -89,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)
