@@ -112,6 +112,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "codec_experiment": experiment.codec.experiment if isinstance(experiment.codec, Trained) else None,
         "makes_samples": not isinstance(experiment.system, CodecSystem),
         "detector": experiment.evaluate.detector.type,
+        "headline": experiment.evaluate.detector.headline,
         "export": experiment.export.format,
         "resources": dump(experiment.resources),
         "configs": {stage: str(path) for stage, (path, _) in stages.items()},

@@ -40,7 +40,8 @@ def main() -> None:
     samples = read_samples(arguments.samples, data.train.classes)
     detector = settings.detector.build(arguments.detector, str(best_device()))
     previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
-    journal = Journal.open(arguments.journal, "evaluate") if arguments.journal else NullJournal()
+    tags = {"manifest_digest": data.train.digest}
+    journal = Journal.open(arguments.journal, "evaluate", tags=tags) if arguments.journal else NullJournal()
     with journal:
         journal.params({"evaluate": dump(settings)})
         result = evaluate_samples(samples, data, detector, settings, arguments.report, arguments.reference, previews)

@@ -92,6 +92,11 @@ class InPipe(Config):
 
     type: Literal["inpipe"] = "inpipe"
 
+    @property
+    def headline(self) -> str:
+        """The metric that a model is chosen by."""
+        return "inpipe_fd"
+
     def build(self, folder: Path | None, device: str = "cpu") -> InPipeDetector:
         """Load the detector that `detect` wrote into a folder."""
         if folder is None:

@@ -28,6 +28,16 @@ class Dinov2(Config):
     repository: Path | None = None
     """A local clone of facebookresearch/dinov2; unset: torch.hub fetches it."""
 
+    @property
+    def headline(self) -> str:
+        """The metric that a model is chosen by."""
+        return f"fd_{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        """What the names of its metrics end with: only the papers' network is called dinov2."""
+        return "dinov2" if self.model == "dinov2_vitl14" else self.model
+
     def build(self, folder: Path | None = None, device: str = "cpu") -> Dinov2Detector:
         """Load the network. Raises ValueError when code or weights are not at hand."""
         for option, path in (("weights", self.weights), ("repository", self.repository)):
@@ -47,7 +57,7 @@ class Dinov2(Config):
         if self.weights is not None:
             network.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))
         sha256 = sha256_file(self.weights) if self.weights else "torch.hub's own release"
-        return Dinov2Detector(network, self.model, sha256, device)
+        return Dinov2Detector(network, self.model, self.suffix, sha256, device)
 
 
 class Dinov2Detector:
@@ -55,9 +65,9 @@ class Dinov2Detector:
 
     classes: list[str] = []  # noqa: RUF012 - it has none
 
-    def __init__(self, network: nn.Module, model: str, sha256: str, device: str) -> None:
+    def __init__(self, network: nn.Module, model: str, suffix: str, sha256: str, device: str) -> None:
         self._network, self._device = network.eval().to(device), device
-        self._suffix = "dinov2" if model == "dinov2_vitl14" else model
+        self._suffix = suffix
         self.identity: dict[str, Any] = {"name": model, "resize": "bicubic, antialiased, 224", "sha256": sha256}
 
     def __call__(self, images: Tensor) -> Detected:

@@ -27,6 +27,11 @@ class Inception(Config):
     weights: Path | None = None
     """The file pt_inception-2015-12-05-6726825d.pth of torch-fidelity's releases; unset: torch-fidelity fetches it."""
 
+    @property
+    def headline(self) -> str:
+        """The metric that a model is chosen by."""
+        return "fid"
+
     def build(self, folder: Path | None = None, device: str = "cpu") -> InceptionDetector:
         """Load the network. Raises ValueError when torch-fidelity or the weights are not at hand."""
         try:
