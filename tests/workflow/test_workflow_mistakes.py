@@ -16,7 +16,7 @@ def told(project: Project, *arguments: str) -> str:
     """The one line that Snakemake ends with."""
     done = project.snakemake(*arguments)
     assert done.returncode == 1
-    lines = done.stdout.strip().splitlines()
+    lines = [line for line in done.stdout.strip().splitlines() if not line.startswith("Config file config/config.yaml")]
     assert len(lines) == 1, done.stdout
     assert not (project / "results/datasets/dots-16/crops").exists()
     return lines[0]
