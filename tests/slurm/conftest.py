@@ -20,7 +20,7 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes of four cores and two fake GPUs each."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         Path(folder).chmod(0o755)  # munge wants its folders open to all
-        started = Cluster(Path(folder) / "cluster", port=27817)
+        started = Cluster(Path(folder) / "cluster", port=20000 + 8 * (os.getpid() % 1000))
         started.script("up")
         try:
             os.environ.update(started.environment())
