@@ -73,7 +73,7 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
             if config.resize == "fast" and _is_plain_jpeg(image, config):
-                return Crop(_fast_crop(data, config.resolution), image.size, [])
+                return Crop(_fast_crop(data, config.resolution), image.size, ["gray"] if image.mode == "L" else [])
             upright, flags = _decode(image, config)
     except BadImage:
         raise
@@ -154,7 +154,8 @@ def _is_plain_jpeg(image: Image.Image, config: DataConfig) -> bool:
     """Whether a JPEG needs nothing but to be decoded and scaled."""
     return (
         image.format == "JPEG"
-        and image.mode == _MODES[config.channels] == "RGB"
+        and image.mode in ("L", "RGB")
+        and config.channels == 3
         and not ("exif" in image.info and image.getexif().get(_ORIENTATION, 1) in range(2, 9))
     )
 
