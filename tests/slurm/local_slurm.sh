@@ -131,7 +131,7 @@ up() {
         mkdir -p "$dir/spool/n$node"
         running slurmd "$dir/run/slurmd-n$node.pid" || slurmd -N "n$node" || fail "slurmd did not start: $dir/log/slurmd-n$node.log"
     done
-    until_true 30 all_nodes_up || fail "not every node came up: $dir/log"
+    until_true 60 all_nodes_up || { tail -n 5 "$dir"/log/*.log >&2; fail "not every node came up: $dir/log"; }
 }
 
 down() {
