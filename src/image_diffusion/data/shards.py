@@ -1,7 +1,10 @@
-"""Reading a set of shards: memory-mapped, any sample at any time, with no index but an offset and a stride."""
+"""Reading a set of shards: memory-mapped, any sample at any time, with no index but an offset and a stride.
+
+A set lies in a folder of this machine, or behind a URL."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.core.files import digest, read_json, sha256_file
+from image_diffusion.data.mapping import Region
 from image_diffusion.data.records import FORMAT, content_digest, read_index
+from image_diffusion.data.remote import Remote, cache_folder
+from image_diffusion.data.tar import BLOCK
 
 Split = Literal["train", "validation", "all"]
 
 _DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32}
+_AT_ONCE = 8
+"""Shards that are fetched at a time."""
 
 
 class Shards:
@@ -26,31 +34,40 @@ class Shards:
     its order or its split does.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], split: Split) -> None:
+    def __init__(self, folder: Path | Remote, manifest: dict[str, Any], split: Split) -> None:
         self.manifest = manifest
         self.digest = content_digest(manifest)
         self.shape = tuple(manifest["shape"])
         self.dtype = _DTYPES[manifest["dtype"]]
         self.classes: list[str] = manifest["classes"]
         self.num_classes = len(self.classes)
-        index = read_index(folder / "index.npy")
-        counts = np.array([shard["num_samples"] for shard in manifest["shards"]], dtype=np.int64)
+        entries = manifest["shards"]
+        self._remote = folder if isinstance(folder, Remote) else None
+        path = folder.fetch("index.npy", manifest["index"]) if isinstance(folder, Remote) else folder / "index.npy"
+        index = read_index(path)
+        counts = np.array([entry["num_samples"] for entry in entries], dtype=np.int64)
         if len(index) != counts.sum():
             raise ValueError(
-                f"{folder / 'index.npy'} lists {len(index):,} samples but the manifest {counts.sum():,}. "
-                f"Run the stage that writes {folder} again."
+                f"{path} lists {len(index):,} samples but the manifest {counts.sum():,}. "
+                f"Run the stage that writes them again."
             )
         chosen = _in_split(index["content"], manifest["validation_fraction"], split)
-        first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        self._shard = np.repeat(np.arange(len(counts)), counts)[chosen]
-        self._start = (chosen - first[self._shard]) * manifest["stride"]
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
-        self._size = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-        self._plain: int = manifest["offsets"]["npy"]
-        self._mirrored: int | None = manifest["offsets"].get("flip.npy")
-        self._views = [_map(folder / shard["file"], shard["bytes"]) for shard in manifest["shards"]]
-        self._held: dict[int, Tensor] = {}
+
+        # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
+        # table with a row for each block, most of them never asked for, and a gather is one selection of rows.
+        self._region = Region([entry["bytes"] for entry in entries])
+        self._missing = np.ones(len(entries), dtype=np.bool_)
+        if isinstance(folder, Path):
+            self._put({shard: folder / entry["file"] for shard, entry in enumerate(entries)})
+        offsets: dict[str, int] = manifest["offsets"]
+        self._table = _rows(self._region.bytes, offsets["npy"] % BLOCK, self.shape, self.dtype)
+        first = np.cumsum(counts) - counts
+        self._shard = np.repeat(np.arange(len(counts)), counts)[chosen]
+        starts = self._region.starts[self._shard] + (chosen - first[self._shard]) * manifest["stride"]
+        self._row: NDArray[np.int64] = (starts + offsets["npy"]) // BLOCK
+        self._twin = (offsets["flip.npy"] - offsets["npy"]) // BLOCK if "flip.npy" in offsets else None
 
     def gather(
         self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None, out: Tensor | None = None
@@ -58,62 +75,71 @@ class Shards:
         """Samples by number, [B, *shape]; where `flip` [B] is true, of the mirrored image.
 
         A set that stores both reads the twin; crops are mirrored here. out: a contiguous CPU tensor [>= B, *shape]
-        whose first B rows are filled and returned, so that memory can be reused.
+        whose first B rows are filled and returned, so that memory can be reused. Raises ValueError when a shard
+        cannot be fetched.
         """
         count = len(indices)
         out = torch.empty((count, *self.shape), dtype=self.dtype) if out is None else out[:count]
-        if flip is None or self._mirrored is None:
-            offsets: NDArray[np.int64] | int = self._plain
-        else:
-            offsets = np.where(flip, self._mirrored, self._plain)
-        if self._held:
-            self._gather_held(indices, offsets, out)
-        else:
-            self._gather_mapped(indices, offsets, out)
-        if flip is not None and self._mirrored is None and flip.any():
-            rows = torch.from_numpy(np.flatnonzero(flip))
-            out[rows] = out[rows].flip(-1)
+        if self._missing.any():
+            self._fetch(np.unique(self._shard[indices]))
+        rows = self._row[indices]
+        if flip is not None and self._twin is not None:
+            rows = rows + flip * self._twin
+        torch.index_select(self._table, 0, torch.from_numpy(rows), out=out.view(count, self._table.shape[1]))
+        if flip is not None and self._twin is None and flip.any():
+            mirrored = torch.from_numpy(np.flatnonzero(flip))
+            out[mirrored] = out[mirrored].flip(-1)
         return out
 
     def hold(self) -> Shards:
         """Read every sample into memory once and gather from there. Returns itself."""
-        everything = np.arange(self.num_samples)
-        for offset in [self._plain] if self._mirrored is None else [self._plain, self._mirrored]:
-            held = torch.empty((self.num_samples, *self.shape), dtype=self.dtype)
-            self._gather_mapped(everything, offset, held)
-            self._held[offset] = held
+        self._fetch(np.unique(self._shard))
+        rows = self._row if self._twin is None else np.concatenate([self._row, self._row + self._twin])
+        self._table = self._table.index_select(0, torch.from_numpy(rows))
+        self._row = np.arange(self.num_samples)
+        self._twin = None if self._twin is None else self.num_samples
         return self
 
-    def _gather_mapped(self, indices: NDArray[np.int64], offsets: NDArray[np.int64] | int, out: Tensor) -> None:
-        shards = self._shard[indices].tolist()
-        starts = (self._start[indices] + offsets).tolist()
-        target = _bytes(out)
-        views, size, at = self._views, self._size, 0
-        for shard, start in zip(shards, starts, strict=True):
-            target[at : at + size] = views[shard][start : start + size]
-            at += size
+    def _fetch(self, shards: NDArray[np.int64]) -> None:
+        """Put the shards into their places that are not there yet, several fetched at a time."""
+        remote, wanted = self._remote, shards[self._missing[shards]].tolist()
+        if not wanted or remote is None:
+            return
 
-    def _gather_held(self, indices: NDArray[np.int64], offsets: NDArray[np.int64] | int, out: Tensor) -> None:
-        rows = torch.from_numpy(np.ascontiguousarray(indices))
-        torch.index_select(self._held[self._plain], 0, rows, out=out)
-        if self._mirrored is not None and not isinstance(offsets, int):
-            twins = torch.from_numpy(np.flatnonzero(offsets == self._mirrored))
-            out[twins] = self._held[self._mirrored][rows[twins]]
+        def path_of(shard: int) -> Path:
+            entry = self.manifest["shards"][shard]
+            return remote.fetch(entry["file"], entry["sha256"], entry["bytes"])
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            self._put(dict(zip(wanted, pool.map(path_of, wanted), strict=True)))
+
+    def _put(self, paths: dict[int, Path]) -> None:
+        for shard, path in paths.items():
+            self._region.put(shard, path)
+            self._missing[shard] = False
 
 
 def open_shards(
-    folder: Path, split: Split = "train", codec_identity: dict[str, Any] | None = None, verify: bool = False
+    folder: Path | str,
+    split: Split = "train",
+    codec_identity: dict[str, Any] | None = None,
+    verify: bool = False,
+    cache: Path | None = None,
 ) -> Shards:
     """Open the set of shards in a folder that `crop` or `encode` wrote.
 
-    split: which samples; validation is chosen by the hash of the content. codec_identity: the codec they are about
-    to be used with, checked against the one that wrote them. verify: also hash every shard and the index.
+    folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
+    `remote.cache_folder`). Numbers and order are the same. split: which samples; validation is chosen by the hash of
+    the content. codec_identity: the codec they are about to be used with, checked against the one that wrote them.
+    verify: also hash every shard and the index that lie on this machine.
     Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
     """
-    path = folder / "manifest.json"
-    if not path.is_file():
+    is_url = "://" in str(folder)
+    where = Remote(str(folder), cache or cache_folder(), verify) if is_url else Path(folder)
+    path = f"{folder}/manifest.json"
+    if isinstance(where, Path) and not Path(path).is_file():
         raise ValueError(f"{path} does not exist. Run the stage that writes {folder} first.")
-    manifest = read_json(path)
+    manifest = where.manifest() if isinstance(where, Remote) else read_json(Path(path))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}, which this version reads. Run its stage again.")
     if codec_identity is not None and "codec" in manifest and manifest["codec"] != codec_identity:
@@ -121,11 +147,14 @@ def open_shards(
             f"The latents in {folder} were made by codec {_short(manifest['codec'])}, "
             f"not by {_short(codec_identity)}. Run encode with this codec, or train with theirs."
         )
-    for shard in manifest["shards"]:
-        _check(folder / shard["file"], shard, verify)
-    if verify and sha256_file(folder / "index.npy") != manifest["index"]:
-        raise ValueError(f"{folder / 'index.npy'} is damaged: its sha256 is not the manifest's. Run its stage again.")
-    return Shards(folder, manifest, split)
+    if isinstance(where, Path):
+        for shard in manifest["shards"]:
+            _check(where / shard["file"], shard, verify)
+        if verify and sha256_file(where / "index.npy") != manifest["index"]:
+            raise ValueError(
+                f"{where / 'index.npy'} is damaged: its sha256 is not the manifest's. Run its stage again."
+            )
+    return Shards(where, manifest, split)
 
 
 def _check(path: Path, shard: dict[str, Any], verify: bool) -> None:
@@ -147,14 +176,12 @@ def _in_split(content: NDArray[np.uint64], validation_fraction: float, split: Sp
     return np.flatnonzero(validation if split == "validation" else ~validation)
 
 
-def _map(path: Path, size: int) -> memoryview:
-    """A file's bytes, mapped. By torch, which keeps no descriptor open: a set may have thousands of shards."""
-    return _bytes(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The numbers of an array that began at byte `lead` of any block: one row a block, rows overlapping."""
+    numel = int(np.prod(shape, dtype=np.int64))
+    numbers = region[lead : len(region) - (len(region) - lead) % dtype.itemsize].view(dtype)
+    step = BLOCK // dtype.itemsize
+    return numbers.as_strided((max(0, (len(numbers) - numel) // step + 1), numel), (step, 1))
 
 
 def _short(identity: dict[str, Any]) -> str:
