@@ -14,6 +14,7 @@ from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import EvaluateStage
 from image_diffusion.metrics.curve import read_previews
@@ -26,7 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Judge samples against real images.")
     parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
     parser.add_argument("--samples", type=Path, required=True, help="samples.npz, or a folder of pictures")
-    parser.add_argument("--data", type=Path, required=True, help="folder of crops the model was trained on")
+    parser.add_argument(
+        "--data", type=place, required=True, help="folder of crops it was trained on: path or URL"
+    )
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
     parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")

@@ -23,6 +23,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture, save_samples
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.diffusion import DiffusionSystem
@@ -48,7 +49,7 @@ def latent_scale(data: Shards) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.train", description="Shards -> weights.")
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
-    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops or latents")
+    parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
@@ -57,7 +58,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     stage = load(TrainStage, arguments.config)
-    folder: Path = arguments.data.parent
+    folder = folder_of(arguments.data)
     training = open_shards(folder, "train")
     validation = open_shards(folder, "validation")
     if training.num_samples < stage.train.global_batch:

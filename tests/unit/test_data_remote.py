@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from image_diffusion import train
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data import remote
 from image_diffusion.data.batches import Batches
@@ -214,3 +215,29 @@ def test_commands_take_paths_and_urls(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert remote.cache_folder() == tmp_path
     monkeypatch.delenv("IMAGE_DIFFUSION_CACHE")
     assert remote.cache_folder() == Path.home() / ".cache/image-diffusion"
+
+
+TRAIN = """
+experiment: remote
+codec: {type: rgb}
+system:
+  type: dit
+  network: {patch: 2, width: 8, depth: 1, num_heads: 1}
+train: {steps: 3, global_batch: 8, validate_every_steps: 3, grid_every_steps: null}
+preview: {}
+"""
+
+
+def test_training_from_a_url_gives_the_weights_of_training_from_a_path(
+    tmp_path: Path, crops: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    monkeypatch.setenv("IMAGE_DIFFUSION_CACHE", str(tmp_path / "cache"))
+    weights = []
+    for name, data in (("here", f"{crops}/manifest.json"), ("there", f"{server.url}/manifest.json")):
+        output = tmp_path / name / "weights.safetensors"
+        arguments = ["--config", str(tmp_path / "train.yaml"), "--data", data, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        train.main()
+        weights.append(output.read_bytes())
+    assert weights[0] == weights[1] and server.shards == EACH_ONCE
