@@ -138,7 +138,9 @@ def test_sigkill_loses_no_record(tmp_path: Path) -> None:
         process.stdout.readline()
     running = read_journal(tmp_path / "train")
     process.send_signal(signal.SIGKILL)
-    last = int(([*process.stdout.read().splitlines(), "50"])[-2]) if process.wait() else 0
+    printed = "50\n" + process.stdout.read()
+    process.wait()
+    last = int(printed[: printed.rindex("\n")].splitlines()[-1])  # the last line may be cut off
     killed = read_journal(tmp_path / "train")
     assert running is not None and running.status == "running" and running.ended is None
     assert killed is not None and killed.status == "killed" and killed.ended is not None
