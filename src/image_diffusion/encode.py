@@ -54,7 +54,9 @@ def main() -> None:
     stage = load(EncodeStage, arguments.config)
     device = best_device()
     weights = arguments.codec_weights.parent if arguments.codec_weights else None
-    codec: Codec = stage.codec.build(weights, None, device, torch.float32)
+    codec: Codec = stage.codec.build(weights, None, device, stage.encode.compute_dtype)
+    if stage.encode.compile:
+        codec.compile_encoder()
     crops, output = arguments.data.parent, arguments.output.parent
     if arguments.part is not None:
         written = encode_shards(crops, output, codec, stage.encode, device, arguments.part)

@@ -147,6 +147,7 @@ def test_one_changed_image_encodes_one_shard_and_another_codec_all(tmp_path: Pat
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0)) == 3
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32") == 3
     assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", batch_size=3) == 0
+    assert encode(tmp_path / "crops", tmp_path / "out", Halves(scale=2.0), dtype="float32", precision="bf16") == 3
     with pytest.raises(ValueError, match="were made by codec halves"):
         open_shards(tmp_path / "out", codec_identity=Halves().identity)
 

@@ -41,6 +41,10 @@ class Codec(Protocol):
         """What a latent is multiplied with to become x; 1 for pixels."""
         ...
 
+    def compile_encoder(self) -> None:
+        """Make `encode` faster with torch.compile, after the minutes that this takes."""
+        ...
+
     def encode(self, images: Tensor) -> Tensor:
         """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, not scaled."""
         ...

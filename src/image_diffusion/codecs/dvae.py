@@ -32,6 +32,9 @@ class DVAECodec:
     def network(self) -> DVAE:
         return self.load()
 
+    def compile_encoder(self) -> None:
+        self.network.encoder.compile()
+
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         latent = self.network.soft_latent(self._pixels(images)).to(torch.float32)

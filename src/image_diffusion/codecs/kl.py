@@ -39,6 +39,9 @@ class KlCodec:
     def vae(self) -> AutoencoderKL:
         return self.load()
 
+    def compile_encoder(self) -> None:
+        self.vae.encoder.compile()
+
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         x = from_uint8(images.to(self.vae.device)).to(self.vae.dtype)

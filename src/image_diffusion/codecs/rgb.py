@@ -41,6 +41,9 @@ class Rgb(Config):
         """What the data fix about a network: pixels stay what they are."""
         return images
 
+    def compile_encoder(self) -> None:
+        """There is none."""
+
     def encode(self, images: Tensor) -> Tensor:
         """Pixels are stored as they are: there is nothing to encode. Raises ValueError."""
         raise ValueError("Codec rgb has no latents. Train on the crops themselves, or set codec.type to stability_vae.")

@@ -44,8 +44,17 @@ class EncodeConfig(Config):
 
     dtype: Literal["float16", "float32"] = "float16"
     """How moments are stored. float16 rounds a latent 50 times finer than the smallest noise of DiT's process."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """What the codec computes in. bf16 is twice as fast, and errs by more than 1 % of a latent."""
+    compile: bool = False
+    """Compile the codec with torch.compile: worth its minute or two for large sets."""
     batch_size: int = Field(default=32, ge=1)
     """Images encoded at a time."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The precision as torch names it."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
 
 class Encoder(Protocol):
@@ -69,7 +78,8 @@ def encode_shards(
 ) -> int:
     """Encode the shards of one part, those with `number % n == i` of part (i, n); returns how many were written.
 
-    Shards that already hold what they should are kept. `write_manifest` ends the set, once every part is done.
+    codec: built for `settings.compute_dtype`. Shards that already hold what they should are kept. `write_manifest`
+    ends the set, once every part is done.
     Raises ValueError when the crops are damaged or the codec gives a number that is not finite.
     """
     index, of = part
@@ -111,6 +121,7 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
         "kind": "latents",
         "name": source.manifest["name"],
         "codec": codec.identity,
+        "precision": settings.precision,
         "crop": source.manifest["crop"],
         "crops": source.digest,
         "classes": source.classes,
@@ -151,7 +162,7 @@ class _Task:
     device: torch.device
 
     def made_from(self, shard: int) -> str:
-        """What decides the numbers of a shard: its crops, the codec, and how they are stored."""
+        """What decides the numbers of a shard: its crops, the codec, and how they are computed and stored."""
         crops = self.source.manifest["shards"][shard]["sha256"]
         return _made_from(crops, self.codec, self.settings)
 
@@ -236,4 +247,5 @@ class _Sums:
 
 
 def _made_from(crops_sha256: str, codec: Encoder, settings: EncodeConfig) -> str:
-    return digest({"format": FORMAT, "crops": crops_sha256, "codec": codec.identity, "dtype": settings.dtype})
+    stored = {"dtype": settings.dtype, "precision": settings.precision}
+    return digest({"format": FORMAT, "crops": crops_sha256, "codec": codec.identity, **stored})

@@ -147,7 +147,7 @@ class DVAE(nn.Module):
 
     def embedding(self, one_hot: Tensor) -> Tensor:
         """The mean embedding [B, D, h, w] of tokens weighed by [B, N, h, w]."""
-        return torch.einsum("bnhw,nd->bdhw", one_hot, self.codebook.weight)
+        return torch.einsum("bnhw,nd->bdhw", one_hot, self.codebook.weight.to(one_hot.dtype))
 
     def indices(self, x: Tensor) -> Tensor:
         """The most probable tokens of images, int64 [B, h, w]."""
