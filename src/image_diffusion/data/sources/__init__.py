@@ -6,7 +6,8 @@ from pydantic import Field
 
 from image_diffusion.data.sources.digits import Digits
 from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.huggingface import HuggingFace
 from image_diffusion.data.sources.table import Table
 from image_diffusion.data.sources.webdataset import Webdataset
 
-Source = Annotated[Folder | Digits | Table | Webdataset, Field(discriminator="type")]
+Source = Annotated[Folder | Digits | Table | Webdataset | HuggingFace, Field(discriminator="type")]

@@ -1,0 +1,140 @@
+"""Data sets of the package `datasets` give the crops that the same images give in a folder."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from image_diffusion.core.config import parse
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.records import read_record
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.source import refresh, remember
+from image_diffusion.data.sources import Source
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (9, 6, 6, 3), dtype=np.uint8)
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS[number]).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def dataset_of(labels: list[Any], kind: Any, numbers: list[int] | None = None) -> Any:
+    """Rows of the images by their numbers, with labels of a feature type."""
+    datasets = pytest.importorskip("datasets")
+    images = [{"bytes": png(number), "path": None} for number in (numbers or range(len(labels)))]
+    features = datasets.Features({"image": datasets.Image(), "label": kind, "caption": datasets.Value("string")})
+    columns = {"image": images, "label": labels, "caption": ["x"] * len(labels)}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def crops_of(tmp_path: Path, **source: Any) -> dict[bytes, str | None]:
+    """The crops of a source, and the class of each."""
+    output = tmp_path / f"crops-{len(list(tmp_path.iterdir()))}"
+    data = {"name": "x", "source": {"type": "huggingface"} | source, "resolution": 6, "num_shards": 2}
+    crop_dataset(DataConfig.model_validate(data | {"max_bad_fraction": 0.6}), output)
+    found = open_shards(output, "all")
+    pixels = found.gather(np.arange(found.num_samples)).permute(0, 2, 3, 1).numpy()
+    names = [found.classes[label] if found.classes else None for label in found.labels]
+    return {row.tobytes(): name for row, name in zip(pixels, names, strict=True)}
+
+
+def test_class_labels_keep_their_names_and_numbers(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    labels = [2, 0, 1, 2, 0, 0, 2, 2, 1]
+    dataset_of(labels, datasets.ClassLabel(names=["zebra", "ant", "owl"])).save_to_disk(tmp_path / "in")
+    names = ["zebra", "ant", "owl"]
+    expected = {PIXELS[i].tobytes(): names[label] for i, label in enumerate(labels)}
+    assert crops_of(tmp_path, path=str(tmp_path / "in")) == expected
+    source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")}, "here")
+    assert source.listing().classes == names
+    without = crops_of(tmp_path, path=str(tmp_path / "in"), label_column=None)
+    assert without == dict.fromkeys(expected)
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("int64", [7, 10, 7, 9]), ("string", ["7", "10", "7", "9"])])
+def test_numbers_and_text_are_classes_too(tmp_path: Path, kind: str, labels: list[Any]) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset_of(labels, datasets.Value(kind)).save_to_disk(tmp_path / "in")
+    source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")}, "here")
+    assert source.listing().classes == ["7", "9", "10"]
+    assert crops_of(tmp_path, path=str(tmp_path / "in")) == {PIXELS[i].tobytes(): str(x) for i, x in enumerate(labels)}
+
+
+def test_rows_without_a_class_or_an_image_are_listed(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = dataset_of([0, -1, None, 1], datasets.ClassLabel(names=["a", "b"]))
+    empty = datasets.Dataset.from_dict({"image": [None], "label": [0], "caption": ["x"]}, features=rows.features)
+    datasets.concatenate_datasets([rows, empty]).save_to_disk(tmp_path / "in")
+    assert crops_of(tmp_path, path=str(tmp_path / "in")) == {PIXELS[0].tobytes(): "a", PIXELS[3].tobytes(): "b"}
+    quarantine = (tmp_path / "crops-1/quarantine.csv").read_text()
+    assert [line.split(",")[:2] for line in quarantine.splitlines()[1:]] == [
+        ["000000001", "no class"],
+        ["000000002", "no class"],
+        ["000000004", "cannot be read: the row holds no image"],
+    ]
+    records = [read_record(tmp_path / "crops-1", shard) for shard in range(2)]
+    assert {sample.path for record in records for sample in record.samples} == {"000000000", "000000003"}
+
+
+def test_one_of_several_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.Value("string")
+    splits = {"train": dataset_of(["a", "b"], kind, [0, 1]), "test": dataset_of(["c"], kind, [2])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "in")
+    assert crops_of(tmp_path, path=str(tmp_path / "in"), split="test") == {PIXELS[2].tobytes(): "c"}
+    for split in (None, "valid"):
+        source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in"), "split": split}, "here")
+        with pytest.raises(ValueError, match=rf"split is {split}, but .* holds train, test\. Set it"):
+            source.files()
+    datasets.DatasetDict({"train": splits["train"]}).save_to_disk(tmp_path / "one")
+    assert len(crops_of(tmp_path, path=str(tmp_path / "one"))) == 2
+
+
+def test_a_changed_data_set_is_seen_and_one_saved_again_is_not(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.Value("string")
+    source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")}, "here")
+    path = tmp_path / "source.json"
+    dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
+    assert refresh(source, path)
+    remember(source, path, source.files(), {})
+    dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
+    assert not refresh(source, path)
+    dataset_of(["a", "c"], kind).save_to_disk(tmp_path / "in")
+    assert refresh(source, path) and source.listing().classes == ["a", "c"]
+
+
+def test_early_errors_are_one_line(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset_of(["a"], datasets.Value("string")).save_to_disk(tmp_path / "in")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/state.json").write_text("{}")
+    for change, message in (
+        ({"image_column": "picture"}, r"has no column 'picture'\. Known: image, label, caption\."),
+        ({"label_column": "class"}, "has no column 'class'"),
+        ({"image_column": "caption"}, "column 'caption' holds no images"),
+        ({"split": "train"}, r"split is train, but .* has no splits\. Leave it out"),
+        ({"path": str(tmp_path / "broken")}, "cannot be read by datasets"),
+    ):
+        source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")} | change, "here")
+        with pytest.raises(ValueError, match=message) as error:
+            source.listing()
+        assert "\n" not in str(error.value)
+
+
+def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
+    with pytest.raises(ValueError, match=r"was not written by datasets\.save_to_disk\. Give such a folder"):
+        source.files()
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs the package datasets\. Run: python -m pip install datasets$"):
+        source.listing()
