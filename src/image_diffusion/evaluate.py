@@ -27,9 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Judge samples against real images.")
     parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
     parser.add_argument("--samples", type=Path, required=True, help="samples.npz, or a folder of pictures")
-    parser.add_argument(
-        "--data", type=place, required=True, help="folder of crops it was trained on: path or URL"
-    )
+    parser.add_argument("--data", type=place, required=True, help="folder of crops it was trained on: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
     parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")
