@@ -26,6 +26,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from image_diffusion.data.centre_crop import centre_crop, scaled_size
 from image_diffusion.data.config import DataConfig
+from image_diffusion.data.jpeg import plain_header
 
 FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA",
@@ -70,10 +71,13 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     if not data:
         raise BadImage("an empty file")
     try:
+        header = plain_header(data) if config.resize == "fast" and config.channels == 3 else None
+        if header is not None and (not header.exif or _is_upright(data)):
+            _check_size(header.size, config)
+            pixels = _fast_crop(data, config.resolution)
+            return Crop(pixels, header.size, ["gray"] if header.components == 1 else [])
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
-            if config.resize == "fast" and _is_plain_jpeg(image, config):
-                return Crop(_fast_crop(data, config.resolution), image.size, ["gray"] if image.mode == "L" else [])
             upright, flags = _decode(image, config)
     except BadImage:
         raise
@@ -108,11 +112,9 @@ def _decode(image: Image.Image, config: DataConfig) -> tuple[Image.Image, set[st
     tiles = image.tile if isinstance(image, ImageFile.ImageFile) else []
     if any("16" in str(tile[3]) for tile in tiles) or image.mode.startswith("I;16"):
         flags.add("16bit")
-    if "exif" in image.info or image.format in ("TIFF", "MPO"):
-        turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
-        if turned:
-            flags.add("exif")
-            image = ImageOps.exif_transpose(image)
+    if ("exif" in image.info or image.format in ("TIFF", "MPO")) and _is_turned(image):
+        flags.add("exif")
+        image = ImageOps.exif_transpose(image)
     image.load()
     match image.mode:
         case "F":
@@ -150,14 +152,14 @@ def _scale_16bit(image: Image.Image) -> Image.Image:
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
 
 
-def _is_plain_jpeg(image: Image.Image, config: DataConfig) -> bool:
-    """Whether a JPEG needs nothing but to be decoded and scaled."""
-    return (
-        image.format == "JPEG"
-        and image.mode in ("L", "RGB")
-        and config.channels == 3
-        and not ("exif" in image.info and image.getexif().get(_ORIENTATION, 1) in range(2, 9))
-    )
+def _is_upright(data: bytes) -> bool:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return not _is_turned(image)
+
+
+def _is_turned(image: Image.Image) -> bool:
+    """Whether Exif data say that an image is to be turned or mirrored."""
+    return image.getexif().get(_ORIENTATION, 1) in range(2, 9)
 
 
 def _fast_crop(source: bytes | Image.Image, resolution: int) -> NDArray[np.uint8]:
