@@ -104,6 +104,7 @@ SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=500
 GresTypes=gpu
 ReturnToService=2
+EnforcePartLimits=ALL
 SlurmdTimeout=20
 KillWait=10
 MinJobAge=600

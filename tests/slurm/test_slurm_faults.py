@@ -13,7 +13,7 @@ from projects import Project
 from image_diffusion.core.journal import read_journal
 
 WEIGHTS = "results/micro/train/weights.safetensors"
-STEPS = 3000
+STEPS = 2000
 
 
 def long_training(project: Project, steps: int) -> None:
@@ -95,7 +95,7 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
 
 
 def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, project: Project, tmp_path: Path) -> None:
-    steps = 3 * STEPS
+    steps = 4 * STEPS
     long_training(project, steps)
     limit = ["--set-resources", "train:runtime=1", "train:slurm_extra='--signal=TERM@25'"]
     finish(project, WEIGHTS, *limit)
@@ -117,7 +117,8 @@ def printed(project: Project) -> str:
     ("asked", "message"),
     [
         ("crop:slurm_partition=nowhere", "invalid partition specified: nowhere"),
-        ("crop:cpus_per_task=64", "Requested node configuration is not available"),
+        ("crop:cpus_per_task=64", "More processors requested than permitted"),
+        ("crop:runtime=100000", "Requested time limit is invalid"),
     ],
 )
 def test_what_the_cluster_refuses_is_told(project: Project, asked: str, message: str) -> None:
