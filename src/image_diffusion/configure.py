@@ -111,6 +111,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "codec": codec,
         "codec_experiment": experiment.codec.experiment if isinstance(experiment.codec, Trained) else None,
         "makes_samples": not isinstance(experiment.system, CodecSystem),
+        "global_batch": experiment.train.global_batch,
         "detector": experiment.evaluate.detector.type,
         "headline": experiment.evaluate.detector.headline,
         "export": experiment.export.format,

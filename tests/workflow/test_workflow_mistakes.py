@@ -55,6 +55,13 @@ def test_a_folder_without_images(fresh: Project) -> None:
     assert "holds no files" in told(fresh)
 
 
+def test_fewer_images_than_a_batch(fresh: Project) -> None:
+    fresh.edit(lambda experiment: experiment["train"].update(global_batch=1000))
+    line = told(fresh)
+    assert line.startswith("error: config/experiments/micro.yaml: images holds ")
+    assert "fewer than one batch of train.global_batch = 1000" in line
+
+
 def test_an_experiment_that_is_missing(fresh: Project) -> None:
     assert told(fresh, "--config", "experiments=[macro]") == "error: config/experiments/macro.yaml does not exist."
 

@@ -106,6 +106,13 @@ def look_at_sources():
             )
         except (ValueError, OSError) as error:
             stop(error)
+    for name, plan in plans.items():
+        files = json.loads(Path(results, "datasets", plan["dataset"], "source.json").read_text())["files"]
+        if plan["source"]["type"] == "folder" and files < plan["global_batch"]:
+            stop(
+                f"{experiments / name}.yaml: {plan['source']['path']} holds {files} files, fewer than one batch of"
+                f" train.global_batch = {plan['global_batch']}. Add images, or make the batch smaller."
+            )
 
 
 # ---- Code that has changed
