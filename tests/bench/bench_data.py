@@ -1,4 +1,4 @@
-"""Crop, write and read against others, interleaved in one process: ratios of medians of items per CPU-second.
+"""Crop, encode, write and read against others, interleaved in one process: ratios of medians of items a CPU-second.
 
     python tests/bench/bench_data.py --images photographs.tar [--peer DiT] [--peer fast-DiT] [--peer edm2]
 
@@ -29,31 +29,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import webdataset
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
+from image_diffusion.core.types import DataSpec
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data.batches import Batches
 from image_diffusion.data.config import DataConfig
+from image_diffusion.data.encoding import EncodeConfig, encode_shards
 from image_diffusion.data.images import crop_image, quiet_pillow
 from image_diffusion.data.order import epoch_order
 from image_diffusion.data.records import INDEX, Sample, ShardRecord, describe_shards, read_index, write_index
 from image_diffusion.data.shards import open_shards
 from image_diffusion.data.tar import Layout
 from image_diffusion.data.write import chunk_samples, write_shard
+from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 Variant = Callable[[], int]
 """Does some work once and returns how many items that were."""
 
 
-def compare(title: str, variants: dict[str, Variant], rounds: int) -> dict[str, float]:
-    """Run every variant once to warm up, then all of them in turn; prints and returns items per CPU-second."""
+def compare(title: str, variants: dict[str, Variant], rounds: int, on_gpu: bool = False) -> dict[str, float]:
+    """Run every variant once to warm up, then all of them in turn; prints and returns items per CPU-second, or per
+    second when a GPU does the work."""
+    clock = time.perf_counter if on_gpu else cpu_seconds
+    unit = "second" if on_gpu else "CPU-second"
     rates: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
         for name, variant in variants.items():
-            before = cpu_seconds()
+            before = clock()
             count = variant()
-            rate = count / (cpu_seconds() - before)
+            rate = count / (clock() - before)
             if turn:
                 rates[name].append(rate)
     medians = {name: statistics.median(values) for name, values in rates.items()}
@@ -61,7 +70,7 @@ def compare(title: str, variants: dict[str, Variant], rounds: int) -> dict[str, 
     print(f"\n{title}")
     for name, rate in medians.items():
         spread = (max(rates[name]) - min(rates[name])) / rate
-        print(f"  {name:<48}{rate:>12,.0f} a CPU-second   ours / it {first / rate:>7.2f}   spread {spread:4.0%}")
+        print(f"  {name:<48}{rate:>12,.0f} a {unit}   ours / it {first / rate:>7.2f}   spread {spread:4.0%}")
     return medians
 
 
@@ -173,6 +182,61 @@ def latents(count: int) -> tuple[np.ndarray, np.ndarray]:
     return generator.standard_normal((count, 4, 32, 32), dtype=np.float32).astype(np.float16), np.arange(count) % 1000
 
 
+def bench_encode(folder: Path, rounds: int, count: int = 128, resolution: int = 64) -> None:
+    """A small autoencoder, random weights; with a GPU, one of the size of Stable Diffusion's."""
+    device = best_device()
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        count, resolution = 1024, 256
+    network = AutoencoderConfig(**(SD_SIZES if on_gpu else {})).build(DataSpec(channels=3, resolution=resolution))
+    state = network.vae.eval().requires_grad_(False).state_dict()
+    (folder / "noise").mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        pixels = generator.integers(0, 256, (resolution, resolution, 3), dtype=np.uint8)
+        header = f"P6 {resolution} {resolution} 255\n".encode()
+        (folder / f"noise/{number:04d}.ppm").write_bytes(header + pixels.tobytes())
+    source = {"type": "folder", "path": str(folder / "noise")}
+    data = {"name": "x", "source": source, "resolution": resolution, "num_shards": 2}
+    crop_dataset(DataConfig.model_validate(data), folder / "crops")
+    crops = open_shards(folder / "crops", "all")
+
+    def codec(dtype: torch.dtype) -> KlCodec:
+        vae = AutoencoderKL.from_config(network.vae.config)
+        vae.load_state_dict(state)
+        vae = vae.to(device, dtype).eval().requires_grad_(False)
+        return KlCodec({"type": "kl", "weights": "random"}, lambda: vae, 1.0)
+
+    def ours(**settings: Any) -> Variant:
+        chosen = EncodeConfig(**settings)
+        made = codec(chosen.compute_dtype)
+
+        def run() -> int:
+            with tempfile.TemporaryDirectory(dir=folder) as output:
+                encode_shards(folder / "crops", Path(output), made, chosen, device)
+            return 2 * count
+
+        return run
+
+    def one_at_a_time() -> int:
+        with tempfile.TemporaryDirectory(dir=folder) as output:
+            for number in range(count):
+                moments = single.encode(crops.gather(np.array([number])))
+                np.save(f"{output}/{number}.npy", moments[:, 0].cpu().numpy())
+                np.save(f"{output}/{number}-label.npy", np.zeros(1, dtype=np.int64))
+        return count
+
+    single = codec(torch.float32)
+    variants = {
+        "ours, float32, batches of 32": ours(),
+        "ours, bf16, batches of 32": ours(precision="bf16"),
+        "ours, float32, batches of 1": ours(batch_size=1),
+        "one image at a time into two files, as fast-DiT": one_at_a_time,
+    }
+    compare(f"encode: crops of {resolution} x {resolution} on {device}, latents to disk", variants, rounds, on_gpu)
+
+
+SD_SIZES: dict[str, Any] = {"block_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_groups": 32}
 LAYOUT = Layout(("npy",), (4, 32, 32), "float16", labelled=True)
 
 
@@ -308,6 +372,7 @@ def main() -> None:
                 files = [tar.extractfile(member) for member in tar if member.isfile()]
                 photographs = [file.read() for file in files if file is not None]
             bench_crop(photographs, [peer.resolve() for peer in arguments.peer], folder, arguments.rounds)
+        bench_encode(folder, arguments.rounds)
         bench_write(folder, arguments.rounds)
         bench_read(folder, arguments.rounds)
         bench_start(folder)
