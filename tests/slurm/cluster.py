@@ -84,7 +84,7 @@ def slurm_project(folder: Path) -> Project:
 def finish(project: Project, *arguments: str) -> None:
     """Run Snakemake on the cluster to a good end."""
     with snakemake(project, *arguments) as running:
-        code = running.wait(600)
+        code = running.wait(900)
     assert code == 0, (project / "printed.log").read_text()[-5000:]
 
 
