@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -24,8 +25,8 @@ class _Schedule(Config):
         """Whether the learning rate depends on the number of steps in all."""
         return False
 
-    def _after_warmup(self, step: int, steps: int) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def _after_warmup(self, step: int, steps: int) -> float: ...
 
 
 class Constant(_Schedule):
