@@ -21,8 +21,8 @@ def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         Path(folder).chmod(0o755)  # munge wants its folders open to all
         started = Cluster(Path(folder) / "cluster", port=20000 + 8 * (os.getpid() % 1000))
-        started.script("up")
         try:
+            started.script("up")
             os.environ.update(started.environment())
             yield started
         finally:
