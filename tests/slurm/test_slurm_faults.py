@@ -13,7 +13,7 @@ from projects import Project
 from image_diffusion.core.journal import read_journal
 
 WEIGHTS = "results/micro/train/weights.safetensors"
-STEPS = 2000
+STEPS = 1200
 
 
 def long_training(project: Project, steps: int, save_every: int = 50) -> None:
@@ -95,7 +95,7 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
 
 
 def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, project: Project, tmp_path: Path) -> None:
-    steps = 2 * STEPS
+    steps = 3 * STEPS
     long_training(project, steps, save_every=1)  # which makes it slow on any machine
     finish(project, WEIGHTS, "--set-resources", "train:runtime=1", "train:slurm_extra=None")
     history = read_journal(project / "results/micro/journal/train")
