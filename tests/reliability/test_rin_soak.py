@@ -49,6 +49,8 @@ def test_the_shipped_recipe_stays_finite(request: pytest.FixtureRequest) -> None
         optimizer.torch.step()
         history.append(torch.stack([losses.loss.detach().mean(), norm, losses.parts["latent_norm"].mean()]))
     loss, norms, latent_norms = torch.stack(history).unbind(1)
+    for name, values in {"loss": loss, "gradient norm": norms, "latent norm": latent_norms}.items():
+        print(f"{name}: first 50 {values[:50].mean():.3f}, last 50 {values[-50:].mean():.3f}, most {values.max():.3f}")
     assert torch.stack(history).isfinite().all()
     assert loss[-50:].mean() < 1.1 * loss[:50].mean()
     assert norms.max() < 100
