@@ -18,6 +18,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
 from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.generation import SampleConfig
+from image_diffusion.systems.likelihood import check_likelihood
 from image_diffusion.training.config import TrainConfig
 
 
@@ -127,6 +128,8 @@ def check_experiment(experiment: Experiment, codec_experiment: Experiment | None
     enlarges = isinstance(experiment.system, DiffusionSystem) and experiment.system.low_resolution is not None
     if enlarges and not isinstance(experiment.codec, Rgb):
         raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
+    if experiment.evaluate.likelihood is not None:
+        check_likelihood(experiment.system, experiment.codec, experiment.evaluate.likelihood)
     spec = experiment.codec.spec(images, autoencoder)
     with torch.device("meta"):
         experiment.system.build_network(spec)

@@ -9,6 +9,7 @@ from pydantic import Field
 from image_diffusion.core.config import Config
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.detector import InPipe
+from image_diffusion.metrics.likelihood import LikelihoodConfig
 
 
 class EvaluateConfig(Config):
@@ -30,5 +31,7 @@ class EvaluateConfig(Config):
     """Also test how well samples can be told from real images."""
     copies: bool = True
     """Also search for each sample's nearest training images."""
+    likelihood: LikelihoodConfig | None = None
+    """Also measure the bits per dimension that the network gives to real images; unset: not."""
     batch_size: int = Field(256, ge=1)
     """Images the detector sees at a time; no result depends on it."""

@@ -1,0 +1,119 @@
+"""Bits per dimension of real images: the variational bound of a pixel diffusion, its terms, and where they come from.
+
+Each image is measured once, with noise of its own, and means are taken over images: unlike the numbers of
+improved-diffusion's image_nll, the result does not depend on the batch, repeats no image and drops none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.files import atomic_write
+from image_diffusion.core.progress import Progress
+from image_diffusion.metrics.features import ImageSet
+from image_diffusion.metrics.intervals import mean_estimate
+from image_diffusion.metrics.moments import block_of_each
+from image_diffusion.process.likelihood import BitsPerDim
+
+
+class LikelihoodConfig(Config):
+    """How the bits per dimension are measured: the network is called once for each image and timestep."""
+
+    split: Literal["train", "validation"] = "validation"
+    """The images: what the network learned from, or what it never saw."""
+    num_samples: int | None = Field(None, ge=1)
+    """The first so many images of the split; unset: all of them."""
+    timesteps: str | int | list[int] = ""
+    """The steps that the bound consists of: "" for those the network was trained on; 250, [10, 15, 20] in equal
+    sections, or "ddim50" for fewer of the process's own, which is a bound as well, and a looser one."""
+    clip_denoised: bool = True
+    """Hold each predicted x0 to [-1, 1], the range of pixels. Published numbers do."""
+    seed: int = Field(0, ge=0)
+    """Of the noise: one draw for each image and timestep."""
+    batch_size: int = Field(64, ge=1)
+    """Images measured at once. Does not change them."""
+
+
+def chosen_images(images: ImageSet, settings: LikelihoodConfig) -> int:
+    """How many images are measured. Raises ValueError when the split has none, or fewer than are asked for."""
+    wanted = settings.num_samples or max(images.num_samples, 1)
+    if wanted > images.num_samples:
+        raise ValueError(
+            f"evaluate.likelihood asks for {wanted:,} images of the {settings.split} split, which has "
+            f"{images.num_samples:,}. Ask for fewer, set evaluate.likelihood.split to the other one, or set "
+            f"data.validation_fraction higher."
+        )
+    return wanted
+
+
+def measure_likelihood(
+    bound: Callable[[Tensor, Tensor, Tensor], BitsPerDim],
+    timesteps: list[int],
+    images: ImageSet,
+    settings: LikelihoodConfig,
+    report: Path | None = None,
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Measure a split: entries of metrics.json by name, and the means at each timestep, the most noise first.
+
+    bound: uint8 images [B, C, H, W], labels int64 [B] and their numbers in the split int64 [B] -> their bounds, with
+    terms of `timesteps`. report: a folder for the plot.
+
+    "bits_per_dim" is the sum of "bits_prior", what the most noisy x_t tells of the image; "bits_steps", the
+    divergences of all steps but the last; and "bits_pixels", of the pixels given the least noisy x_t. By timestep:
+    "vb" in bits per dimension, "x0_mse" and "eps_mse", the mean squared errors of x0 and of the noise.
+
+    Raises ValueError for a split with too few images.
+    """
+    count = chosen_images(images, settings)
+    sums = {name: torch.zeros(len(timesteps), dtype=torch.float64) for name in ("vb", "x0_mse", "eps_mse")}
+    parts = []
+    progress = Progress("likelihood", count, "image")
+    for start in range(0, count, settings.batch_size):
+        rows = np.arange(start, min(start + settings.batch_size, count))
+        found = bound(images.gather(rows), torch.from_numpy(images.labels[rows]), torch.from_numpy(rows))
+        terms = found.terms.to("cpu", torch.float64)
+        prior = found.prior.to("cpu", torch.float64)
+        parts.append(torch.stack([prior, terms[:, :-1].sum(1), terms[:, -1]], dim=1))
+        for name, values in (("vb", terms), ("x0_mse", found.x0_mse), ("eps_mse", found.eps_mse)):
+            sums[name] += values.to("cpu", torch.float64).sum(0)
+        progress.advance(len(rows))
+    progress.close()
+    each, block = torch.cat(parts), block_of_each(count)
+    bits = {
+        "bits_per_dim": each.sum(1),
+        "bits_prior": each[:, 0],
+        "bits_steps": each[:, 1],
+        "bits_pixels": each[:, 2],
+    }
+    entries = {
+        name: mean_estimate(value, block, 0).as_dict() | {"floor": None, "floor_n": None, "ratio": None}
+        for name, value in bits.items()
+    }
+    by_timestep = {"timestep": timesteps} | {name: (total / count).tolist() for name, total in sums.items()}
+    if report is not None:
+        plot_terms(by_timestep, report / "likelihood.png")
+    return entries, by_timestep
+
+
+def plot_terms(by_timestep: dict[str, list[float]], path: Path) -> None:
+    """Draw the terms of the bound and the error of the predicted noise against the timestep, as PNG."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    titles = {"vb": "bound, bits per dimension", "eps_mse": "squared error of the noise"}
+    for axis, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        axis.plot(
+            by_timestep["timestep"], by_timestep[name], linewidth=1, marker="." if len(by_timestep[name]) < 2 else ""
+        )
+        axis.set(title=title, xlabel="timestep", yscale="log")
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})

@@ -1,0 +1,168 @@
+"""Bits per dimension as an evaluation: every image once, whatever the batch; and who is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.configure import load_all
+from image_diffusion.core.config import parse
+from image_diffusion.core.types import DataSpec
+from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.metrics.samples import Samples
+from image_diffusion.systems import System
+from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.likelihood import ImageBound
+
+SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
+NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attention_resolutions": [4]}
+DIT = {"type": "dit", "network": {"size": "DiT-S/4"}}
+
+
+def images(count: int = 7) -> Samples:
+    rng = np.random.default_rng(0)
+    return Samples(rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8), np.arange(count) % 3, ["a", "b", "c"])
+
+
+def system(**changes: Any) -> IddpmSystem:
+    data = {"type": "iddpm", "network": NETWORK, "process": {"type": "discrete", "num_timesteps": 20}, **changes}
+    built = parse(System, data, "system")
+    assert isinstance(built, IddpmSystem)
+    return built
+
+
+def randomly_initialised(described: IddpmSystem) -> nn.Module:
+    torch.manual_seed(0)
+    network = described.build_network(SPEC).eval()
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return network
+
+
+def measured(
+    network: nn.Module, described: IddpmSystem, images: Samples, report: Path | None = None, **settings: Any
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    config = parse(LikelihoodConfig, settings, "evaluate.likelihood")
+    bound = ImageBound(network, described, SPEC, Rgb(), config)
+    return measure_likelihood(bound, bound.timesteps, images, config, report)
+
+
+class Oracle(nn.Module):
+    """Predicts the noise exactly, since it knows that every image is grey."""
+
+    def __init__(self, described: IddpmSystem) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(()))
+        self.process = described.process.build()
+
+    def forward(self, x: Tensor, t: Tensor, **cond: Tensor) -> Tensor:
+        alpha, sigma = (level.float()[:, None, None, None] for level in self.process.levels(t.long()))
+        return (x - alpha * (128 / 127.5 - 1)) / sigma
+
+
+def test_who_knows_the_image_needs_no_bits_but_for_the_last_step(tmp_path: Path) -> None:
+    described = system(objective={"type": "denoising", "variance": "fixed_small"})
+    grey = Samples(np.full((3, 8, 8, 3), 128, np.uint8), None, [])
+    entries, by_timestep = measured(Oracle(described), described, grey, tmp_path)
+    assert entries["bits_steps"]["value"] == pytest.approx(0, abs=1e-5)
+    # The last step has the variance of the one before it, so the pixel's bin has a share of that Gaussian.
+    steps = described.process.build().steps
+    width = math.exp(-0.5 * float(steps.log_variance[0])) / 255
+    share = math.tanh(math.sqrt(2 / math.pi) * (width + 0.044715 * width**3))
+    assert entries["bits_pixels"]["value"] == pytest.approx(-math.log2(share), rel=1e-4)
+    assert entries["bits_per_dim"]["value"] == pytest.approx(
+        sum(entries[f"bits_{part}"]["value"] for part in ("prior", "steps", "pixels"))
+    )
+    assert by_timestep["timestep"] == list(range(19, -1, -1))
+    assert max(by_timestep["eps_mse"]) < 1e-6 and max(by_timestep["x0_mse"]) < 1e-4
+    assert (tmp_path / "likelihood.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"type": "denoising", "variance": "learned_range", "loss": "rescaled_hybrid"},
+        {"type": "denoising", "prediction": "x0", "variance": "fixed_large"},
+        {"type": "denoising", "prediction": "previous_x", "variance": "learned", "loss": "kl"},
+    ],
+    ids=["range", "fixed", "learned"],
+)
+def test_each_image_counts_once_whatever_the_batch(objective: dict[str, Any]) -> None:
+    described = system(objective=objective)
+    network = randomly_initialised(described)
+    whole, by_timestep = measured(network, described, images())
+    for batch_size in (1, 3):
+        entries, terms = measured(network, described, images(), batch_size=batch_size)
+        assert entries["bits_per_dim"]["n"] == 7
+        assert entries["bits_per_dim"]["value"] == pytest.approx(whole["bits_per_dim"]["value"], rel=1e-6)
+        assert terms["vb"] == pytest.approx(by_timestep["vb"], rel=1e-5, abs=1e-8)
+    assert sum(by_timestep["vb"]) + whole["bits_prior"]["value"] == pytest.approx(whole["bits_per_dim"]["value"])
+
+
+def test_the_mean_of_two_halves_is_that_of_all() -> None:
+    """The noise of an image is its own, not its batch's."""
+    described = system()
+    network = randomly_initialised(described)
+    config = LikelihoodConfig()
+    bound = ImageBound(network, described, SPEC, Rgb(), config)
+    rows = torch.arange(6)
+    everything = bound(images().gather(rows.numpy()), rows % 3, rows).total
+    odd = rows[1::2]
+    torch.testing.assert_close(bound(images().gather(odd.numpy()), odd % 3, odd).total, everything[1::2])
+    assert not torch.allclose(bound(images().gather(odd.numpy()), (odd + 1) % 3, odd).total, everything[1::2])
+
+
+def test_fewer_timesteps_are_a_bound_of_their_own() -> None:
+    described = system()
+    _, by_timestep = measured(randomly_initialised(described), described, images(2), timesteps=5)
+    assert by_timestep["timestep"] == [19, 14, 10, 5, 0]
+    respaced = system(process={"type": "discrete", "num_timesteps": 20, "respacing": "ddim10"})
+    _, by_timestep = measured(randomly_initialised(respaced), respaced, images(2))
+    assert by_timestep["timestep"] == list(range(18, -1, -2))
+
+
+def test_a_network_that_enlarges_is_given_the_small_image() -> None:
+    described = system(network={**NETWORK, "low_resolution": 4})
+    entries, _ = measured(randomly_initialised(described), described, images(2))
+    assert math.isfinite(entries["bits_per_dim"]["value"])
+
+
+def test_more_images_than_there_are_is_told() -> None:
+    described = system()
+    for count, asked in ((0, None), (3, 4)):
+        with pytest.raises(ValueError, match=r"evaluate\.likelihood asks for .* of the validation split, which has"):
+            measured(randomly_initialised(described), described, images(count), num_samples=asked)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"system": DIT | {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}}},
+            "the process flow has no steps",
+        ),
+        ({"system": {"type": "rin", "network": {"patch": 4}}}, "the process continuous has no steps"),
+        ({"system": DIT, "codec": {"type": "stability_vae"}}, "works on latents"),
+        ({"system": {"type": "autoencoder"}}, "AutoencoderSystem is no diffusion of images"),
+        ({"system": DIT, "evaluate": {"likelihood": {"timesteps": 2000}}}, "2000"),
+    ],
+    ids=["flow", "continuous", "latents", "codec", "timesteps"],
+)
+def test_a_likelihood_that_does_not_exist_is_refused_before_any_work(
+    tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    data = {"name": "digits", "source": {"type": "digits"}, "resolution": 32}
+    whole = {"data": data, "train": {"steps": 1}, "evaluate": {"likelihood": {}}} | sections
+    path.write_text(yaml.safe_dump(whole))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_all([path])
+    assert len(str(caught.value).splitlines()) == 1
