@@ -52,6 +52,23 @@ class Cluster:
         """SIGKILL one daemon: slurmctld, slurmd-n1, slurmd-n2."""
         os.kill(int((self.folder / "run" / f"{name}.pid").read_text()), signal.SIGKILL)
 
+    @contextmanager
+    def hiding(self, folder: Path) -> Iterator[None]:
+        """Nodes that do not see a folder, as when it is not on a shared file system. Takes root."""
+        hide = 'mount -t tmpfs none "$0" && exec slurmd -N "$1"'
+        path = os.environ["PATH"] + ":/usr/sbin"
+        nodes = [pid.stem.removeprefix("slurmd-") for pid in (self.folder / "run").glob("slurmd-*.pid")]
+        for node in nodes:
+            self.kill_daemon(f"slurmd-{node}")
+            command = ["unshare", "--mount", "sh", "-c", hide, str(folder), node]
+            subprocess.run(command, env=os.environ | {"PATH": path}, check=True)
+        try:
+            yield
+        finally:
+            for node in nodes:
+                self.kill_daemon(f"slurmd-{node}")
+            self.script("up")
+
     def cancel_all(self) -> None:
         """Empty the queue."""
         for job in self.jobs():

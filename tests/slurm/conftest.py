@@ -1,6 +1,7 @@
 """A real Slurm on this machine for the session, with a port and a folder of its own."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 
 from cluster import Cluster, slurm_project
 from projects import Project
+
+# Whoever runs the tests in the background may have had interrupts ignored, and each child would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -124,3 +126,12 @@ def test_what_the_cluster_refuses_is_told(project: Project, asked: str, message:
     with snakemake(project, "results/datasets/dots-16/crops/manifest.json", "--set-resources", asked) as running:
         assert running.wait(120) == 1
     assert message in printed(project)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="hiding a folder from a node takes root")
+def test_a_node_that_does_not_see_the_folder_is_named(cluster: Cluster, project: Project) -> None:
+    with cluster.hiding(project.folder), snakemake(project, "results/datasets/dots-16/crops/manifest.json") as running:
+        assert running.wait(300) == 1
+    (line,) = re.findall(r"^error: .*", printed(project), re.MULTILINE)
+    assert "left no log" in line
+    assert str(project.folder) in line

@@ -1,5 +1,6 @@
 # One Snakemake at a time in a folder, and the same command goes on after any death of the one before.
 import fcntl
+import re
 import shutil
 import socket
 import subprocess
@@ -49,6 +50,26 @@ def cancel_jobs():
             file=sys.stderr,
         )
         subprocess.run(["scancel", *jobs])
+
+
+def tell_of_unseen_jobs(logs):
+    """Name the Slurm jobs that failed before they could open their log: nothing else says why.
+
+    logs: the files that Snakemake logs to.
+    """
+    said = "".join(Path(log).read_text() for log in logs)
+    their_logs = dict(re.findall(r"SLURM jobid (\d+) \(log: (.+?)\)\.", said))
+    failed = re.findall(r"SLURM-job '(\d+)' failed", said)
+    if jobs := [job for job in failed if job in their_logs and not Path(their_logs[job]).exists()]:
+        print(
+            f"error: Slurm {'jobs' if jobs[1:] else 'job'} {', '.join(jobs)} left no log: a node does not see {Path.cwd()}. "
+            "Clone into a folder that every node shares, and run there.",
+            file=sys.stderr,
+        )
+
+
+onerror:
+    tell_of_unseen_jobs(log)
 
 
 if not workflow.remote_exec:
