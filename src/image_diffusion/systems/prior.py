@@ -1,0 +1,122 @@
+"""The prior: a caption's embedding -> an image's embedding (Ramesh et al. 2022, section 2.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, cast
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Network
+from image_diffusion.networks.prior import Prior, PriorConfig
+from image_diffusion.objectives.embedding import EmbeddingDenoising, EmbeddingObjective
+from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.grid import Denoised, Denoiser, Grid
+from image_diffusion.process.schedules import Cosine
+
+IMAGE, TEXT, TOKENS = 0, 1, 2
+"""Rows of a stored pair, [2 + L, dim]: the image's embedding, the caption's, and from here on those of its tokens."""
+
+
+class PriorSystem(Config):
+    """A causal transformer that removes noise from image embeddings."""
+
+    type: Literal["prior"] = "prior"
+    """A diffusion prior of embeddings."""
+    network: PriorConfig = PriorConfig()
+    """Size of the network."""
+    process: Discrete = Discrete(schedule=Cosine())
+    """How noise is added."""
+    objective: EmbeddingDenoising = EmbeddingDenoising()
+    """What the network predicts, and how its error is weighed."""
+    image_scale: float | None = Field(None, gt=0)
+    """What image embeddings are multiplied with; unset: the root of their dimension, right for those of norm 1."""
+    token_encodings: bool = True
+    """Condition on the encodings of a caption's tokens too, where the pairs hold them."""
+
+    @model_validator(mode="after")
+    def _table_fits(self) -> PriorSystem:
+        rows, timesteps = self.network.num_timesteps, self.process.num_timesteps
+        if rows is not None and rows != timesteps:
+            raise ValueError(
+                f"network.num_timesteps is {rows} but process.num_timesteps {timesteps}: the network has a row for "
+                f"each timestep. Give both the same number, or leave network.num_timesteps unset."
+            )
+        return self
+
+    @property
+    def is_conditional(self) -> bool:
+        """Labels play no part."""
+        return False
+
+    def scale(self, spec: DataSpec) -> float:
+        """What image embeddings are multiplied with."""
+        return self.image_scale or math.sqrt(spec.channels)
+
+    def build_network(self, spec: DataSpec) -> Prior:
+        """The network, randomly initialised."""
+        return self.network.build(spec)
+
+    def build_objective(self, spec: DataSpec) -> EmbeddingObjective:
+        """The objective for embeddings of `spec`."""
+        return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)
+
+    def batch(self, pairs: Tensor, streams: Streams) -> Batch:
+        """What the objective is given of stored pairs [B, 2 + L, dim]. Raises ValueError for another shape."""
+        if pairs.ndim != 3 or pairs.shape[1] < TOKENS:
+            raise ValueError(
+                f"The prior learns from pairs of embeddings, [B, 2 or more, dim], but the data set holds "
+                f"{list(pairs.shape[1:])}. Train on what embed wrote."
+            )
+        x = pairs[:, IMAGE].float() * self.scale(DataSpec(channels=pairs.shape[2], resolution=1))
+        return Batch(x, self.caption(pairs), streams)
+
+    def caption(self, pairs: Tensor) -> dict[str, Tensor]:
+        """What the network is told of stored pairs [B, 2 + L, dim]: "text_embed" and, where it is, "text_encodings"."""
+        cond = {"text_embed": pairs[:, TEXT].float()}
+        if self.token_encodings and pairs.shape[1] > TOKENS:
+            cond["text_encodings"] = pairs[:, TOKENS:].float()
+        return cond
+
+    def denoiser(
+        self,
+        network: Network,
+        grid: Grid,
+        cond: Mapping[str, Tensor],
+        guide: Callable[[Network], Network] = lambda network: network,
+        restrict: Callable[[Tensor], Tensor] | None = None,
+    ) -> Denoiser:
+        """The network as a sampler on `grid` sees it, for one batch. guide: a network -> the guided one. restrict: what
+        is done to each predicted x0, from which eps then follows."""
+        process, prediction = self.process.build(), self.objective.prediction
+        guided = guide(network)
+        if not self.network.self_cond:
+            return NetworkDenoiser(guided, process, grid, prediction, cond=cond, restrict=restrict)
+        return _Carrying(
+            guided, lambda plain: NetworkDenoiser(plain, process, grid, prediction, cond=cond, restrict=restrict)
+        )
+
+
+class _Carrying:
+    """A denoiser whose network is given the x0 of the call before; a call at the first point starts anew."""
+
+    def __init__(self, network: Network, denoiser: Callable[[Network], Denoiser]) -> None:
+        self._network, self._x0 = network, cast("Tensor | None", None)
+        self._denoiser = denoiser(self._call)
+
+    def __call__(self, x_t: Tensor, i: int) -> Denoised:
+        if i == 0:
+            self._x0 = None
+        denoised = self._denoiser(x_t, i)
+        self._x0 = denoised.x0
+        return denoised
+
+    def _call(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+        earlier = torch.zeros_like(x) if self._x0 is None else self._x0
+        return self._network(x, t, **cond, self_cond=earlier)
