@@ -1,0 +1,27 @@
+"""What the documents say of the experiments is what their files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.experiment import load_experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda path: path.stem)
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_the_page_for_clusters_tells_what_an_experiment_asks_for(path: Path) -> None:
+    asked = load_experiment(path).resources
+    where = f"{asked.nodes} × {asked.gpus_per_node}" if asked.gpus_per_node else "on CPUs"
+    processes = asked.nodes * asked.processes_per_node
+    size, time = f"{asked.memory_mb // 1000} GB", f"{asked.runtime_min // 60} h"
+    row = f"| `{path.stem}` | {where} | {processes} | {processes * asked.cpus_per_process} | {size} | {time} |"
+    assert row in (ROOT / "docs/cluster.md").read_text().splitlines(), row
+
+
+def test_the_readme_lists_every_experiment() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in readme]
