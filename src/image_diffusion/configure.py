@@ -4,8 +4,8 @@
 
 Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
 results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
-changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec is
-found beside it and configured too.
+changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec, or
+makes the small images that another one enlarges, is found beside it and configured too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,25 @@ from image_diffusion.experiment import (
     load_experiment,
 )
 from image_diffusion.systems import CodecSystem
+from image_diffusion.systems.enlarging import SamplesOf
+
+CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
+
+
+def built_on(experiment: Experiment) -> dict[str, str]:
+    """The experiments that have to be made before this one, by the key that names them."""
+    codec, small_images = experiment.codec, experiment.sample.small_images
+    return {
+        **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
+        **({SMALL_IMAGES: small_images.experiment} if isinstance(small_images, SamplesOf) else {}),
+    }
 
 
 def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
-    """Experiments by name, and those that train their codecs. Raises ValueError for the first that cannot work."""
+    """Experiments by name, and those that they build on: that train their codecs, that make what they enlarge.
+
+    Raises ValueError for the first that cannot work.
+    """
     found: dict[str, tuple[Path, Experiment]] = {}
     waiting = list(paths)
     while waiting:
@@ -42,17 +57,15 @@ def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
             continue
         experiment = load_experiment(path)
         found[path.stem] = (path, experiment)
-        if isinstance(experiment.codec, Trained):
-            trainer = path.with_name(f"{experiment.codec.experiment}.yaml")
-            if not trainer.is_file():
-                raise ValueError(
-                    f"{path}: codec.experiment is {experiment.codec.experiment}, but {trainer} is missing."
-                )
-            waiting.append(trainer)
+        for key, name in built_on(experiment).items():
+            other = path.with_name(f"{name}.yaml")
+            if not other.is_file():
+                raise ValueError(f"{path}: {key} is {name}, but {other} is missing.")
+            waiting.append(other)
     for path, experiment in found.values():
-        codec = experiment.codec
+        others = {key: found[name][1] for key, name in built_on(experiment).items()}
         try:
-            check_experiment(experiment, found[codec.experiment][1] if isinstance(codec, Trained) else None)
+            check_experiment(experiment, others.get(CODEC), others.get(SMALL_IMAGES))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     _check_shared_data(found)
@@ -109,16 +122,25 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "source": dump(experiment.data)["source"],
         "num_shards": experiment.data.num_shards,
         "codec": codec,
-        "codec_experiment": experiment.codec.experiment if isinstance(experiment.codec, Trained) else None,
+        "codec_experiment": built_on(experiment).get(CODEC),
+        "small_images": experiment.sample.small_images if isinstance(experiment.sample.small_images, str) else None,
+        "small_images_experiment": built_on(experiment).get(SMALL_IMAGES),
         "makes_samples": not isinstance(experiment.system, CodecSystem),
         "global_batch": experiment.train.global_batch,
         "detector": experiment.evaluate.detector.type,
-        "headline": experiment.evaluate.detector.headline,
+        "headline": headline(experiment),
         "export": experiment.export.format,
         "resources": dump(experiment.resources),
         "configs": {stage: str(path) for stage, (path, _) in stages.items()},
     }
     write_if_changed(own / "plan.json", to_json(plan))
+
+
+def headline(experiment: Experiment) -> str:
+    """The metric by which the best of several models is chosen; lower is better."""
+    named = experiment.evaluate.detector.metric_name
+    system = experiment.system
+    return f"{named('reconstruction_fd')}_{system.decoded}" if isinstance(system, CodecSystem) else named("fd")
 
 
 def schema() -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Judge samples against real images.
+"""Judge a trained model: samples against real images, a codec's reconstructions against their originals.
 
-    python -m image_diffusion.evaluate --config evaluate.yaml --samples samples.npz --data crops \
-        --detector detector --output metrics.json --report report
+    python -m image_diffusion.evaluate --config evaluate.yaml --weights results/x/train/weights.safetensors \
+        --samples samples.npz --data crops --detector detector --output metrics.json --report evaluation
+
+What is measured follows from the model's system. Without --weights, samples from anywhere are judged.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
@@ -17,16 +20,22 @@ from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import EvaluateStage
+from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
+from image_diffusion.metrics.features import Detector
 from image_diffusion.metrics.samples import read_samples
+from image_diffusion.systems import CodecSystem
+from image_diffusion.systems.codec_evaluation import evaluate_codec
+from image_diffusion.training.model import Model, load_model
 
 
 def main() -> None:
     """Read the command line, measure, write metrics.json."""
-    parser = argparse.ArgumentParser(description="Judge samples against real images.")
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.evaluate", description="Judge a trained model.")
     parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
-    parser.add_argument("--samples", type=Path, required=True, help="samples.npz, or a folder of pictures")
+    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: samples alone")
+    parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
     parser.add_argument("--data", type=place, required=True, help="folder of crops it was trained on: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
@@ -38,15 +47,14 @@ def main() -> None:
 
     settings = load(EvaluateStage, arguments.config).evaluate
     data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
-    samples = read_samples(arguments.samples, data.train.classes)
+    model = load_model(arguments.weights.parent) if arguments.weights else None
     detector = settings.detector.build(arguments.detector, str(best_device()))
-    previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
     tags = {"manifest_digest": data.train.digest}
     journal = Journal.open(arguments.journal, "evaluate", tags=tags) if arguments.journal else NullJournal()
     with journal:
         journal.params({"evaluate": dump(settings)})
-        result = evaluate_samples(samples, data, detector, settings, arguments.report, arguments.reference, previews)
-        step = int(samples.protocol.get("step", 0))
+        result = measure(model, data, detector, settings, arguments)
+        step = model.step if model is not None else int(result["protocol"].get("samples", {}).get("step", 0))
         journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
@@ -54,11 +62,44 @@ def main() -> None:
         for picture in sorted(arguments.report.glob("*.png")) if arguments.report else []:
             journal.image(picture.stem, picture, step)
         write_json(arguments.output, result)
-    for name, entry in result["metrics"].items():
+    tell(result["metrics"])
+
+
+def measure(
+    model: Model | None,
+    data: RealImages,
+    detector: Detector,
+    settings: EvaluateConfig,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}. One paragraph for each kind of system."""
+    report: Path | None = arguments.report
+    if report is not None:
+        report.mkdir(parents=True, exist_ok=True)
+
+    if model is not None and isinstance(model.system, CodecSystem):
+        network = model.network.to(best_device())
+        result = evaluate_codec(network, data, detector, settings, report)
+
+    else:
+        if arguments.samples is None:
+            raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
+        samples = read_samples(arguments.samples, data.train.classes)
+        previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
+        result = evaluate_samples(samples, data, detector, settings, report, arguments.reference, previews)
+
+    if model is not None:
+        result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
+    return result
+
+
+def tell(metrics: dict[str, dict[str, Any]]) -> None:
+    """Print a line for each metric."""
+    for name, entry in metrics.items():
         if entry["value"] is not None:
             interval = entry["interval"]
             between = f"  [{interval[0]:.4g}, {interval[1]:.4g}]" if interval else ""
-            ratio = f"  {entry['ratio']:.2f} x floor" if entry["ratio"] is not None else ""
+            ratio = f"  {entry['ratio']:.2f} x floor" if entry.get("ratio") is not None else ""
             print(f"{name:24} {entry['value']:.5g}{between}{ratio}  {entry['note']}".rstrip())
 
 

@@ -66,6 +66,12 @@ def test_frechet_distance_with_fewer_samples_than_dimensions_and_unequal_ranks()
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-10)
 
 
+def test_frechet_distance_to_features_that_are_all_the_same():
+    spread, point = Moments.of(randn(50, 8, seed=8)).gaussian, Moments.of(torch.ones(50, 8)).gaussian
+    expected = float((spread.mean - 1).square().sum() + spread.covariance.trace())
+    assert frechet_distance(spread, point) == frechet_distance(point, spread) == pytest.approx(expected)
+
+
 def test_frechet_distance_invariances():
     x, y = randn(300, 10, seed=8), randn(200, 10, seed=9) + 0.3
     distance = frechet_distance(Moments.of(x).gaussian, Moments.of(y).gaussian)

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.reconstruction import codebook_use, psnr, reconstruction_estimates, ssim
+from image_diffusion.metrics.reconstruction import (
+    codebook_estimates,
+    codebook_use,
+    psnr,
+    reconstruction_estimates,
+    ssim,
+)
 
 
 @pytest.fixture
@@ -37,16 +43,32 @@ def test_psnr_of_a_constant_error():
     assert float(psnr(black, black)) == 100 and float(ssim(black, black)) == 1
 
 
-def test_estimates_of_a_perfect_codec(pair: tuple[Tensor, Tensor]):
+def test_estimates_of_a_perfect_codec():
     seen = Detected(torch.randn(100, 4), torch.randn(100, 5))
-    found = reconstruction_estimates(torch.full((100,), 100.0), torch.ones(100), seen, seen)
-    assert found["psnr"].value == 100 and found["ssim"].value == 1 and found["agreement"].value == 1
+    found = reconstruction_estimates(seen, seen)
+    assert found["same_class"].value == 1
     assert found["reconstruction_fd"].value == pytest.approx(0, abs=1e-9)
 
 
 def test_codebook_use():
-    assert codebook_use(torch.tensor([5, 5, 5, 5])) == {"usage": 1, "perplexity": pytest.approx(4)}
-    assert codebook_use(torch.tensor([9, 0, 0, 0])) == {"usage": 0.25, "perplexity": pytest.approx(1)}
+    even, one = codebook_use(torch.tensor([5, 5, 5, 5])), codebook_use(torch.tensor([9, 0, 0, 0]))
+    assert even == {"codebook_usage": 1, "codebook_perplexity": pytest.approx(4), "dead_codes": 0}
+    assert one == {"codebook_usage": 0.25, "codebook_perplexity": pytest.approx(1), "dead_codes": 3}
+
+
+def test_intervals_of_a_codebook_cover_what_it_was_drawn_from():
+    probabilities = torch.tensor([0.5, 0.3, 0.1, 0.1, 0.0]).double()
+    truth = float(torch.exp(torch.special.entr(probabilities).sum()))
+    covered = 0
+    for seed in range(100):
+        tokens = probabilities.multinomial(1000, True, generator=torch.Generator().manual_seed(seed)).view(20, 50)
+        counts = torch.stack([row.bincount(minlength=5) for row in tokens])
+        found = codebook_estimates(counts, 200)
+        low, high = found["codebook_perplexity"].interval
+        covered += low <= truth <= high
+        assert found["codebook_usage"].value == 0.8 and found["dead_codes"].interval == (1, 1)
+    assert 90 <= covered <= 99
+    assert codebook_estimates(counts, 99)["dead_codes"].interval is None
 
 
 def test_mistakes_are_told(pair: tuple[Tensor, Tensor]):

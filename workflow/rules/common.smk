@@ -39,9 +39,9 @@ def results_of(wildcards):
 
 def results_of_experiment(name):
     folder, plan = f"{results}/{name}", plans[name]
-    made = ["train/weights.safetensors", "train/model.json"]
+    made = ["train/weights.safetensors", "train/model.json", "metrics.json"]
     if plan["makes_samples"]:
-        made += ["samples/samples.npz", "samples/samples.json", "samples/grid.png", "metrics.json"]
+        made += ["samples/samples.npz", "samples/samples.json", "samples/grid.png"]
     if plan["export"] != "none":
         made += ["diffusers"]
     return [f"{folder}/{path}" for path in made]
@@ -50,6 +50,17 @@ def results_of_experiment(name):
 def crops(wildcards):
     """The manifest of the crops that samples are compared with."""
     return f"{results}/datasets/{plan_of(wildcards)['dataset']}/crops/manifest.json"
+
+
+def samples(wildcards):
+    """The images that are judged, and how they were made; a codec is judged by what it leaves of real ones."""
+    folder = f"{results}/{wildcards.experiment}/samples"
+    return [f"{folder}/samples.npz", f"{folder}/samples.json"] if plan_of(wildcards)["makes_samples"] else []
+
+
+def samples_option(wildcards):
+    """How `evaluate` is told where those lie."""
+    return ["--samples", *samples(wildcards)[:1]] if samples(wildcards) else []
 
 
 def detector(wildcards):

@@ -1,12 +1,13 @@
-# images -> numbers with intervals
+# a trained model, and the images it made where it makes any -> numbers with intervals
 
 
 rule evaluate:
     input:
         config=config_of("evaluate"),
         before=configs_before("evaluate"),
-        samples=f"{results}/{{experiment}}/samples/samples.npz",
-        protocol=f"{results}/{{experiment}}/samples/samples.json",
+        weights=f"{results}/{{experiment}}/train/weights.safetensors",
+        model=f"{results}/{{experiment}}/train/model.json",
+        samples=samples,
         data=crops,
         detector=detector,
     output:
@@ -15,6 +16,13 @@ rule evaluate:
             category="Metrics",
             labels={"experiment": "{experiment}"},
             caption="../report/metrics.rst",
+        ),
+        pictures=report(
+            directory(f"{results}/{{experiment}}/evaluation"),
+            patterns=["{picture}.png"],
+            category="Evaluation",
+            labels={"experiment": "{experiment}", "picture": "{picture}"},
+            caption="../report/evaluation.rst",
         ),
     log:
         "logs/{experiment}/evaluate.log",
@@ -35,10 +43,9 @@ rule evaluate:
         detector=detector_option,
         data=lambda wildcards, input: Path(input.data).parent,
         previews=f"{results}/{{experiment}}/train/previews",
-        pictures=f"{results}/{{experiment}}/evaluation",
+        samples=samples_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --samples {input.samples:q}"
-        " --data {params.data:q} {params.detector:q} --previews {params.previews:q} --report {params.pictures:q}"
-        " --output {output.metrics:q}"
-        " --journal {params.journal:q}"
+        "logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
+        " {params.samples:q} --data {params.data:q} {params.detector:q} --previews {params.previews:q}"
+        " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

@@ -50,9 +50,13 @@ def page(experiment: Path, data: Path) -> str:
 PICTURES = {
     "samples/grid.png": "Samples",
     "samples/steps.png": "From noise to image",
-    "evaluation/classes.png": "Recognised classes",
-    "evaluation/confusion.png": "Confusion",
+    "evaluation/classes.png": "Samples by class",
+    "evaluation/confusion.png": "Confusion of classes",
     "evaluation/nearest.png": "Nearest training images",
+    "evaluation/curve.png": "Quality of the previews",
+    "evaluation/reconstructions.png": "Held-out images, and what is decoded from their latents",
+    "evaluation/worst.png": "The worst reconstructions",
+    "evaluation/codebook.png": "Use of the codebook",
 }
 
 

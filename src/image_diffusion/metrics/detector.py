@@ -84,7 +84,7 @@ class InPipeDetector:
         return Detected(features.cpu(), logits.cpu())
 
     def metric_name(self, metric: str) -> str:
-        return f"inpipe_{metric}"
+        return InPipe().metric_name(metric)
 
 
 class InPipe(Config):
@@ -92,10 +92,9 @@ class InPipe(Config):
 
     type: Literal["inpipe"] = "inpipe"
 
-    @property
-    def headline(self) -> str:
-        """The metric that a model is chosen by."""
-        return "inpipe_fd"
+    def metric_name(self, metric: str) -> str:
+        """What a metric is called on this detector."""
+        return f"inpipe_{metric}"
 
     def build(self, folder: Path | None, device: str = "cpu") -> InPipeDetector:
         """Load the detector that `detect` wrote into a folder."""

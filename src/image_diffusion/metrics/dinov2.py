@@ -28,10 +28,9 @@ class Dinov2(Config):
     repository: Path | None = None
     """A local clone of facebookresearch/dinov2; unset: torch.hub fetches it."""
 
-    @property
-    def headline(self) -> str:
-        """The metric that a model is chosen by."""
-        return f"fd_{self.suffix}"
+    def metric_name(self, metric: str) -> str:
+        """What a metric is called on this detector."""
+        return f"{metric}_{self.suffix}"
 
     @property
     def suffix(self) -> str:
@@ -57,7 +56,7 @@ class Dinov2(Config):
         if self.weights is not None:
             network.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))
         sha256 = sha256_file(self.weights) if self.weights else "torch.hub's own release"
-        return Dinov2Detector(network, self.model, self.suffix, sha256, device)
+        return Dinov2Detector(network, self, sha256, device)
 
 
 class Dinov2Detector:
@@ -65,16 +64,13 @@ class Dinov2Detector:
 
     classes: list[str] = []  # noqa: RUF012 - it has none
 
-    def __init__(self, network: nn.Module, model: str, suffix: str, sha256: str, device: str) -> None:
+    def __init__(self, network: nn.Module, config: Dinov2, sha256: str, device: str) -> None:
         self._network, self._device = network.eval().to(device), device
-        self._suffix = suffix
-        self.identity: dict[str, Any] = {"name": model, "resize": "bicubic, antialiased, 224", "sha256": sha256}
+        self.metric_name = config.metric_name
+        self.identity: dict[str, Any] = {"name": config.model, "resize": "bicubic, antialiased, 224", "sha256": sha256}
 
     def __call__(self, images: Tensor) -> Detected:
         return Detected(self._network(prepare(images).to(self._device)).to("cpu", torch.float32))
-
-    def metric_name(self, metric: str) -> str:
-        return f"{metric}_{self._suffix}"
 
 
 def prepare(images: Tensor) -> Tensor:

@@ -78,14 +78,17 @@ class Detector(Protocol):
 def detect(
     detector: Detector, images: ImageSet, batch_size: int, title: str = "features", limit: int | None = None
 ) -> Detected:
-    """What the detector sees in every image of a set, or the first `limit`, in the set's order.
+    """What the detector sees in every image of a set, in the set's order; or in `limit` of them, drawn once for all.
 
     Raises ValueError for features that are not finite.
     """
-    parts, count = [], images.num_samples if limit is None else min(limit, images.num_samples)
-    with Progress(title, count, "image") as progress:
-        for start in range(0, count, batch_size):
-            chosen = np.arange(start, min(start + batch_size, count))
+    order = np.arange(images.num_samples)
+    if limit is not None and limit < len(order):
+        order = np.sort(np.random.default_rng(0).permutation(order)[:limit])
+    parts = []
+    with Progress(title, len(order), "image") as progress:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
             parts.append(detector(images.gather(chosen)))
             progress.advance(len(chosen))
     detected = Detected.join(parts)

@@ -16,7 +16,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.files import sha256_file
 from image_diffusion.metrics.features import Detected
 
-_NAMES = {"fd": "fid", "spatial_fd": "sfid", "kd": "kid", "score": "inception_score"}
+_NAMES = {"fd": "fid", "spatial_fd": "sfid", "kd": "kid", "score": "inception_score", "reconstruction_fd": "rfid"}
 _SPATIAL_CHANNELS = 7
 
 
@@ -27,10 +27,9 @@ class Inception(Config):
     weights: Path | None = None
     """The file pt_inception-2015-12-05-6726825d.pth of torch-fidelity's releases; unset: torch-fidelity fetches it."""
 
-    @property
-    def headline(self) -> str:
-        """The metric that a model is chosen by."""
-        return "fid"
+    def metric_name(self, metric: str) -> str:
+        """What a metric is called on this detector."""
+        return _NAMES.get(metric, f"inception_{metric}")
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> InceptionDetector:
         """Load the network. Raises ValueError when torch-fidelity or the weights are not at hand."""
@@ -91,4 +90,4 @@ class InceptionDetector:
         return Detected(features.cpu(), logits.cpu(), self._spatial)
 
     def metric_name(self, metric: str) -> str:
-        return _NAMES.get(metric, f"inception_{metric}")
+        return Inception().metric_name(metric)

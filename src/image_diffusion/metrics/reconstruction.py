@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.frechet import frechet_estimate
-from image_diffusion.metrics.intervals import Estimate, mean_estimate
-from image_diffusion.metrics.moments import BlockMoments, Moments, block_of_each
+from image_diffusion.metrics.frechet import frechet_between
+from image_diffusion.metrics.intervals import Estimate, enough, jackknife, mean_estimate, too_few
+from image_diffusion.metrics.moments import block_of_each
 
 _WINDOW, _SIGMA = 11, 1.5
 _RANGE = 255.0
@@ -43,33 +43,55 @@ def ssim(original: Tensor, decoded: Tensor) -> Tensor:
     return (numerator / denominator).mean(dim=(1, 2, 3))
 
 
-def reconstruction_estimates(
-    psnr_of_each: Tensor, ssim_of_each: Tensor, original: Detected, decoded: Detected
-) -> dict[str, Estimate]:
-    """The means with intervals, "reconstruction_fd" and, with logits, "agreement": the class before is the class after.
+def reconstruction_estimates(original: Detected, decoded: Detected) -> dict[str, Estimate]:
+    """ "reconstruction_fd" and, with logits, "same_class": the class recognised before is the one recognised after.
 
-    psnr_of_each, ssim_of_each: [N]. original, decoded: what a detector sees in the same N images, in the same order.
+    original, decoded: what a detector sees in the same N images, in the same order.
     """
-    n, block = len(decoded), block_of_each(len(decoded))
-    moments = BlockMoments(decoded.features.shape[1], n)
-    moments.update(decoded.features, torch.arange(n))
-    found = {
-        "psnr": mean_estimate(psnr_of_each, block, 0),
-        "ssim": mean_estimate(ssim_of_each, block, -1, 1),
-        "reconstruction_fd": frechet_estimate(moments.finish(), Moments.of(original.features).gaussian),
-    }
+    found = {"reconstruction_fd": frechet_between(decoded.features, original.features)}
     if original.logits is not None and decoded.logits is not None:
         same = original.logits.argmax(dim=1) == decoded.logits.argmax(dim=1)
-        found["agreement"] = mean_estimate(same.to(torch.float64), block, 0, 1)
+        found["same_class"] = mean_estimate(same.to(torch.float64), block_of_each(len(decoded)), 0, 1)
     return found
 
 
 def codebook_use(counts: Tensor) -> dict[str, float]:
-    """How a codebook is used. counts: [K], how often each code was. Returns "usage", the share of codes used at all,
-    and "perplexity", exp of the entropy: between 1 and K."""
+    """How a codebook is used. counts: [K], how often each code was.
+
+    "codebook_usage": the share of codes used at all. "codebook_perplexity": exp of the entropy, from 1 to K.
+    "dead_codes": the number of codes that were never used.
+    """
     shares = counts.to(torch.float64) / counts.sum()
     entropy = -float(torch.special.xlogy(shares, shares).sum())
-    return {"usage": float((counts > 0).to(torch.float64).mean()), "perplexity": math.exp(entropy)}
+    used = int((counts > 0).sum())
+    return {
+        "codebook_usage": used / len(counts),
+        "codebook_perplexity": math.exp(entropy),
+        "dead_codes": float(len(counts) - used),
+    }
+
+
+def codebook_estimates(counts: Tensor, n: int) -> dict[str, Estimate]:
+    """`codebook_use` with intervals. counts: [blocks, K], by block of the n images (`block_of_each`).
+
+    The number of codes in use only grows with the number of images, so its intervals lie around the value itself.
+    """
+    total = counts.sum(dim=0)
+    values = codebook_use(total)
+    if not enough(n):
+        return {name: Estimate(value, n, note=too_few(n)) for name, value in values.items()}
+    left_out = [codebook_use(total - block) for block in counts]
+    limits = {"codebook_usage": (0, 1), "codebook_perplexity": (1, len(total)), "dead_codes": (0, len(total))}
+    return {
+        name: jackknife(
+            value,
+            [each[name] for each in left_out],
+            n,
+            *limits[name],
+            centre="debiased" if name == "codebook_perplexity" else "value",
+        )
+        for name, value in values.items()
+    }
 
 
 def _window_mean(x: Tensor) -> Tensor:

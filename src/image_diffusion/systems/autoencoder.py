@@ -25,6 +25,11 @@ class AutoencoderSystem(Config):
         """Labels play no part."""
         return False
 
+    @property
+    def decoded(self) -> str:
+        """The reconstruction that it is judged by: from the mean of the posterior."""
+        return "mean"
+
     def build_network(self, spec: DataSpec) -> Autoencoder:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)

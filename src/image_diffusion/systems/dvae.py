@@ -25,6 +25,11 @@ class DVAESystem(Config):
         """Labels play no part."""
         return False
 
+    @property
+    def decoded(self) -> str:
+        """The reconstruction that it is judged by: from the most probable tokens."""
+        return "hard"
+
     def build_network(self, spec: DataSpec) -> DVAE:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)

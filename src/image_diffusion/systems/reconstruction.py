@@ -1,11 +1,13 @@
-"""What a codec in training keeps of images: pictures and numbers, now and then."""
+"""What a codec keeps of images: pictures and numbers, of one batch and, now and then while it is trained, of many."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import from_uint8, to_uint8
@@ -19,7 +21,40 @@ _SHOWN = 16
 _SMALLEST_SSIM = 11  # pixels of its window
 
 
+@dataclass(frozen=True)
+class Reconstruction:
+    """What a codec makes of a batch.
+
+    images: uint8 [B, C, H, W]. decoded: the same shape, for each way the network has to decode them ("mean" of the
+    posterior; "soft" and "hard" tokens). tokens: the most probable ones, int64 [B, h, w]; None without a codebook.
+    """
+
+    images: Tensor
+    decoded: dict[str, Tensor]
+    tokens: Tensor | None
+
+    def quality(self) -> dict[str, Tensor]:
+        """Of each image, float64 [B]: "psnr_…" in dB and, from 11 pixels on, "ssim_…", of each way."""
+        found = {f"psnr_{way}": psnr(self.images, decoded) for way, decoded in self.decoded.items()}
+        if self.images.shape[-1] >= _SMALLEST_SSIM:
+            found |= {f"ssim_{way}": ssim(self.images, decoded) for way, decoded in self.decoded.items()}
+        return found
+
+    def picture(self) -> Image.Image:
+        """The images in a row, and under them a row for each way."""
+        return image_grid(torch.cat([self.images, *self.decoded.values()]).cpu(), columns=len(self.images))
+
+
 @torch.no_grad()
+def reconstruct(network: nn.Module, images: Tensor) -> Reconstruction:
+    """Encode and decode uint8 images [B, C, H, W], on the network's device."""
+    assert isinstance(network, Autoencoder | DVAE)
+    images = images.to(next(network.parameters()).device)
+    x = from_uint8(images)
+    decoded = {way: to_uint8(values) for way, values in network.reconstructions(x).items()}
+    return Reconstruction(images, decoded, network.indices(x) if isinstance(network, DVAE) else None)
+
+
 def show_reconstructions(
     network: nn.Module, images: Tensor, batch_size: int, folder: Path, step: int
 ) -> dict[str, Path | float]:
@@ -30,42 +65,31 @@ def show_reconstructions(
     picture, how often each token is the most probable one; "codebook_usage", the share of tokens that ever are;
     "dead_codes", the number of those that never are; and "codebook_perplexity". Pictures are written into the folder.
     """
-    assert isinstance(network, Autoencoder | DVAE)
-    device = next(network.parameters()).device
-    shown: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
-    counts = torch.zeros((), dtype=torch.int64, device=device)
+    counts: Tensor | None = None
     for start in range(0, len(images), batch_size):
-        part = images[start : start + batch_size].to(device)
-        x = from_uint8(part)
-        for way, values in network.reconstructions(x).items():
-            decoded = to_uint8(values)
-            found = {f"psnr_{way}": psnr(part, decoded)}
-            if part.shape[-1] >= _SMALLEST_SSIM:
-                found[f"ssim_{way}"] = ssim(part, decoded)
-            for name, value in found.items():
-                sums[name] = sums.get(name, value.new_zeros(())) + value.sum()
-            shown[way] = torch.cat([shown.get(way, decoded[:0].cpu()), decoded[:_SHOWN].cpu()])[:_SHOWN]
-        if isinstance(network, DVAE):
-            counts = counts + network.indices(x).flatten().bincount(minlength=network.codebook.num_embeddings)
+        found = reconstruct(network, images[start : start + batch_size])
+        for name, value in found.quality().items():
+            sums[name] = sums.get(name, value.new_zeros(())) + value.sum()
+        if isinstance(network, DVAE) and found.tokens is not None:
+            here = found.tokens.flatten().bincount(minlength=network.codebook.num_embeddings)
+            counts = here if counts is None else counts + here
     result: dict[str, Path | float] = {name: float(total) / len(images) for name, total in sums.items()}
     path = folder / f"reconstructions-{step:07d}.png"
-    first = images[:_SHOWN]
-    save_picture(image_grid(torch.cat([first, *shown.values()]), columns=len(first)), path)
+    save_picture(reconstruct(network, images[:_SHOWN]).picture(), path)
     result["reconstructions"] = path
-    if isinstance(network, DVAE):
-        use = codebook_use(counts)
-        result["codebook_usage"], result["codebook_perplexity"] = use["usage"], use["perplexity"]
-        result["dead_codes"] = float((counts == 0).sum())
+    if counts is not None:
+        result |= codebook_use(counts)
         plot = folder / f"codebook-{step:07d}.png"
-        _plot_codebook(counts.cpu(), use["perplexity"], plot)
+        plot_codebook(counts, plot)
         result["codebook"] = plot
     return result
 
 
-def _plot_codebook(counts: Tensor, perplexity: float, path: Path) -> None:
+def plot_codebook(counts: Tensor, path: Path) -> None:
     """Write how often each token is used as PNG, the most frequent first. counts: [K]."""
-    shares = counts.sort(descending=True).values.double() / counts.sum()
+    shares = counts.cpu().sort(descending=True).values.double() / counts.sum().cpu()
+    perplexity = codebook_use(counts)["codebook_perplexity"]
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
     axis.fill_between(range(len(shares)), shares.numpy(), step="mid", color="#4878a8")
