@@ -1,0 +1,62 @@
+"""One graph from images through a discrete VAE to a diffusion model on its latents, each of them evaluated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from projects import ROOT, Project, make_project
+
+pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+
+FROM_THE_CODEC_ON = {"train", "evaluate", "encode", "sample", "track", "report"}
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project in which `micro_latent`, and the `micro_dvae` it needs, have been made. Its test does not change it."""
+    project = make_project(tmp_path_factory.mktemp("latent") / "project")
+    for name in ("micro_dvae", "micro_latent"):
+        shutil.copy(ROOT / "tests" / "workflow" / f"{name}.yaml", project / "config/experiments")
+    config = project / "config/config.yaml"
+    config.write_text(config.read_text().replace("experiments: [micro]", "experiments: [micro_latent]"))
+    project.run()
+    return project
+
+
+def test_every_stage_of_both_was_made_and_nothing_is_left_to_do(latent: Project) -> None:
+    codec, diffusion = latent / "results/micro_dvae", latent / "results/micro_latent"
+    assert (latent / "results/datasets/dots-16/micro_dvae/manifest.json").is_file()
+    for path in (codec / "metrics.json", diffusion / "metrics.json", diffusion / "samples/samples.npz"):
+        assert path.is_file()
+    assert not (codec / "samples").exists()
+    assert latent.planned() == set()
+
+
+def test_the_codec_is_judged_by_its_reconstructions(latent: Project) -> None:
+    result = json.loads((latent / "results/micro_dvae/metrics.json").read_text())
+    for name in ("psnr_hard", "ssim_soft", "inpipe_reconstruction_fd_hard", "codebook_perplexity", "dead_codes"):
+        assert result["metrics"][name]["value"] is not None
+    model = json.loads((latent / "results/micro_dvae/train/model.json").read_text())
+    assert result["protocol"]["weights"] == {"sha256": model["sha256"], "step": 4, "system": "dvae"}
+
+
+def test_its_page_and_the_report_of_the_graph_show_the_reconstructions(latent: Project, tmp_path: Path) -> None:
+    page = (latent / "results/micro_dvae/report/index.html").read_text()
+    for shown in ("The worst reconstructions", "Use of the codebook", "inpipe_reconstruction_fd_hard"):
+        assert shown in page
+    latent.run("--report", str(tmp_path / "report.html"))
+    assert "evaluation/worst.png" in (tmp_path / "report.html").read_text()
+
+
+def test_editing_the_codec_makes_everything_after_it_again(latent: Project) -> None:
+    path = latent / "config/experiments/micro_dvae.yaml"
+    before = path.read_text()
+    try:
+        latent.edit(lambda experiment: experiment["train"].update(seed=1), "micro_dvae")
+        assert latent.planned() == FROM_THE_CODEC_ON
+    finally:
+        path.write_text(before)
+        latent.planned()
