@@ -32,7 +32,7 @@ format: .venv/.ready ## put every file into the style that lint checks
 	snakefmt $(snakefiles)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
-	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=4 --dist=loadgroup
+	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadgroup
 
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done

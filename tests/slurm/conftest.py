@@ -24,7 +24,7 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes of four cores and two fake GPUs each."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         Path(folder).chmod(0o755)  # munge wants its folders open to all
-        started = Cluster(Path(folder) / "cluster", port=20000 + 8 * (os.getpid() % 1000))
+        started = Cluster(Path(folder) / "cluster", port=10000 + 8 * (os.getpid() % 1000))
         try:
             started.script("up")
             os.environ.update(started.environment())

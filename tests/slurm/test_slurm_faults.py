@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -27,13 +28,19 @@ def long_training(project: Project, steps: int, save_every: int = 50) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights of a run on this machine that nothing disturbs."""
-    project = slurm_project(tmp_path_factory.mktemp("undisturbed") / "project")
-    long_training(project, STEPS)
-    project.run(WEIGHTS)
-    return (project / WEIGHTS).read_bytes()
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights of a run on this machine that nothing disturbs; the first of the test processes makes it for all."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with (shared / "undisturbed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = shared / "undisturbed"
+        if not (folder / WEIGHTS).is_file():
+            project = slurm_project(folder)
+            long_training(project, STEPS)
+            project.run(WEIGHTS)
+    return (folder / WEIGHTS).read_bytes()
 
 
 @pytest.fixture
