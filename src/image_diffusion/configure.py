@@ -30,6 +30,7 @@ from image_diffusion.experiment import (
     load_experiment,
 )
 from image_diffusion.systems import CodecSystem
+from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.enlarging import SamplesOf
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
@@ -113,6 +114,11 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     if codec is not None:
         encode = EncodeStage(codec=experiment.codec, encode=experiment.encode)
         stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", encode)
+    tokens = None
+    if isinstance(experiment.system, DVAESystem) and experiment.encode.tokens:
+        tokens = f"{name}-tokens"
+        own_codec = EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
+        stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", own_codec)
     for path, stage in stages.values():
         write_if_changed(path, to_yaml(dump(stage)))
     plan: dict[str, Any] = {
@@ -125,6 +131,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "codec_experiment": built_on(experiment).get(CODEC),
         "small_images": experiment.sample.small_images if isinstance(experiment.sample.small_images, str) else None,
         "small_images_experiment": built_on(experiment).get(SMALL_IMAGES),
+        "tokens": tokens,
         "makes_samples": not isinstance(experiment.system, CodecSystem),
         "global_batch": experiment.train.global_batch,
         "detector": experiment.evaluate.detector.type,

@@ -1,4 +1,4 @@
-"""Stage `encode`: shards of crops -> shards of latents.
+"""Stage `encode`: shards of crops -> shards of latents, or of a discrete VAE's tokens (encode.tokens).
 
     python -m image_diffusion.encode --config encode.yaml --data crops/manifest.json --output latents/manifest.json
 
@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.dvae import DVAETokens
+from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
@@ -24,6 +27,7 @@ from image_diffusion.data.encoding import encode_shards, write_manifest
 from image_diffusion.data.shards import open_shards
 from image_diffusion.data.sheets import reconstruction_sheet
 from image_diffusion.experiment import EncodeStage
+from image_diffusion.metrics.reconstruction import codebook_use
 
 _SHOWN = 16
 
@@ -54,7 +58,7 @@ def main() -> None:
     stage = load(EncodeStage, arguments.config)
     device = best_device()
     weights = arguments.codec_weights.parent if arguments.codec_weights else None
-    codec: Codec = stage.codec.build(weights, None, device, stage.encode.compute_dtype)
+    codec = codec_of(stage, weights, device)
     if stage.encode.compile:
         codec.compile_encoder()
     crops, output = arguments.data.parent, arguments.output.parent
@@ -68,23 +72,40 @@ def main() -> None:
         journal.params(dump(stage))
         written = encode_shards(crops, output, codec, stage.encode, device)
         manifest = write_manifest(crops, output, codec, stage.encode)
-        statistics = manifest["statistics"]
-        journal.metrics({"images": manifest["num_samples"], "latent_std": statistics["global_std"]}, step=0)
+        numbers = summary(manifest)
+        journal.metrics({"images": manifest["num_samples"], **numbers}, step=0)
         show_reconstructions(crops, codec, device, output / "reconstructions.png")
         journal.image("reconstructions", output / "reconstructions.png", step=0)
-    print(
-        f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), "
-        f"standard deviation of the latents {statistics['global_std']:.3f}"
-    )
+    told = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+    print(f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), {told}")
 
 
-def show_reconstructions(crops: Path, codec: Codec, device: torch.device, path: Path) -> None:
+def codec_of(stage: EncodeStage, weights: Path | None, device: torch.device) -> Codec | DVAETokens:
+    """What images are encoded with. weights: the folder of the experiment that trained the codec, where there is one.
+
+    Raises ValueError when tokens are asked of what has none.
+    """
+    if not stage.encode.tokens:
+        return stage.codec.build(weights, None, device, stage.encode.compute_dtype)
+    if not isinstance(stage.codec, Trained):
+        raise ValueError(f"encode.tokens is set, but the codec {stage.codec.name} has none. Leave encode.tokens out.")
+    return stage.codec.tokens(weights, device, stage.encode.compute_dtype)
+
+
+def summary(manifest: dict[str, Any]) -> dict[str, float]:
+    """The numbers that tell whether an encoding makes sense: spread of the latents, or use of the codebook."""
+    if manifest["kind"] == "tokens":
+        return codebook_use(torch.tensor(manifest["token_counts"]))
+    return {"latent_std": manifest["statistics"]["global_std"]}
+
+
+def show_reconstructions(crops: Path, codec: Codec | DVAETokens, device: torch.device, path: Path) -> None:
     """Draw images evenly spread over the set, what the codec makes of them, and the difference."""
     dataset = open_shards(crops, "all")
     chosen = np.linspace(0, dataset.num_samples - 1, min(_SHOWN, dataset.num_samples)).astype(np.int64)
     images = dataset.gather(chosen)
-    mean = codec.encode(images.to(device))[:, 0]
-    decoded = codec.decode(mean * codec.scale)
+    encoded = codec.encode(images.to(device))
+    decoded = codec.decode(encoded if isinstance(codec, DVAETokens) else encoded[:, 0] * codec.scale)
     reconstruction_sheet(images.numpy(), decoded.cpu().numpy(), path)
 
 

@@ -17,6 +17,7 @@ from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
 from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.systems.likelihood import check_likelihood
 from image_diffusion.training.config import TrainConfig
@@ -125,6 +126,11 @@ def check_experiment(experiment: Experiment, codec_experiment: Experiment | None
             raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     if isinstance(experiment.system, CodecSystem) and not isinstance(experiment.codec, Rgb):
         raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
+    if experiment.encode.tokens and not isinstance(experiment.system, DVAESystem):
+        raise ValueError(
+            "encode.tokens is set, but only an experiment that trains a discrete VAE (system.type dvae) writes tokens. "
+            "Set it there."
+        )
     enlarges = isinstance(experiment.system, DiffusionSystem) and experiment.system.low_resolution is not None
     if enlarges and not isinstance(experiment.codec, Rgb):
         raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")

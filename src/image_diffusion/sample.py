@@ -51,6 +51,11 @@ def main() -> None:
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
+    parser.add_argument(
+        "--small-images",
+        type=Path,
+        help="what is enlarged: the other experiment's samples.npz, or with small_images: validation the crops' folder",
+    )
     parser.add_argument("--output", type=Path, required=True, help="samples.npz to write")
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
     arguments = parser.parse_args()
@@ -76,8 +81,15 @@ def main() -> None:
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
     labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
     side = model.system.low_resolution if isinstance(model.system, DiffusionSystem) else None
-    low_res, their_labels = small_images(settings.small_images, side, model.spec, seeds)
-    labels = their_labels if labels is not None and their_labels is not None else labels
+    enlarged = small_images(settings.small_images, arguments.small_images, side, model.spec, seeds)
+    low_res = None if enlarged is None else enlarged.images
+    if enlarged is not None and model.classes:
+        if enlarged.labels is None and isinstance(settings.labels, str):
+            raise ValueError(
+                "sample.small_images has no labels, but the network was trained with classes. Enlarge images of an "
+                "experiment with the same classes, or list their classes in sample.labels."
+            )
+        labels = labels if enlarged.labels is None else enlarged.labels
 
     output: Path = arguments.output.parent
     journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
@@ -95,7 +107,8 @@ def main() -> None:
             denoising_strip(generator, seeds[:8], part_of(labels, slice(8)), part_of(low_res, slice(8))),
             output / "steps.png",
         )
-        write_json(output / "samples.json", protocol(settings, model))
+        described = {} if enlarged is None else {"enlarged": enlarged.source}
+        write_json(output / "samples.json", protocol(settings, model) | described)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
         save_samples(arguments.output, images, labels)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.codecs.codec import Codec, from_uint8
+from image_diffusion.codecs.codec import Codec
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
@@ -27,7 +27,7 @@ from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.enlarging import shrink
+from image_diffusion.systems.enlarging import shrink, small_held_out
 from image_diffusion.systems.generation import Generator, requested_labels
 from image_diffusion.systems.reconstruction import show_reconstructions
 from image_diffusion.training.distributed import World
@@ -87,10 +87,7 @@ def main() -> None:
         labels = requested_labels(stage.preview.labels, len(seeds), training.classes, seeds)
         low_res = None
         if side is not None:
-            held_out = validation if validation.num_samples else training
-            rows = (seeds % held_out.num_samples).numpy()
-            low_res = shrink(from_uint8(held_out.gather(rows)), side)
-            labels = None if labels is None else torch.from_numpy(held_out.labels[rows])
+            low_res, labels = small_held_out(validation if validation.num_samples else training, side, seeds)
         images = generator(seeds, labels, low_res)
         path: Path = output / "previews" / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)

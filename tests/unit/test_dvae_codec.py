@@ -20,6 +20,7 @@ from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import Experiment, check_experiment
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
+from image_diffusion.systems.autoencoder import AutoencoderSystem
 from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.reconstruction import show_reconstructions
 
@@ -57,6 +58,24 @@ def test_a_trained_one_gives_expected_embeddings_and_decodes_them(tmp_path: Path
     drawn = codec.draw(moments.to(torch.float16), Streams(0, ids, ids))
     torch.testing.assert_close(drawn, expected.half().float() * 0.5)
     assert (codec.decode(expected * 0.5).int() - pixels.int()).abs().max() <= 1
+
+
+def test_its_tokens_are_decoded_as_in_its_hard_reconstructions(tmp_path: Path) -> None:
+    network = network_of()
+    save_weights(tmp_path, network.state_dict(), {"system": dump(DVAESystem(network=SMALL)), "spec": dump(SPEC)})
+    tokens = Trained(experiment="x").tokens(tmp_path, CPU, F32)
+    assert tokens.num_tokens == 6 and tokens.identity["type"] == "dvae_tokens"
+    images = images_of(3)
+    found = tokens.encode(images)
+    assert torch.equal(found, network.indices(from_uint8(images))) and found.shape == (3, 4, 4)
+    expected = to_uint8(network.reconstructions(from_uint8(images))["hard"])
+    assert torch.equal(tokens.decode(found.to(torch.int16)), expected)
+    other = tmp_path / "other"
+    autoencoder = AutoencoderConfig(block_channels=(8, 16), norm_groups=4)
+    weights = autoencoder.build(SPEC).state_dict()
+    save_weights(other, weights, {"system": dump(AutoencoderSystem(network=autoencoder)), "spec": dump(SPEC)})
+    with pytest.raises(ValueError, match="trains no discrete VAE"):
+        Trained(experiment="x").tokens(other, CPU, F32)
 
 
 def experiments(**changes: Any) -> tuple[Experiment, Experiment]:

@@ -183,3 +183,36 @@ def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[
     latents = open_shards(tmp_path / "out", "all", verify=True)
     assert latents.num_samples == 2 and latents.num_classes == 0
     write_json(tmp_path / "unused.json", latents.manifest)  # plain data, no NaN
+
+
+class Tokens(Halves):
+    """A discrete codec of exact arithmetic: 300 tokens, from the pixels that `Halves` leaves over."""
+
+    num_tokens = 300
+
+    def encode(self, images: Tensor) -> Tensor:
+        return images[:, 0, ::2, ::2].long() + images[:, 1, ::2, ::2].long() % 45
+
+
+def test_a_discrete_codec_gives_integers_and_how_often_each_occurs(tmp_path: Path, crops: Callable[[], Path]) -> None:
+    assert encode(tmp_path / "crops", tmp_path / "out", Tokens()) == 3
+    images, tokens = open_shards(tmp_path / "crops", "all"), open_shards(tmp_path / "out", "all", verify=True)
+    everything, flip = np.arange(23), np.ones(23, dtype=bool)
+    plain = images.gather(everything)
+    assert tokens.dtype == torch.int16 and tokens.shape == (2, 2)
+    stored, mirrored = tokens.gather(everything), tokens.gather(everything, flip)
+    assert torch.equal(stored.long(), Tokens().encode(plain))
+    assert torch.equal(mirrored.long(), Tokens().encode(plain.flip(-1)))
+    manifest = tokens.manifest
+    assert (manifest["kind"], manifest["num_tokens"], manifest["dtype"]) == ("tokens", 300, "int16")
+    both = torch.cat([stored, mirrored]).long().flatten()
+    assert manifest["token_counts"] == both.bincount(minlength=300).tolist()
+    url = str(tmp_path / "out/shard-00000.tar")
+    array, label = next(iter(webdataset.WebDataset(url, shardshuffle=False).decode().to_tuple("npy", "cls")))
+    assert array.dtype == np.int16 and (array == stored[0].numpy()).all() and label == tokens.labels[0]
+    Tokens.num_tokens = 2**15 + 1
+    try:
+        assert encode(tmp_path / "crops", tmp_path / "out", Tokens()) == 3
+        assert open_shards(tmp_path / "out", "all").dtype == torch.int32
+    finally:
+        Tokens.num_tokens = 300

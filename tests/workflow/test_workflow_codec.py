@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from projects import ROOT, Project, make_project
 
+from image_diffusion.data.shards import open_shards
+
 pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
 
 FROM_THE_CODEC_ON = {"train", "evaluate", "encode", "sample", "track", "report"}
@@ -33,6 +35,13 @@ def test_every_stage_of_both_was_made_and_nothing_is_left_to_do(latent: Project)
         assert path.is_file()
     assert not (codec / "samples").exists()
     assert latent.planned() == set()
+
+
+def test_the_codec_has_written_its_data_set_as_tokens(latent: Project) -> None:
+    tokens = open_shards(latent / "results/datasets/dots-16/micro_dvae-tokens", "all", verify=True)
+    assert tokens.manifest["kind"] == "tokens" and tokens.manifest["num_tokens"] == 8
+    assert tokens.shape == (4, 4) and tokens.num_samples == 64 and tokens.classes == ["dark", "light"]
+    assert sum(tokens.manifest["token_counts"]) == 2 * 64 * 16
 
 
 def test_the_codec_is_judged_by_its_reconstructions(latent: Project) -> None:

@@ -44,7 +44,8 @@ def results_of_experiment(name):
         made += ["samples/samples.npz", "samples/samples.json", "samples/grid.png"]
     if plan["export"] != "none":
         made += ["diffusers"]
-    return [f"{folder}/{path}" for path in made]
+    tokens = [f"{results}/datasets/{plan['dataset']}/{plan['tokens']}/manifest.json"] if plan["tokens"] else []
+    return [*(f"{folder}/{path}" for path in made), *tokens]
 
 
 def crops(wildcards):

@@ -93,6 +93,13 @@ def read_plans(names):
     return plans
 
 
+def plan_of_tokens(plan):
+    """The plan by which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
+    configs = plan["configs"]
+    changes = {"codec": plan["tokens"], "codec_experiment": plan["experiment"]}
+    return plan | changes | {"configs": {"crop": configs["crop"], "encode": configs.get("tokens")}}
+
+
 def look_at_sources():
     """Note which data sets' files have changed: crop reads the note."""
     from image_diffusion.data.source import refresh
@@ -129,7 +136,7 @@ long_stages = {
 def note_code():
     """Note which code each long stage is made with; once it has been made, tell when that code has changed."""
     told = set()
-    for plan in plans.values():
+    for plan in [*plans.values(), *latents.values()]:
         for stage in set(long_stages) & set(plan["configs"]):
             made, note = (Path(results, form.format(**plan)) for form in long_stages[stage])
             if note.is_file() and made.is_file():
@@ -146,6 +153,7 @@ code = resolve() if not workflow.remote_exec else json.loads(Path(results, ".res
 plans = read_plans(config["experiments"])
 datasets = {plan["dataset"]: plan for plan in plans.values()}
 latents = {(plan["dataset"], plan["codec"]): plan for plan in plans.values() if plan["codec"]}
+latents |= {(plan["dataset"], plan["tokens"]): plan for plan in map(plan_of_tokens, plans.values()) if plan["tokens"]}
 if not workflow.remote_exec:
     look_at_sources()
     note_code()

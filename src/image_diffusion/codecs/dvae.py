@@ -1,4 +1,4 @@
-"""Latents of a discrete VAE: the embedding expected under its distribution over tokens."""
+"""Latents of a discrete VAE: the embedding expected under its distribution over tokens. Or the tokens themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DVAECodec:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        latent = self.network.soft_latent(self._pixels(images)).to(torch.float32)
+        latent = self.network.soft_latent(self.pixels(images)).to(torch.float32)
         return torch.stack([latent, torch.zeros_like(latent)], dim=1)
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
@@ -48,6 +48,37 @@ class DVAECodec:
         weight = self.network.codebook.weight
         return to_uint8(self.network.decode((x / self.scale).to(weight.device, weight.dtype)))
 
-    def _pixels(self, images: Tensor) -> Tensor:
+    def pixels(self, images: Tensor) -> Tensor:
+        """Uint8 [B, C, H, W] -> what the network is given."""
         weight = self.network.codebook.weight
         return from_uint8(images.to(weight.device)).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class DVAETokens:
+    """The most probable tokens of a discrete VAE, in place of latents.
+
+    codec: the discrete VAE. num_tokens: in its codebook.
+    """
+
+    codec: DVAECodec
+    num_tokens: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Plain data that tells these tokens from all others."""
+        return {**self.codec.identity, "type": "dvae_tokens", "num_tokens": self.num_tokens}
+
+    def compile_encoder(self) -> None:
+        self.codec.compile_encoder()
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        return self.codec.network.indices(self.codec.pixels(images))
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        network = self.codec.network
+        return to_uint8(network.decode(network.hard_latent(tokens.to(network.codebook.weight.device).long())))

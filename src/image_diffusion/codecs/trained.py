@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import nn
 
 from image_diffusion.codecs.codec import Codec, LatentShape
-from image_diffusion.codecs.dvae import DVAECodec
+from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
 from image_diffusion.codecs.kl import KlCodec, latent_spec
 from image_diffusion.core.config import Config, parse
 from image_diffusion.core.types import DataSpec
@@ -70,3 +70,12 @@ class Trained(Config):
             f"{weights} was trained by a {kind}, which is no codec. Set codec.experiment to an experiment whose system "
             f"is an autoencoder or a dvae."
         )
+
+    def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> DVAETokens:
+        """The tokens of the discrete VAE in a weights folder. Raises ValueError when it holds something else."""
+        codec = self.build(weights, None, device, dtype)
+        if weights is None or not isinstance(codec, DVAECodec):
+            raise ValueError(
+                f"encode.tokens is set, but {self.experiment} trains no discrete VAE. Leave encode.tokens out."
+            )
+        return DVAETokens(codec, int(read_model(weights)["system"]["network"]["num_tokens"]))

@@ -1,7 +1,8 @@
-"""Shards of crops -> shards of latents, one tar in, one tar out.
+"""Shards of crops -> shards of latents or of tokens, one tar in, one tar out.
 
 For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that
-training can draw a new latent and a new flip in every epoch without the codec.
+training can draw a new latent and a new flip in every epoch without the codec. Of a discrete codec, when asked, the
+tokens of both instead: what a prior over tokens is trained on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -46,6 +47,9 @@ class EncodeConfig(Config):
     """How moments are stored. float16 rounds a latent 50 times finer than the smallest noise of DiT's process."""
     precision: Literal["float32", "bf16"] = "float32"
     """What the codec computes in. bf16 is twice as fast, and errs by more than 1 % of a latent."""
+    tokens: bool = False
+    """In the experiment that trains a discrete VAE: also store its data set as tokens, one integer for each position,
+    from which a prior over tokens can be trained."""
     compile: bool = False
     """Compile the codec with torch.compile: worth its minute or two for large sets."""
     batch_size: int = Field(default=32, ge=1)
@@ -58,7 +62,10 @@ class EncodeConfig(Config):
 
 
 class Encoder(Protocol):
-    """What is needed of a codec. identity: plain data that tells it from every other codec."""
+    """What is needed of a codec. identity: plain data that tells it from every other codec.
+
+    A `Tokenizer` gives integers [B, h, w] in place of moments.
+    """
 
     @property
     def identity(self) -> dict[str, Any]: ...
@@ -66,6 +73,13 @@ class Encoder(Protocol):
     def encode(self, images: Tensor) -> Tensor:
         """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation."""
         ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """An `Encoder` whose images become tokens: `encode` gives integers [B, h, w] from 0 to num_tokens - 1."""
+
+    num_tokens: int
 
 
 def encode_shards(
@@ -115,10 +129,17 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
     remove_surplus(output, len(records))
     write_index(output / "index.npy", records)
     statistics = [record.statistics for record in records if record.statistics is not None]
-    layout = Layout(_MEMBERS, tuple(statistics[0]["shape"]), settings.dtype, labelled=source.num_classes > 0)
+    dtype = _stored_dtype(codec, settings)
+    layout = Layout(_MEMBERS, tuple(statistics[0]["shape"]), dtype, labelled=source.num_classes > 0)
+    summary: dict[str, Any]
+    if isinstance(codec, Tokenizer):
+        counts = np.sum([part["token_counts"] for part in statistics], axis=0)
+        summary = {"num_tokens": codec.num_tokens, "token_counts": counts.tolist()}
+    else:
+        summary = {"statistics": merge_statistics(statistics)}
     manifest = {
         "format": FORMAT,
-        "kind": "latents",
+        "kind": "tokens" if isinstance(codec, Tokenizer) else "latents",
         "name": source.manifest["name"],
         "codec": codec.identity,
         "precision": settings.precision,
@@ -128,7 +149,7 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
         "validation_fraction": source.manifest["validation_fraction"],
         **describe_shards(layout, records),
         "histogram": source.manifest["histogram"],
-        "statistics": merge_statistics(statistics),
+        **summary,
         "index": sha256_file(output / "index.npy"),
     }
     write_json(output / "manifest.json", manifest)
@@ -174,11 +195,12 @@ class _Task:
                 f"{self.crops / entry['file']} is damaged: its sha256 is not the manifest's. Run crop again."
             )
         crop = read_record(self.crops, shard)
-        sums = _Sums()
+        sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else _Sums()
         chunks = self._chunks(crop, first, sums)
         head = list(islice(chunks, 1))  # its shape is the shape of them all
         shape = head[0][0]["npy"].shape[1:] if head else ()
-        layout = Layout(_MEMBERS, shape, self.settings.dtype, labelled=self.source.num_classes > 0)
+        dtype = _stored_dtype(self.codec, self.settings)
+        layout = Layout(_MEMBERS, shape, dtype, labelled=self.source.num_classes > 0)
         sha256, size, count = write_shard(output, shard, layout, chain(head, chunks))
         record = ShardRecord(
             shard=shard,
@@ -193,30 +215,31 @@ class _Task:
         )
         write_record(output, record)
 
-    def _chunks(self, crop: ShardRecord, first: int, sums: _Sums) -> Iterator[Chunk]:
+    def _chunks(self, crop: ShardRecord, first: int, sums: _Sums | _Counts) -> Iterator[Chunk]:
         for start in range(0, crop.num_samples, self.settings.batch_size):
             rows = range(start, min(start + self.settings.batch_size, crop.num_samples))
             samples = np.arange(first + rows.start, first + rows.stop)
             images = self.source.gather(samples).to(self.device)
-            plain = self._moments(images, crop, rows)
-            mirrored = self._moments(images.flip(-1), crop, rows)
+            plain = self._stored(images, crop, rows)
+            mirrored = self._stored(images.flip(-1), crop, rows)
             sums.add(plain)
             sums.add(mirrored)
             yield {"npy": plain, "flip.npy": mirrored}, self.source.labels[samples]
 
     @torch.inference_mode()
-    def _moments(self, images: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
-        """Moments [B, 2, c, h, w] as they are stored. Raises ValueError when a number is not finite."""
+    def _stored(self, images: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
+        """Moments [B, 2, c, h, w] or tokens [B, h, w] as they are stored. Raises ValueError when one is not finite."""
+        dtype = _stored_dtype(self.codec, self.settings)
         with np.errstate(over="ignore"):  # told below, by name
-            moments: NDArray[np.generic] = self.codec.encode(images).cpu().numpy().astype(self.settings.dtype)
-        finite = np.isfinite(moments).reshape(len(moments), -1).all(axis=1)
+            stored: NDArray[np.generic] = self.codec.encode(images).cpu().numpy().astype(dtype)
+        finite = np.isfinite(stored).reshape(len(stored), -1).all(axis=1)
         if not finite.all():
             bad = crop.samples[rows[int(finite.argmin())]]
             raise ValueError(
                 f"The codec gave a number that is not finite, or too large for {self.settings.dtype}, for {bad.path} "
                 f"(sample {bad.key}). Set encode.dtype to float32, or look at the codec's weights."
             )
-        return moments
+        return stored
 
 
 class _Sums:
@@ -246,6 +269,27 @@ class _Sums:
         }
 
 
+class _Counts:
+    """How often each token occurs in a shard."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._counts = np.zeros(num_tokens, np.int64)
+
+    def add(self, tokens: NDArray[np.generic]) -> None:
+        """Count tokens [B, h, w] in."""
+        self._counts += np.bincount(tokens.ravel(), minlength=len(self._counts))
+
+    def record(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """Plain data for the shard's record; None for a shard without samples. shape: of a sample, [h, w]."""
+        return {"shape": list(shape), "token_counts": self._counts.tolist()} if self._counts.any() else None
+
+
+def _stored_dtype(codec: Encoder, settings: EncodeConfig) -> str:
+    if isinstance(codec, Tokenizer):
+        return "int16" if codec.num_tokens <= 2**15 else "int32"
+    return settings.dtype
+
+
 def _made_from(crops_sha256: str, codec: Encoder, settings: EncodeConfig) -> str:
-    stored = {"dtype": settings.dtype, "precision": settings.precision}
+    stored = {"dtype": _stored_dtype(codec, settings), "precision": settings.precision}
     return digest({"format": FORMAT, "crops": crops_sha256, "codec": codec.identity, **stored})

@@ -21,7 +21,13 @@ from image_diffusion.data.tar import BLOCK
 
 Split = Literal["train", "validation", "all"]
 
-_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 _AT_ONCE = 8
 """Shards that are fetched at a time."""
 

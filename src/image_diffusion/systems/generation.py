@@ -19,6 +19,7 @@ from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.noise import image_streams, initial_noise
 from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.enlarging import SamplesOf
 
 
 class SampleConfig(Config):
@@ -39,9 +40,10 @@ class SampleConfig(Config):
     weaker_weights: str | None = None
     """A weights folder of a weaker network of the same data (smaller, or trained for less long): guidance then leads
     away from what it predicts (autoguidance), instead of from the prediction without a label."""
-    small_images: str | None = None
-    """What a super-resolution network enlarges: a samples.npz, of which seed s takes image s modulo their number. Its
-    labels, where it has any, take the place of `labels`."""
+    small_images: Literal["validation"] | SamplesOf | str | None = None
+    """What a super-resolution network enlarges: {experiment: NAME} for the samples of another experiment, validation
+    for the held-out images made small, so that the result can be compared with them, or a path of a samples.npz. Seed s
+    takes image s modulo their number, and the image's label in place of `labels`."""
     batch_size: int = Field(50, ge=1)
     """Images made at once. Does not change them."""
     grid_images: int = Field(100, ge=1)
