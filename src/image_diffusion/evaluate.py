@@ -12,8 +12,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.codecs import CodecConfig
 from image_diffusion.core import command
-from image_diffusion.core.config import dump, load
+from image_diffusion.core.config import dump, load, parse
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
@@ -24,9 +25,12 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.features import Detector
+from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.systems import CodecSystem
 from image_diffusion.systems.codec_evaluation import evaluate_codec
+from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
+from image_diffusion.systems.likelihood import ImageBound
 from image_diffusion.training.model import Model, load_model
 
 
@@ -87,10 +91,25 @@ def measure(
         samples = read_samples(arguments.samples, data.train.classes)
         previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
         result = evaluate_samples(samples, data, detector, settings, report, arguments.reference, previews)
+        result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, report)
+        if settings.likelihood is not None:
+            bits, result["likelihood"] = likelihood(model, data, settings.likelihood, report)
+            result["metrics"] |= bits
 
     if model is not None:
         result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
     return result
+
+
+def likelihood(
+    model: Model | None, data: RealImages, settings: LikelihoodConfig, report: Path | None
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The bits per dimension of real images, and their terms by timestep."""
+    if model is None:
+        raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
+    codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
+    bound = ImageBound(model.network.to(best_device()), model.system, model.spec, codec, settings)
+    return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)
 
 
 def tell(metrics: dict[str, dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
 from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.systems.enlarging import check_wanted
 from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.systems.likelihood import check_likelihood
 from image_diffusion.training.config import TrainConfig
@@ -112,11 +113,13 @@ def load_experiment(path: Path) -> Experiment:
     return load(Experiment, path)
 
 
-def check_experiment(experiment: Experiment, codec_experiment: Experiment | None) -> None:
+def check_experiment(
+    experiment: Experiment, codec_experiment: Experiment | None, base: Experiment | None = None
+) -> None:
     """Raise ValueError for what cannot work, before any work is done: sizes that do not fit one another.
 
-    codec_experiment: the experiment that trains the codec, where there is one. The network is built without memory
-    (torch's meta device), so that its own checks speak.
+    codec_experiment: the experiment that trains the codec, base: that whose samples are enlarged, where there are. The
+    network is built without memory (torch's meta device), so that its own checks speak.
     """
     images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
     autoencoder = None
@@ -139,3 +142,24 @@ def check_experiment(experiment: Experiment, codec_experiment: Experiment | None
     spec = experiment.codec.spec(images, autoencoder)
     with torch.device("meta"):
         experiment.system.build_network(spec)
+    _check_small_images(experiment, base)
+
+
+def _check_small_images(experiment: Experiment, base: Experiment | None) -> None:
+    """Of a cascade: whether what one experiment makes is what the next one enlarges."""
+    system, data, wanted = experiment.system, experiment.data, experiment.sample.small_images
+    side = system.low_resolution if isinstance(system, DiffusionSystem) else None
+    check_wanted(wanted, side)
+    if experiment.preview.small_images is not None:
+        raise ValueError("preview.small_images: previews enlarge held-out images, made small. Leave it out.")
+    if wanted == "validation" and data.validation_fraction == 0:
+        raise ValueError("sample.small_images is validation, but data.validation_fraction is 0. Hold some images out.")
+    if base is not None:
+        if not isinstance(base.system, DiffusionSystem):
+            raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
+        if (base.data.resolution, base.data.channels) != (side, data.channels):
+            raise ValueError(
+                f"sample.small_images.experiment makes images of {base.data.resolution} x {base.data.resolution} with "
+                f"{base.data.channels} channels, but the network enlarges {side} x {side} with {data.channels}. Name "
+                f"one that fits, or change system.network.low_resolution."
+            )

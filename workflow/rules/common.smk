@@ -32,6 +32,14 @@ def codec_weights(wildcards):
     return f"{results}/{codec}/train/weights.safetensors" if codec else []
 
 
+def small_images(wildcards):
+    """What a super-resolution network enlarges: another experiment's samples, the held-out crops, or a file."""
+    plan = plan_of(wildcards)
+    if plan["small_images_experiment"]:
+        return f"{results}/{plan['small_images_experiment']}/samples/samples.npz"
+    return crops(wildcards) if plan["small_images"] == "validation" else plan["small_images"] or []
+
+
 def results_of(wildcards):
     """What an experiment ends with, apart from what is made of all of it."""
     return results_of_experiment(wildcards.experiment)
@@ -105,6 +113,14 @@ def codec_option(wildcards):
     """How a command is told where those weights lie."""
     codec = plan_of(wildcards)["codec_experiment"]
     return ["--codec-weights", f"{results}/{codec}/train/weights.safetensors"] if codec else []
+
+
+def small_images_option(wildcards, input):
+    """How `sample` is told where those lie."""
+    if not input.small_images:
+        return []
+    path = Path(input.small_images)
+    return ["--small-images", str(path.parent if path.name == "manifest.json" else path)]
 
 
 # ---- What a stage asks a machine for

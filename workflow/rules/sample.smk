@@ -8,6 +8,7 @@ rule sample:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
         codec=codec_weights,
+        small_images=small_images,
     output:
         samples=f"{results}/{{experiment}}/samples/samples.npz",
         protocol=f"{results}/{{experiment}}/samples/samples.json",
@@ -40,8 +41,9 @@ rule sample:
     params:
         code=code["sample"],
         codec=codec_option,
+        small_images=small_images_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
-        " {params.codec:q} --output {output.samples:q}"
+        " {params.codec:q} {params.small_images:q} --output {output.samples:q}"
         " --journal {params.journal:q}"

@@ -84,12 +84,12 @@ def plan_file(experiment):
 
 
 def read_plans(names):
-    """The plan of each experiment, and of those that train their codecs."""
+    """The plan of each experiment, and of those that train its codec and make what it enlarges."""
     plans = {}
     for name in names:
         plan = json.loads(Path(plan_file(name)).read_text())
-        codec = plan["codec_experiment"]
-        plans |= {name: plan, **(read_plans([codec]) if codec else {})}
+        others = [plan[key] for key in ("codec_experiment", "small_images_experiment") if plan[key]]
+        plans |= {name: plan, **read_plans(others)}
     return plans
 
 
