@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from image_diffusion.core.journal import Image, Point
+from image_diffusion.core.history import Image, Point
 
 # Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from image_diffusion.core.command import run
 from image_diffusion.core.files import digest, read_json, sha256_file, write_json
-from image_diffusion.core.journal import History, Point, read_journals
+from image_diffusion.core.history import History, Point, read_journals
 
 if TYPE_CHECKING:
     from image_diffusion.mlflow_store import Store

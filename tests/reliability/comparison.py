@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from image_diffusion.core.journal import read_journal
+from image_diffusion.core.history import read_journal
 
 
 def results(folder: Path) -> dict[str, str]:

@@ -31,7 +31,8 @@ from PIL import Image
 
 from image_diffusion import mlflow_store
 from image_diffusion.core.files import write_json
-from image_diffusion.core.journal import Journal, read_journal
+from image_diffusion.core.history import read_journal
+from image_diffusion.core.journal import Journal
 from image_diffusion.mlflow_store import Store, without_password
 from image_diffusion.track import follow, track
 

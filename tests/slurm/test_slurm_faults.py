@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster, finish, slurm_project, snakemake, steps_saved, wait_until
 from projects import Project
 
-from image_diffusion.core.journal import read_journal
+from image_diffusion.core.history import read_journal
 
 WEIGHTS = "results/micro/train/weights.safetensors"
 STEPS = 1200

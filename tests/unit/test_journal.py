@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core.errors import Stopped
-from image_diffusion.core.journal import Journal, NullJournal, read_journal, read_journals
+from image_diffusion.core.history import read_journal, read_journals
+from image_diffusion.core.journal import Journal, NullJournal
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

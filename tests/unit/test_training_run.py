@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.errors import Stopped
-from image_diffusion.core.journal import read_journal
+from image_diffusion.core.history import read_journal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, Losses
 from image_diffusion.core.weights import read_weights

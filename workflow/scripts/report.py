@@ -21,7 +21,7 @@ from matplotlib import pyplot
 
 from image_diffusion.core import command
 from image_diffusion.core.files import read_json, write_text
-from image_diffusion.core.journal import History, read_journal
+from image_diffusion.core.history import History, read_journal
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }

@@ -1,0 +1,229 @@
+"""The attempts of a stage, read from its journal and merged into one history: each step once.
+
+`core.journal` says how attempts are written. What an attempt wrote past the step that a later one resumed from is
+superseded; a line that a crash cut off is left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from image_diffusion.core.files import digest
+from image_diffusion.core.journal import attempt_number
+
+Status = Literal["finished", "failed", "stopped", "killed", "running"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number: a metric at a step. time: milliseconds since 1970."""
+
+    key: str
+    value: float
+    step: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """One picture at a step, and the journal's copy of it."""
+
+    key: str
+    step: int
+    time: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One file that a stage made: where it is shown, where it lies, and what it held when it was recorded."""
+
+    name: str
+    path: Path
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class History:
+    """The attempts of one run of a stage, merged: each step once, as the last attempt that did it wrote it.
+
+    id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
+    gave another value (`params` keeps the first). superseded, superseded_images: what dead attempts wrote past the
+    step that was resumed from.
+    """
+
+    id: str
+    stage: str
+    starts: list[int]
+    ended: int | None
+    status: Status
+    tags: dict[str, str]
+    params: dict[str, Any]
+    changed: dict[str, Any]
+    points: list[Point]
+    superseded: list[Point]
+    images: list[Image]
+    superseded_images: list[Image]
+    artifacts: list[Artifact]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric, by step."""
+        pairs = sorted((point.step, point.value) for point in self.points if point.key == key)
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def read_journal(folder: Path) -> History | None:
+    """The merged history of the stage whose attempts lie in `folder`, `results/<experiment>/journal/<stage>`.
+
+    When its attempts belong to several runs (the configuration changed), the run that was worked on last. None when
+    there is no attempt.
+    """
+    histories = read_journals(folder)
+    return histories[-1] if histories else None
+
+
+def read_journals(folder: Path) -> list[History]:
+    """The merged history of every run whose attempts lie in `folder`, the one that was worked on last at the end.
+
+    Attempts are in the order of their numbers, which were given one by one: no clock and no name decides. An attempt
+    belongs to the run with its fingerprint or parameters; but one that starts from the beginning after that run
+    finished is a run of its own. A line that was cut off by a crash, at the end of a file, is left out.
+    """
+    runs: list[list[_Attempt]] = []
+    for path in sorted(folder.glob("attempt-*.jsonl"), key=attempt_number):
+        attempt = _read_attempt(path)
+        if attempt is None:
+            continue
+        same = next((run for run in reversed(runs) if run[-1].run == attempt.run), None)
+        if same is not None and (attempt.resumed is not None or not same[-1].finished):
+            runs.remove(same)  # and put at the end
+            runs.append([*same, attempt])
+        else:
+            runs.append([attempt])
+    return [_merge(run) for run in runs]
+
+
+@dataclass
+class _Attempt:
+    header: dict[str, Any]
+    alive: bool
+    params: dict[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    last_time: int = 0
+
+    @property
+    def run(self) -> str:
+        fingerprint = self.header["tags"].get("fingerprint")
+        return f"fingerprint {fingerprint}" if fingerprint else f"params {digest(self.params)}"
+
+    @property
+    def resumed(self) -> int | None:
+        return cast("int | None", self.header["resume_step"])
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None and self.end["status"] == "finished"
+
+
+def _read_attempt(path: Path) -> _Attempt | None:
+    with path.open("rb") as file:
+        alive = _is_locked(file.fileno())
+        lines = file.read().split(b"\n")[:-1]  # behind the last newline is nothing, or a line cut off by a crash
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # a disk that lost power can leave zeros
+            print(f"warning: journal {path}: line {number} is damaged and left out.", file=sys.stderr, flush=True)
+    if not records or records[0]["type"] != "attempt":
+        return None
+    attempt = _Attempt(header=records[0], alive=alive, last_time=records[-1]["time"])
+    for record in records[1:]:
+        match record["type"]:
+            case "params":
+                attempt.params |= record["values"]
+            case "metrics":
+                step, at = record["step"], record["time"]
+                attempt.points += [Point(key, float(value), step, at) for key, value in record["values"].items()]
+                if "examples_seen" in record:
+                    attempt.points.append(Point("examples_seen", float(record["examples_seen"]), step, at))
+            case "image":
+                where = path.parent / record["path"]
+                attempt.images.append(Image(record["key"], record["step"], record["time"], where))
+            case "artifact":
+                where = Path(os.path.normpath(path.parent / record["path"]))
+                attempt.artifacts.append(Artifact(record["name"], where, record["size"], record["sha256"]))
+            case "end":
+                attempt.end = record
+    return attempt
+
+
+def _merge(attempts: list[_Attempt]) -> History:
+    """Attempts of one run, in order -> one history. Each attempt holds up to the lowest step resumed from after it."""
+    limits: list[float] = []
+    limit = math.inf
+    for attempt in reversed(attempts):
+        limits.insert(0, limit)
+        limit = min(limit, -math.inf if attempt.resumed is None else attempt.resumed)
+    points: dict[tuple[str, int], Point] = {}
+    images: dict[tuple[str, int], Image] = {}
+    superseded: list[Point] = []
+    superseded_images: list[Image] = []
+    for attempt, limit in zip(attempts, limits, strict=True):
+        for point in attempt.points:
+            if point.step <= limit:
+                if (point.key, point.step) in points:
+                    superseded.append(points[point.key, point.step])
+                points[point.key, point.step] = point
+            else:
+                superseded.append(point)
+        for image in attempt.images:
+            if image.step <= limit:
+                if (image.key, image.step) in images:
+                    superseded_images.append(images[image.key, image.step])
+                images[image.key, image.step] = image
+            else:
+                superseded_images.append(image)
+    first, last = attempts[0], attempts[-1]
+    params: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    for attempt in attempts:
+        changed |= {key: value for key, value in attempt.params.items() if params.setdefault(key, value) != value}
+    ended = None if last.alive and last.end is None else last.last_time
+    status: Status = last.end["status"] if last.end else ("running" if last.alive else "killed")
+    return History(
+        id=first.header["id"],
+        stage=first.header["stage"],
+        starts=[attempt.header["time"] for attempt in attempts],
+        ended=ended,
+        status=status,
+        tags={key: value for attempt in attempts for key, value in attempt.header["tags"].items()},
+        params=params,
+        changed=changed,
+        points=list(points.values()),
+        superseded=superseded,
+        images=list(images.values()),
+        superseded_images=superseded_images,
+        artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
+    )
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    return False
