@@ -87,6 +87,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     )
     _write_quarantine(output / "quarantine.csv", bad)
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
+    _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
     manifest = _manifest(config, listing, records, bad, output)
@@ -223,6 +224,23 @@ def _judge(config: DataConfig, output: Path, bad: list[Quarantined], total: int)
         raise ValueError(
             f"{len(bad):,} of {total:,} files ({len(bad) / total:.1%}) gave no crop, more than "
             f"data.max_bad_fraction = {config.max_bad_fraction}. {most}; repair or remove them, or raise the limit."
+        )
+
+
+def _judge_alpha(config: DataConfig, records: list[ShardRecord]) -> None:
+    """Raise ValueError when alpha is asked of images that have none, or would be lost from all of them unasked."""
+    transparent = sum("alpha" in sample.flags for record in records for sample in record.samples)
+    total = sum(record.num_samples for record in records)
+    keeps_alpha = config.channels in (2, 4)
+    if keeps_alpha and transparent == 0:
+        raise ValueError(
+            f"data.channels is {config.channels}, which includes alpha, but none of the {total:,} images has an alpha "
+            f"channel. Set data.channels to {config.channels - 1}."
+        )
+    if not keeps_alpha and 0 < transparent == total and config.background is None:
+        raise ValueError(
+            f"data.channels is {config.channels}, but every one of the {total:,} images has an alpha channel. Set "
+            f"data.channels to {config.channels + 1} to keep it, or data.background to the colour to put behind them."
         )
 
 

@@ -259,3 +259,37 @@ def test_the_command_logs_what_it_did_and_a_touched_source_stays_fresh(tmp_path:
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].endswith("in does not exist. Give the folder that holds the images.")
     assert "Traceback" not in failed.stderr
+
+
+def transparent(folder: Path, mode: str) -> None:
+    for number in range(4):
+        Image.new(mode, (8, 8), (number,) * len(mode)).save(folder / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels", "message"),
+    [
+        ("RGB", 4, "data.channels is 4, which includes alpha, but none of the 4 images has an alpha channel"),
+        ("L", 2, "data.channels is 2, which includes alpha"),
+        ("RGBA", 3, "data.channels is 3, but every one of the 4 images has an alpha channel"),
+        ("LA", 1, "Set data.channels to 2 to keep it, or data.background to the colour"),
+    ],
+)
+def test_alpha_where_there_is_none_and_alpha_that_would_be_lost_are_told(
+    tmp_path: Path, mode: str, channels: int, message: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    transparent(tmp_path / "in", mode)
+    with pytest.raises(ValueError, match=message):
+        crop_dataset(config(tmp_path / "in", channels=channels), tmp_path / "out")
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_a_background_says_that_alpha_is_not_wanted_and_mixed_images_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    transparent(tmp_path / "in", "RGBA")
+    done = crop_dataset(config(tmp_path / "in", background=(0, 0, 0)), tmp_path / "out")
+    assert done.manifest["flags"] == {"alpha": 4}
+    Image.new("RGB", (8, 8)).save(tmp_path / "in/plain.png")
+    for channels in (3, 4):
+        crop_dataset(config(tmp_path / "in", channels=channels), tmp_path / f"out-{channels}")

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from image_diffusion.codecs.codec import from_uint8, to_uint8
 from image_diffusion.codecs.dvae import DVAECodec
 from image_diffusion.codecs.trained import Trained
+from image_diffusion.configure import load_all
 from image_diffusion.core.config import dump, parse
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
@@ -138,3 +140,36 @@ def test_the_small_autoencoder_is_told_of_alike(tmp_path: Path) -> None:
     network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(SPEC)
     found = show_reconstructions(network, images_of(3), 2, tmp_path, 0)
     assert set(found) == {"psnr_mean", "ssim_mean", "reconstructions"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"resolution": 24}}, "The resolution is 24, but a discrete VAE needs a power of two"),
+        ({"data": {"resolution": 2}}, "too small for num_layers = 2, which divide each edge by 4"),
+        ({"system": {"objective": {"temperature": {"start": 0}}}}, "temperature.start is 0: input should be greater"),
+        ({"system": {"objective": {"temperature": {"final": -1}}}}, "temperature.final is -1: input should be greater"),
+        ({"system": {"objective": {"temperature": {"final": 2}}}}, "final is 2.0, above start = 1.0"),
+        ({"system": {"network": {"mean": [0.5]}}}, "mean has 1 values, but the images have 3 channels"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_before_any_work(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    text = {"data": {"name": "digits", "source": {"type": "digits"}, "resolution": 16}, "train": {"steps": 1}}
+    text |= {"system": {"type": "dvae", "network": {"num_layers": 2}}}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(_merged(text, changes)))
+    with pytest.raises(ValueError, match=message) as told:
+        load_all([path])
+    assert len(str(told.value).splitlines()) == 1
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    nested = {key: _merged(first.get(key, {}), value) for key, value in second.items() if isinstance(value, dict)}
+    return first | second | nested
+
+
+def test_images_of_other_channels_are_refused_by_a_trained_network() -> None:
+    with pytest.raises(
+        ValueError, match=r"Images have shape \[4, 16, 16\] but the network was built for \[3, 16, 16\]"
+    ):
+        network_of().logits(torch.zeros(1, 4, 16, 16))

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 from image_diffusion.core.config import Config
 from image_diffusion.data.sources import Source
 
+WHITE = (255, 255, 255)
+
 
 class DataConfig(Config):
     """From images to crops."""
@@ -23,8 +25,9 @@ class DataConfig(Config):
     """Channels of a crop: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha."""
     resize: Literal["exact", "fast"] = "exact"
     """exact: Pillow, the bytes of the original ADM crop. fast: torch's uint8 kernel, at most 2 of 255 off."""
-    background: tuple[int, int, int] = (255, 255, 255)
-    """RGB colour, 0 to 255, put behind transparent pixels when the crops have no alpha channel."""
+    background: tuple[int, int, int] | None = None
+    """RGB colour, 0 to 255, put behind transparent pixels when the crops have no alpha channel. Unset: white, and an
+    error when every image has an alpha channel."""
     min_side: int = Field(default=1, ge=1)
     """Images whose shorter side is less than this many pixels are quarantined."""
     max_pixels: int = Field(default=90_000_000, ge=1)
@@ -38,8 +41,8 @@ class DataConfig(Config):
 
     @field_validator("background")
     @classmethod
-    def _colour(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
-        if not all(0 <= each <= 255 for each in value):
+    def _colour(cls, value: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+        if value is not None and not all(0 <= each <= 255 for each in value):
             raise ValueError(f"{list(value)} is not a colour. Give red, green and blue from 0 to 255.")
         return value
 
@@ -56,7 +59,7 @@ class DataConfig(Config):
             "resolution": self.resolution,
             "channels": self.channels,
             "resize": self.resize,
-            "background": list(self.background),
+            "background": list(self.background or WHITE),
             "min_side": self.min_side,
             "max_pixels": self.max_pixels,
         }

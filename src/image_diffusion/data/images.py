@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from image_diffusion.data.centre_crop import centre_crop, scaled_size
-from image_diffusion.data.config import DataConfig
+from image_diffusion.data.config import WHITE, DataConfig
 from image_diffusion.data.jpeg import plain_header
 
 FORMATS = (
@@ -139,7 +139,7 @@ def _decode(image: Image.Image, config: DataConfig) -> tuple[Image.Image, set[st
     mode = _MODES[config.channels]
     if "alpha" in flags and config.channels in (1, 3):
         image = image.convert("RGBA")
-        behind = Image.new("RGBA", image.size, (*config.background, 255))
+        behind = Image.new("RGBA", image.size, (*(config.background or WHITE), 255))
         image = Image.alpha_composite(behind, image).convert("RGB")
     return image if image.mode == mode else image.convert(mode), flags
 
