@@ -133,6 +133,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "small_images_experiment": built_on(experiment).get(SMALL_IMAGES),
         "tokens": tokens,
         "makes_samples": not isinstance(experiment.system, CodecSystem),
+        "sample_jobs": experiment.sample.num_jobs,
         "global_batch": experiment.train.global_batch,
         "detector": experiment.evaluate.detector.type,
         "headline": headline(experiment),

@@ -32,17 +32,6 @@ from image_diffusion.metrics.reconstruction import codebook_use
 _SHOWN = 16
 
 
-def part_of(text: str) -> tuple[int, int]:
-    """ "2/8" -> (2, 8): part 2 of the parts 0 to 7."""
-    try:
-        index, count = (int(number) for number in text.split("/"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no part. Write 2/8 for part 2 of the parts 0 to 7.") from None
-    if not 0 <= index < count:
-        raise argparse.ArgumentTypeError(f"'{text}' is no part: parts are numbered from 0 to {count - 1}.")
-    return index, count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.encode", description="Crops -> latents.")
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
@@ -50,7 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
-    parser.add_argument("--part", type=part_of, help="which shards to encode, 2/8 for part 2 of 0 to 7; unset: all")
+    parser.add_argument("--part", type=command.part_of, help="which shards to encode: 2/8 is part 2 of 0 to 7")
     parser.add_argument("--output", type=Path, required=True, help="manifest.json, or a part's mark, to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()

@@ -3,12 +3,16 @@
     python -m image_diffusion.sample --config sample.yaml --weights weights.safetensors --output samples.npz
 
 Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
-grid.png, steps.png (from noise to image) and samples.json (how they were made).
+grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory.
+
+With --part 2/8 only the images of that part are made, and written alone; parts run side by side, and a last call with
+--made joins what they wrote: the same bytes as of one call.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +21,17 @@ from PIL import Image
 from torch import Tensor
 
 from image_diffusion.core import command
+from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
-from image_diffusion.core.pictures import grid_columns, image_grid, save_picture, save_samples
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
 from image_diffusion.experiment import SampleStage
 from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.enlarging import small_images
-from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels
+from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels, rows_of_part
 from image_diffusion.training.model import Model, load_codec, load_model
 
 
@@ -39,7 +44,7 @@ def denoising_strip(
     return image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))
 
 
-def part_of(values: Tensor | None, rows: slice) -> Tensor | None:
+def some(values: Tensor | None, rows: slice) -> Tensor | None:
     """Some rows, where there are any values."""
     return None if values is None else values[rows]
 
@@ -56,7 +61,11 @@ def main() -> None:
         type=Path,
         help="what is enlarged: the other experiment's samples.npz, or with small_images: validation the crops' folder",
     )
-    parser.add_argument("--output", type=Path, required=True, help="samples.npz to write")
+    parser.add_argument(
+        "--part", type=command.part_of, help="which images to make: 2/8 is part 2 of 0 to 7; unset: all"
+    )
+    parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
+    parser.add_argument("--output", type=Path, required=True, help="samples.npz, or a part's .npz, to write")
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
     arguments = parser.parse_args()
 
@@ -91,28 +100,59 @@ def main() -> None:
             )
         labels = labels if enlarged.labels is None else enlarged.labels
 
+    def made(rows: slice) -> Tensor:
+        return generator(seeds[rows], some(labels, rows), some(low_res, rows))
+
+    if arguments.part is not None:
+        batches = rows_of_part(settings.num_samples, settings.batch_size, arguments.part)
+        count = sum(rows.stop - rows.start for rows in batches)
+        with Progress("sample", count, "image") as progress:
+            stream_samples(arguments.output, told(map(made, batches), progress), count, None)
+        print(f"sample: part {arguments.part[0]} of {arguments.part[1]} is done, {count:,} images")
+        return
+
     output: Path = arguments.output.parent
     journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
     with journal, Progress("sample", settings.num_samples, "image") as progress:
         journal.params({"sample": dump(settings)})
-        parts = []
-        for start in range(0, settings.num_samples, settings.batch_size):
-            rows = slice(start, start + settings.batch_size)
-            parts.append(generator(seeds[rows], part_of(labels, rows), part_of(low_res, rows)))
-            progress.advance(len(parts[-1]))
-        images = torch.cat(parts)
-        shown = images[: settings.grid_images]
+        rows_of_all = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
+        batches_made = joined(arguments.made, settings) if arguments.made else map(made, rows_of_all)
+        stream_samples(arguments.output, told(batches_made, progress), settings.num_samples, labels)
+        images = read_arrays(arguments.output)["arr_0"]
+        shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
         save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
         save_picture(
-            denoising_strip(generator, seeds[:8], part_of(labels, slice(8)), part_of(low_res, slice(8))),
+            denoising_strip(generator, seeds[:8], some(labels, slice(8)), some(low_res, slice(8))),
             output / "steps.png",
         )
+        if settings.pictures:
+            for seed, image in zip(seeds.tolist(), images, strict=True):
+                save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
         described = {} if enlarged is None else {"enlarged": enlarged.source}
         write_json(output / "samples.json", protocol(settings, model) | described)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
-        save_samples(arguments.output, images, labels)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
+
+
+def joined(parts: list[Path], settings: SampleConfig) -> Iterator[Tensor]:
+    """The batches [B, C, H, W] that the parts wrote, in order. Raises ValueError when they are not all of them."""
+    arrays = [read_arrays(path)["arr_0"] for path in parts]
+    if sum(map(len, arrays)) != settings.num_samples:
+        raise ValueError(
+            f"--made holds {sum(map(len, arrays)):,} images, but sample.num_samples is {settings.num_samples:,}. Name "
+            f"what every part wrote, once and in order."
+        )
+    for images in arrays:
+        for start in range(0, len(images), settings.batch_size):
+            yield torch.from_numpy(images[start : start + settings.batch_size].copy()).permute(0, 3, 1, 2)
+
+
+def told(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:
+    """The batches, each counted as it passes."""
+    for batch in batches:
+        yield batch
+        progress.advance(len(batch))
 
 
 def protocol(settings: SampleConfig, model: Model) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core import command
+from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.pictures import grid_columns, image_grid, save_picture, save_samples
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.remote import folder_of, place

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from PIL import Image
 
 from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
@@ -135,6 +137,59 @@ def test_foreign_weights_are_sampled_without_training(tmp_path: Path, monkeypatc
     first = npz.read_bytes()
     run(monkeypatch, sample, "--config", tmp_path / "sample.yaml", "--weights", weights, "--output", npz)
     assert npz.read_bytes() == first
+
+
+def write_model(folder: Path) -> Path:
+    model = {
+        "system": dump(system()),
+        "spec": dump(SPEC),
+        "codec": {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None},
+        "classes": ["a", "b", "c", "d"],
+        "step": 1,
+        "examples_seen": 1,
+    }
+    save_weights(folder, random_network(system()).state_dict(), model)
+    return folder / "weights.safetensors"
+
+
+def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings(num_samples=23, batch_size=4, images_per_job=8, first_seed=5, pictures=True)
+    assert chosen.num_jobs == 3
+    (tmp_path / "sample.yaml").write_text(to_yaml({"sample": dump(chosen)}))
+    given = ["--config", tmp_path / "sample.yaml", "--weights", write_model(tmp_path / "train")]
+    run(monkeypatch, sample, *given, "--output", tmp_path / "one" / "samples.npz")
+    parts = [tmp_path / "parts" / f"{i}.npz" for i in range(3)]
+    for i, path in reversed(list(enumerate(parts))):
+        run(monkeypatch, sample, *given, "--part", f"{i}/3", "--output", path)
+    assert [len(np.load(path)["arr_0"]) for path in parts] == [8, 8, 7]
+    run(monkeypatch, sample, *given, "--made", *parts, "--output", tmp_path / "two" / "samples.npz")
+    for name in ("samples.npz", "samples.json", "grid.png", "steps.png", "pictures/00000005.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    with np.load(tmp_path / "two" / "samples.npz") as arrays:
+        images, labels = arrays["arr_0"], arrays["arr_1"]
+    assert images.shape == (23, 8, 8, 3) and labels.tolist() == [i % 4 for i in range(23)]
+    pictures = sorted((tmp_path / "two" / "pictures").iterdir())
+    assert len(pictures) == 23
+    with Image.open(pictures[-1]) as picture:
+        assert (np.asarray(picture) == images[-1]).all()
+    with pytest.raises(ValueError, match="--made holds 16 images, but sample.num_samples is 23"):
+        run(monkeypatch, sample, *given, "--made", *parts[:2], "--output", tmp_path / "three" / "samples.npz")
+
+
+def test_samples_are_read_where_they_lie(tmp_path: Path) -> None:
+    images = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
+    save_samples(tmp_path / "ours.npz", images, torch.tensor([1, 0]))
+    pixels = images.permute(0, 2, 3, 1).numpy()
+    np.savez(tmp_path / "plain.npz", pixels, np.array([1, 0]))
+    np.savez_compressed(tmp_path / "small.npz", pixels, np.array([1, 0]))
+    for name in ("ours", "plain", "small"):
+        arrays = read_arrays(tmp_path / f"{name}.npz")
+        assert (arrays["arr_0"] == pixels).all() and arrays["arr_1"].tolist() == [1, 0]
+        assert isinstance(arrays["arr_0"], np.memmap) == (name != "small")
+    with np.load(tmp_path / "ours.npz") as arrays:
+        assert (arrays["arr_0"] == pixels).all() and arrays["arr_1"].tolist() == [1, 0]
 
 
 def test_a_weaker_network_of_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,18 @@ def encoded_parts(wildcards):
     return [f"{folder}/part-{part}-of-{parts}.done" for part in range(parts)] if parts > 1 else []
 
 
+def sampled_parts(wildcards):
+    """What the jobs that share the images of a large set have made; one job alone leaves none."""
+    jobs = plan_of(wildcards)["sample_jobs"]
+    folder = f"{results}/{wildcards.experiment}/samples"
+    return [f"{folder}/part-{part}-of-{jobs}.npz" for part in range(jobs)] if jobs > 1 else []
+
+
+def sampled_option(wildcards):
+    """How `sample` is told where that lies."""
+    return ["--made", *sampled_parts(wildcards)] if sampled_parts(wildcards) else []
+
+
 def codec_weights(wildcards):
     """The weights of the codec, where another experiment trains it."""
     codec = plan_of(wildcards)["codec_experiment"]

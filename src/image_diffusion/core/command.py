@@ -1,7 +1,8 @@
-"""What every command shares: how it ends. One clear line for people, a status for Snakemake."""
+"""What every command shares: how it ends, with one clear line for people and a status for Snakemake."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
@@ -10,6 +11,17 @@ from collections.abc import Callable
 from image_diffusion.core.errors import Stopped
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """ "2/8" -> (2, 8): part 2 of the parts 0 to 7, of work that several jobs share."""
+    try:
+        index, count = (int(number) for number in text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no part. Write 2/8 for part 2 of the parts 0 to 7.") from None
+    if not 0 <= index < count:
+        raise argparse.ArgumentTypeError(f"'{text}' is no part: parts are numbered from 0 to {count - 1}.")
+    return index, count
 
 
 def run(main: Callable[[], None]) -> None:

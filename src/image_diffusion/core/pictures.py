@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -40,12 +39,3 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a PNG atomically."""
     with atomic_write(path) as file:
         picture.save(file, format="PNG")
-
-
-def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
-    """Write uint8 [N, C, H, W] and int64 [N] as ADM's evaluator reads them: arr_0 [N, H, W, C] and, if any, arr_1."""
-    arrays = [images.permute(0, 2, 3, 1).contiguous().numpy()]
-    if labels is not None:
-        arrays.append(labels.numpy())
-    with atomic_write(path) as file:
-        np.savez(file, *arrays)

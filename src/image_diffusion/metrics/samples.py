@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from image_diffusion.core.arrays import read_arrays
 from image_diffusion.core.files import read_json, sha256_file
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 class Samples:
-    """Images in memory, with the labels that were asked for. An ImageSet.
+    """Images in memory or in a mapped file, with the labels that were asked for. An ImageSet.
 
     images: uint8 [N, H, W, C]. labels: int64 [N], or None for samples without classes. protocol: how they were made.
     """
@@ -51,14 +52,14 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
     if path.is_dir():
         return _read_pictures(path, classes or [])
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if "arr_0" not in arrays:
-                raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are uint8 [N, H, W, C].")
-            images, labels = arrays["arr_0"], arrays.get("arr_1")
+        arrays = read_arrays(path)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist. Run sample first.") from None
     except (zipfile.BadZipFile, EOFError):
         raise ValueError(f"{path} is not a whole .npz file. Delete it and run sample again.") from None
+    if "arr_0" not in arrays:
+        raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are uint8 [N, H, W, C].")
+    images, labels = arrays["arr_0"], arrays.get("arr_1")
     if images.dtype != np.uint8 or images.ndim != 4:
         raise ValueError(f"arr_0 of {path} is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W, C].")
     if len(images) == 0:

@@ -46,8 +46,25 @@ class SampleConfig(Config):
     takes image s modulo their number, and the image's label in place of `labels`."""
     batch_size: int = Field(50, ge=1)
     """Images made at once. Does not change them."""
+    images_per_job: int = Field(5000, ge=1)
+    """Images that one job makes; for more of them several run side by side. Does not change them."""
+    pictures: bool = False
+    """Also keep each image as a PNG named after its seed, in the folder `pictures`."""
     grid_images: int = Field(100, ge=1)
     """Images in the picture grid.png."""
+
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs make the images: each makes whole batches."""
+        return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
+
+
+def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> list[slice]:
+    """The batches of part i of n, (i, n): all parts together make the batches of a single one."""
+    index, of = part
+    starts = range(0, num_samples, batch_size)
+    mine = starts[len(starts) * index // of : len(starts) * (index + 1) // of]
+    return [slice(start, min(start + batch_size, num_samples)) for start in mine]
 
 
 class Generator:

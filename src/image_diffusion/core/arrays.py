@@ -1,0 +1,84 @@
+"""Images as an `.npz`, written and read without ever being in memory as a whole."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.core.files import atomic_write
+
+_LOCAL_HEADER = 30  # bytes in front of a member's name, APPNOTE.TXT 4.3.7
+
+
+def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
+    """Write uint8 [N, C, H, W] and int64 [N] as ADM's evaluator reads them: arr_0 [N, H, W, C] and, if any, arr_1."""
+    stream_samples(path, [images], len(images), labels)
+
+
+def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Tensor | None) -> None:
+    """`save_samples` of images that come batch by batch, [B, C, H, W], `count` of them in all; the same bytes."""
+    with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
+        written = 0
+        with _member(archive, "arr_0") as member:
+            for batch in batches:
+                pixels = batch.permute(0, 2, 3, 1).contiguous().numpy()
+                if written == 0:
+                    _write_header(member, pixels.dtype, (count, *pixels.shape[1:]))
+                member.write(pixels.data)
+                written += len(pixels)
+        assert written == count
+        if labels is not None:
+            with _member(archive, "arr_1") as member:
+                _write_header(member, np.dtype(np.int64), tuple(labels.shape))
+                member.write(labels.contiguous().numpy().data)
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an `.npz`, by name; what is not compressed is read from the file when it is touched.
+
+    Raises what `numpy.load` does: OSError, ValueError, EOFError, zipfile.BadZipFile.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        names = list(arrays)
+        with zipfile.ZipFile(path) as archive:
+            return {name: _mapped(path, archive, name) if _maps(archive, name) else arrays[name] for name in names}
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    return archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True)
+
+
+def _write_header(member: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    np.lib.format.write_array_header_1_0(
+        member, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+
+
+def _maps(archive: zipfile.ZipFile, name: str) -> bool:
+    if f"{name}.npy" not in archive.namelist():
+        return False
+    info = archive.getinfo(f"{name}.npy")
+    return info.compress_type == zipfile.ZIP_STORED and info.file_size > 0
+
+
+def _mapped(path: Path, archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    start = archive.getinfo(f"{name}.npy").header_offset
+    with path.open("rb") as file:
+        file.seek(start)
+        header = file.read(_LOCAL_HEADER)
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        file.seek(start + _LOCAL_HEADER + lengths)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+        if dtype.hasobject:
+            raise ValueError(f"{name} holds Python objects.")
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
