@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.files import atomic_write
 from image_diffusion.data.records import ShardRecord
 from image_diffusion.data.shards import Shards
@@ -55,8 +54,7 @@ def reconstruction_sheet(
 def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[ShardRecord], path: Path) -> None:
     """Write, as one PNG, how many images each class has and how large the source images are."""
     sides = np.array([min(sample.size) for record in records for sample in record.samples])
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4)
     by_class, by_size = figure.subplots(1, 2)
     if classes:
         order = np.argsort(counts)[::-1]
@@ -69,8 +67,7 @@ def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[
         by_class.set(title="no classes", xticks=[], ylabel="images")
     by_size.hist(sides, bins=40, color="#a86848")
     by_size.set(title="size of the source images", xlabel="shorter side, pixels", ylabel="images")
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+    save_figure(figure, path)
 
 
 def _sheet(rows: list[tuple[str, list[NDArray[np.uint8]]]], tile: int) -> Image.Image:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from image_diffusion.core.files import atomic_write
+from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.features import Detector, detect
 from image_diffusion.metrics.panel import Reference, measure
@@ -50,11 +48,9 @@ def measure_previews(
 def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
     """Draw each metric against the step, as PNG. curve: two points or more."""
     names = [name for name in curve[0] if name not in ("step", "num_samples")]
-    figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4 * len(names), 3)
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
         axis.plot([point["step"] for point in curve], [point[name] for point in curve], marker="o", markersize=3)
         axis.set(title=name, xlabel="step")
         axis.set_ylim(bottom=0)
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+    save_figure(figure, path)

@@ -12,13 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import atomic_write
+from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.progress import Progress
 from image_diffusion.metrics.features import ImageSet
 from image_diffusion.metrics.intervals import mean_estimate
@@ -107,13 +105,11 @@ def measure_likelihood(
 
 def plot_terms(by_timestep: dict[str, list[float]], path: Path) -> None:
     """Draw the terms of the bound and the error of the predicted noise against the timestep, as PNG."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 3.2)
     titles = {"vb": "bound, bits per dimension", "eps_mse": "squared error of the noise"}
     for axis, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         axis.plot(
             by_timestep["timestep"], by_timestep[name], linewidth=1, marker="." if len(by_timestep[name]) < 2 else ""
         )
         axis.set(title=title, xlabel="timestep", yscale="log")
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+    save_figure(figure, path)

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save
-from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
 from image_diffusion.core.files import write_bytes
@@ -45,6 +44,8 @@ class Gaussian:
 
         It ends where every pivot left is under D eps max, the noise of a zero, of which a root would make 1e-8.
         """
+        from scipy.linalg.lapack import dpstrf  # here: loading it would slow the start of every stage
+
         packed, pivots, rank, _ = dpstrf(self.covariance.numpy(), lower=1)
         lower = np.tril(packed)[:, :rank]
         factor = np.empty_like(lower)

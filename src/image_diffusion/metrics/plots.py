@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from image_diffusion.core.files import atomic_write
+from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.pictures import image_grid, save_picture
 from image_diffusion.metrics.copies import Copies
 from image_diffusion.metrics.features import ImageSet
@@ -23,7 +21,7 @@ def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
     """The share of each class asked for (rows) that was recognised as each class (columns). counts: int64 [K, K]."""
     shares = (counts / counts.sum(dim=1, keepdim=True).clamp(min=1)).numpy()
     size = min(12.0, 3 + 0.3 * len(classes))
-    figure = Figure(figsize=(size, size), layout="constrained")
+    figure = new_figure(size, size)
     axis = figure.subplots()
     shown = axis.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     if len(classes) <= _MOST_CLASSES:
@@ -32,7 +30,7 @@ def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
     axis.set_xlabel("recognised")
     axis.set_ylabel("asked for")
     figure.colorbar(shown, ax=axis, shrink=0.8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
@@ -54,8 +52,3 @@ def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, 
         for row in worst.tolist()
     ]
     save_picture(image_grid(torch.cat(images), len(images[0])), path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with mpl.rc_context({"savefig.dpi": 110}), atomic_write(path) as file:
-        figure.savefig(file, format="png", metadata={"Software": None})

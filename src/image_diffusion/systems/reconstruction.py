@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import from_uint8, to_uint8
-from image_diffusion.core.files import atomic_write
+from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.pictures import image_grid, save_picture
 from image_diffusion.metrics.reconstruction import codebook_use, psnr, ssim
 from image_diffusion.networks.autoencoder import Autoencoder
@@ -90,11 +89,10 @@ def plot_codebook(counts: Tensor, path: Path) -> None:
     """Write how often each token is used as PNG, the most frequent first. counts: [K]."""
     shares = counts.cpu().sort(descending=True).values.double() / counts.sum().cpu()
     perplexity = codebook_use(counts)["codebook_perplexity"]
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
     axis = figure.subplots()
     axis.fill_between(range(len(shares)), shares.numpy(), step="mid", color="#4878a8")
     used = int((counts > 0).sum())
     axis.set(title=f"{used:,} of {len(counts):,} tokens used, perplexity {perplexity:,.1f}")
     axis.set(xlabel="token, most frequent first", ylabel="share of the positions", xlim=(0, len(shares) - 1))
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+    save_figure(figure, path)

@@ -1,0 +1,27 @@
+"""Plots as PNG. Nothing but drawing one loads matplotlib, which takes longer to load than many a stage to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from image_diffusion.core.files import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; width and height in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, 100 pixels an inch; the same figure gives the same bytes."""
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
