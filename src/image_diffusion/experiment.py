@@ -21,6 +21,7 @@ from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.enlarging import check_wanted
 from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.systems.likelihood import check_likelihood
+from image_diffusion.systems.rin import RinSystem
 from image_diffusion.training.config import TrainConfig
 
 
@@ -137,6 +138,8 @@ def check_experiment(
     enlarges = isinstance(experiment.system, DiffusionSystem) and experiment.system.low_resolution is not None
     if enlarges and not isinstance(experiment.codec, Rgb):
         raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
+    if isinstance(experiment.system, RinSystem) and not isinstance(experiment.codec, Rgb):
+        experiment.system.self_conditioning.check_latents()
     if experiment.evaluate.likelihood is not None:
         check_likelihood(experiment.system, experiment.codec, experiment.evaluate.likelihood)
     spec = experiment.codec.spec(images, autoencoder)

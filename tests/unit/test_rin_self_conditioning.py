@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import dump, parse
+from image_diffusion.configure import load_all
+from image_diffusion.core.config import dump, parse, to_yaml
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.objectives.denoising import Denoising
@@ -262,6 +263,48 @@ def test_an_image_is_the_same_in_any_batch():
 def test_what_people_are_told_of_a_configuration(data, message):
     with pytest.raises(ValueError, match=message):
         parse(System, {"type": "rin"} | data, "x.yaml: system")
+
+
+@pytest.mark.parametrize(
+    ("self_conditioning", "refused"), [({}, True), ({"clamp": False}, False), ({"probability": 0.0}, False)]
+)
+def test_latents_are_not_held_to_the_range_of_pixels(tmp_path, self_conditioning, refused):
+    path = tmp_path / "mine.yaml"
+    sections = {
+        "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 32},
+        "codec": {"type": "stability_vae"},
+        "system": {"type": "rin", "network": {"patch": 2}, "self_conditioning": self_conditioning},
+        "train": {"steps": 1},
+    }
+    path.write_text(to_yaml(sections))
+    if refused:
+        with pytest.raises(ValueError, match=r"Set system\.self_conditioning\.clamp to false"):
+            load_all([path])
+    else:
+        assert load_all([path])
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.9])
+def test_autoguidance_leads_away_from_the_weaker_network(probability):
+    """A weaker network is asked without an estimate of its own."""
+    system = rin(self_conditioning=SelfConditioning(probability=probability))
+    networks = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        networks.append(system.build_network(SPEC).eval())
+        for parameter in networks[-1].parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    strong, weak = networks
+
+    def images(network, scale=1.0, weaker=None, of=system):
+        settings = SampleConfig(sampler=Ddim(num_steps=4), guidance=Guidance(guidance_scale=scale))
+        codec = Rgb().build(None, None, torch.device("cpu"), torch.float32)
+        return Generator(network, of, SPEC, codec, settings, weaker)(torch.arange(3), torch.arange(3))
+
+    assert torch.equal(images(strong, 1.0, weak), images(strong))
+    alone = images(weak, of=rin(self_conditioning=SelfConditioning(probability=0)))
+    assert (images(strong, 0.0, weak).int() - alone.int()).abs().max() <= 1
+    assert not torch.equal(images(strong, 2.0, weak), images(strong))
 
 
 def test_importance_sampling_needs_timesteps():

@@ -30,6 +30,14 @@ class SelfConditioning(Config):
     clamp: bool = True
     """Hold the estimated x0 to [-1, 1] before it is given back: right for pixels; turn it off for latents."""
 
+    def check_latents(self) -> None:
+        """Raise ValueError where estimates of latents would be held to the range of pixels."""
+        if self.clamp and self.probability > 0:
+            raise ValueError(
+                "self_conditioning.clamp holds the estimate to [-1, 1], the range of pixels, but the network works on "
+                "latents, which go beyond it. Set system.self_conditioning.clamp to false."
+            )
+
     def restrict(self, x0: Tensor) -> Tensor:
         """An estimate of x0 as the network is given it."""
         return clamp(x0) if self.clamp else x0
