@@ -19,7 +19,9 @@ from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
 from image_diffusion.core.files import to_json, write_if_changed
+from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
+    EmbedStage,
     EncodeStage,
     EvaluateStage,
     Experiment,
@@ -32,6 +34,8 @@ from image_diffusion.experiment import (
 from image_diffusion.systems import CodecSystem
 from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.enlarging import SamplesOf
+from image_diffusion.systems.pairs import HashedPairs
+from image_diffusion.systems.prior import PriorSystem
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 
@@ -81,13 +85,23 @@ def _check_shared_data(found: dict[str, tuple[Path, Experiment]]) -> None:
         if experiment.codec.name is not None:
             stage = EncodeStage(codec=experiment.codec, encode=experiment.encode)
             sections[f"{experiment.data.folder}/{experiment.codec.name}"] = stage
+        if experiment.pairs is not None:
+            sections[f"{experiment.data.folder}/{experiment.pairs.name}"] = embed_stage(experiment)
         for folder, section in sections.items():
             other_path, other = seen.setdefault(folder, (path, section))
             if other != section:
                 raise ValueError(
                     f"{path} and {other_path} describe the data set {folder} differently. Give the sections data, "
-                    f"codec and encode the same values, or choose another data.name."
+                    f"codec, encode and pairs the same values, or choose another data.name."
                 )
+
+
+def embed_stage(experiment: Experiment) -> EmbedStage:
+    """What `embed` runs with, for an experiment that has pairs."""
+    assert experiment.pairs is not None
+    data = experiment.data
+    source = data.source if isinstance(data.source, Embeddings) else None
+    return EmbedStage(name=data.name, num_shards=data.num_shards, pairs=experiment.pairs, source=source)
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
@@ -108,7 +122,10 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
             ),
         ),
         "sample": (own / "sample.yaml", SampleStage(sample=experiment.sample)),
-        "evaluate": (own / "evaluate.yaml", EvaluateStage(evaluate=experiment.evaluate)),
+        "evaluate": (
+            own / "evaluate.yaml",
+            EvaluateStage(evaluate=experiment.evaluate, prediction=experiment.prediction),
+        ),
         "export": (own / "export.yaml", ExportStage(export=experiment.export)),
     }
     if codec is not None:
@@ -119,6 +136,9 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         tokens = f"{name}-tokens"
         own_codec = EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
         stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", own_codec)
+    pairs = experiment.pairs
+    if pairs is not None:
+        stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", embed_stage(experiment))
     for path, stage in stages.values():
         write_if_changed(path, to_yaml(dump(stage)))
     plan: dict[str, Any] = {
@@ -132,7 +152,10 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "small_images": experiment.sample.small_images if isinstance(experiment.sample.small_images, str) else None,
         "small_images_experiment": built_on(experiment).get(SMALL_IMAGES),
         "tokens": tokens,
-        "makes_samples": not isinstance(experiment.system, CodecSystem),
+        "pairs": pairs.name if pairs is not None else None,
+        "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
+        "pairs_of_detector": isinstance(pairs, HashedPairs),
+        "makes_samples": not isinstance(experiment.system, CodecSystem | PriorSystem),
         "sample_jobs": experiment.sample.num_jobs,
         "global_batch": experiment.train.global_batch,
         "detector": experiment.evaluate.detector.type,
@@ -148,6 +171,8 @@ def headline(experiment: Experiment) -> str:
     """The metric by which the best of several models is chosen; lower is better."""
     named = experiment.evaluate.detector.metric_name
     system = experiment.system
+    if isinstance(system, PriorSystem):
+        return "loss_validation"
     return f"{named('reconstruction_fd')}_{system.decoded}" if isinstance(system, CodecSystem) else named("fd")
 
 

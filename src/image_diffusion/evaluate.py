@@ -12,6 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load, parse
@@ -19,9 +21,8 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.remote import place
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.shards import Shards, Split, open_shards
 from image_diffusion.experiment import EvaluateStage
-from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.features import Detector
@@ -31,6 +32,8 @@ from image_diffusion.systems import CodecSystem
 from image_diffusion.systems.codec_evaluation import evaluate_codec
 from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.likelihood import ImageBound
+from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.prior_evaluation import evaluate_prior
 from image_diffusion.training.model import Model, load_model
 
 
@@ -40,7 +43,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: samples alone")
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
-    parser.add_argument("--data", type=place, required=True, help="folder of crops it was trained on: path or URL")
+    parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
     parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")
@@ -49,15 +52,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="metrics.json to write")
     arguments = parser.parse_args()
 
-    settings = load(EvaluateStage, arguments.config).evaluate
+    stage = load(EvaluateStage, arguments.config)
     data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
     model = load_model(arguments.weights.parent) if arguments.weights else None
-    detector = settings.detector.build(arguments.detector, str(best_device()))
     tags = {"manifest_digest": data.train.digest}
     journal = Journal.open(arguments.journal, "evaluate", tags=tags) if arguments.journal else NullJournal()
     with journal:
-        journal.params({"evaluate": dump(settings)})
-        result = measure(model, data, detector, settings, arguments)
+        journal.params(dump(stage))
+        result = measure(model, data, stage, arguments)
         step = model.step if model is not None else int(result["protocol"].get("samples", {}).get("step", 0))
         journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
         for point in result["curve"]:
@@ -72,25 +74,34 @@ def main() -> None:
 def measure(
     model: Model | None,
     data: RealImages,
-    detector: Detector,
-    settings: EvaluateConfig,
+    stage: EvaluateStage,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}. One paragraph for each kind of system."""
     report: Path | None = arguments.report
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
+    settings = stage.evaluate
 
-    if model is not None and isinstance(model.system, CodecSystem):
+    def detector() -> Detector:
+        return settings.detector.build(arguments.detector, str(best_device()))
+
+    if model is not None and isinstance(model.system, PriorSystem):
+        names: tuple[Split, ...] = ("train", "validation", "test")
+        splits: dict[str, Shards] = {name: open_shards(arguments.data, name) for name in names}
+        networks = {"": model.network.to(best_device())} | online(arguments.weights.parent)
+        result = evaluate_prior(networks, model.system, model.spec, splits, stage.prediction, report)
+
+    elif model is not None and isinstance(model.system, CodecSystem):
         network = model.network.to(best_device())
-        result = evaluate_codec(network, data, detector, settings, report)
+        result = evaluate_codec(network, data, detector(), settings, report)
 
     else:
         if arguments.samples is None:
             raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
         samples = read_samples(arguments.samples, data.train.classes)
         previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
-        result = evaluate_samples(samples, data, detector, settings, report, arguments.reference, previews)
+        result = evaluate_samples(samples, data, detector(), settings, report, arguments.reference, previews)
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, report)
         if settings.likelihood is not None:
             bits, result["likelihood"] = likelihood(model, data, settings.likelihood, report)
@@ -99,6 +110,13 @@ def measure(
     if model is not None:
         result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
     return result
+
+
+def online(folder: Path) -> dict[str, nn.Module]:
+    """The network with the weights that were not averaged, where training kept those (train.keep_raw)."""
+    if not (folder / "raw" / "model.json").is_file():
+        return {}
+    return {"online": load_model(folder / "raw").network.to(best_device())}
 
 
 def likelihood(

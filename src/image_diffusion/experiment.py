@@ -14,6 +14,7 @@ from image_diffusion.core.config import Config, load
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
+from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
 from image_diffusion.systems.diffusion import DiffusionSystem
@@ -21,6 +22,9 @@ from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.enlarging import check_wanted
 from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.systems.likelihood import check_likelihood
+from image_diffusion.systems.pairs import FilePairs, PairsConfig
+from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.prior_evaluation import PredictionConfig
 from image_diffusion.systems.rin import RinSystem
 from image_diffusion.training.config import TrainConfig
 
@@ -58,6 +62,8 @@ class Experiment(Config):
     """The space the network works in."""
     encode: EncodeConfig = EncodeConfig()
     """How images become latents."""
+    pairs: PairsConfig | None = None
+    """Where pairs of image and text embeddings come from; only for the system prior, which learns from them."""
     system: System
     """The network, the process and the objective."""
     train: TrainConfig
@@ -68,6 +74,8 @@ class Experiment(Config):
     """Which images are made from the trained weights."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How those images are judged."""
+    prediction: PredictionConfig = PredictionConfig()
+    """How a prior predicts image embeddings, to be judged by them; only for the system prior."""
     export: ExportConfig = ExportConfig()
     """What the model is written as for other programs."""
     resources: ResourcesConfig = ResourcesConfig()
@@ -79,6 +87,15 @@ class EncodeStage(Config):
 
     codec: CodecConfig
     encode: EncodeConfig
+
+
+class EmbedStage(Config):
+    """What `embed` runs with. source: where the files are, for pairs of type files."""
+
+    name: str
+    num_shards: int
+    pairs: PairsConfig
+    source: Embeddings | None
 
 
 class TrainStage(Config):
@@ -101,6 +118,7 @@ class EvaluateStage(Config):
     """What `evaluate` runs with."""
 
     evaluate: EvaluateConfig
+    prediction: PredictionConfig = PredictionConfig()
 
 
 class ExportStage(Config):
@@ -122,6 +140,9 @@ def check_experiment(
     codec_experiment: the experiment that trains the codec, base: that whose samples are enlarged, where there are. The
     network is built without memory (torch's meta device), so that its own checks speak.
     """
+    if isinstance(experiment.system, PriorSystem) or experiment.pairs is not None:
+        _check_prior(experiment)
+        return
     images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
     autoencoder = None
     if codec_experiment is not None and isinstance(codec_experiment.system, CodecSystem):
@@ -166,3 +187,25 @@ def _check_small_images(experiment: Experiment, base: Experiment | None) -> None
                 f"{base.data.channels} channels, but the network enlarges {side} x {side} with {data.channels}. Name "
                 f"one that fits, or change system.network.low_resolution."
             )
+
+
+def _check_prior(experiment: Experiment) -> None:
+    """Of a prior: whether it has pairs, and whether they and its other sections go together."""
+    system, pairs = experiment.system, experiment.pairs
+    if not isinstance(system, PriorSystem):
+        raise ValueError(f"The system {system.type} does not learn from pairs. Leave out the pairs section.")
+    if pairs is None:
+        raise ValueError("The system prior learns from pairs of embeddings. Add a section: pairs: {type: hashed}.")
+    if not isinstance(experiment.codec, Rgb):
+        raise ValueError("A prior has no codec: it learns from embeddings. Leave out the codec section.")
+    if isinstance(pairs, FilePairs) != isinstance(experiment.data.source, Embeddings):
+        raise ValueError(
+            f"pairs.type is {pairs.type} but data.source.type {experiment.data.source.type}. Files of embeddings take "
+            f"type files and source embeddings; all other pairs are made from images."
+        )
+    if experiment.train.flip_probability > 0:
+        raise ValueError(
+            f"train.flip_probability is {experiment.train.flip_probability}, but embeddings have no mirror image. Set "
+            f"it to 0."
+        )
+    experiment.prediction.check(system)

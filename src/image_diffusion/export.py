@@ -4,8 +4,9 @@
     python -m image_diffusion.export --read DiT-XL-2-256x256.pt --output results/dit/train
 
 The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec. The second reads the published DiT weights, a
-training checkpoint of the original, a diffusers folder of a DiT, or the published U-Nets of improved-diffusion and
-guided-diffusion, and writes weights.safetensors and model.json, from which `sample` makes images without training.
+training checkpoint of the original, a diffusers folder of a DiT, the published U-Nets of improved-diffusion and
+guided-diffusion, or a prior of DALLE2-pytorch, and writes weights.safetensors and model.json, from which `sample` makes
+images without training and `evaluate` judges a prior.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.iddpm import IddpmSystem
 from image_diffusion.systems.iddpm_published import read_iddpm
+from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.prior_published import is_prior, read_prior
 from image_diffusion.training.model import Model, load_codec, load_model
 
 
@@ -79,13 +82,15 @@ def _write_vae(network: Autoencoder, folder: Path) -> None:
 
 
 def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) -> None:
-    """Write a weights folder from a DiT or a U-Net that was trained elsewhere.
+    """Write a weights folder from a DiT, a U-Net or a prior that was trained elsewhere.
 
-    codec: the autoencoder of a DiT's latents. experiment: the file that describes a U-Net of no published name. Raises
+    codec: of a DiT's latents. experiment: the file that describes a U-Net or a prior of no published name. Raises
     ValueError listing what is missing, unexpected or of another shape.
     """
     content = {} if path.is_dir() else load_tensors(path)
-    if is_unet(content):
+    if is_prior(content):
+        _read_prior(content, path, experiment, folder)
+    elif is_unet(content):
         _read_unet(content, path, experiment, folder)
     else:
         _read_dit(path, content, codec, folder)
@@ -120,6 +125,18 @@ def _read_unet(tensors: Mapping[str, Tensor], path: Path, experiment: Path | Non
     _save(folder, tensors, system, spec, Rgb(), Rgb().identity)
 
 
+def _read_prior(content: Mapping[str, Any], path: Path, experiment: Path | None, folder: Path) -> None:
+    """A prior of DALLE2-pytorch, of a published name or as an experiment file describes it."""
+    described = None
+    if experiment is not None:
+        named = load_experiment(experiment).system
+        if not isinstance(named, PriorSystem):
+            raise ValueError(f"{path} is a prior, but {experiment} has system.type {named.type}. Use prior.")
+        described = named
+    tensors, system, spec = read_prior(content, path, described)
+    _save(folder, tensors, system, spec, Rgb(), Rgb().identity)
+
+
 def _save(
     folder: Path, tensors: Mapping[str, Tensor], system: Config, spec: DataSpec, codec: Config, identity: dict[str, Any]
 ) -> None:
@@ -151,7 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
     )
-    parser.add_argument("--experiment", type=Path, help="with --read: describes a U-Net of no published name")
+    parser.add_argument("--experiment", type=Path, help="with --read: describes a U-Net or prior of no published name")
     parser.add_argument("--output", type=Path, required=True, help="the folder to write")
     arguments = parser.parse_args()
 

@@ -30,6 +30,7 @@ from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.enlarging import shrink, small_held_out
 from image_diffusion.systems.generation import Generator, requested_labels
+from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.reconstruction import show_reconstructions
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Task
@@ -37,7 +38,9 @@ from image_diffusion.training.run import run
 
 
 def data_spec(data: Shards) -> DataSpec:
-    """What the stored samples fix about a network: crops are [C, H, W], latents [2, c, h, w]."""
+    """What the stored samples fix about a network: crops are [C, H, W], latents [2, c, h, w], pairs [2 + L, dim]."""
+    if data.manifest["kind"] == "pairs":
+        return DataSpec(channels=data.shape[-1], resolution=1)
     return DataSpec(channels=data.shape[-3], resolution=data.shape[-1], num_classes=data.num_classes)
 
 
@@ -67,6 +70,11 @@ def main() -> None:
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "
             f"train.global_batch = {stage.train.global_batch}. Add images, or make the batch smaller."
         )
+    if isinstance(stage.system, PriorSystem) != (training.manifest["kind"] == "pairs"):
+        raise ValueError(
+            f"{folder} holds {training.manifest['kind']}, from which a {stage.system.type} does not learn. Train a "
+            f"prior on pairs, every other system on crops or latents."
+        )
     output: Path = arguments.output.parent
     codec = codec_of(stage, training, arguments.codec_weights)
     spec = data_spec(training)
@@ -74,6 +82,8 @@ def main() -> None:
     side = stage.system.low_resolution if isinstance(stage.system, DiffusionSystem) else None
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        if isinstance(stage.system, PriorSystem):
+            return stage.system.batch(stored, streams)
         cond = {"label": label} if spec.num_classes and stage.system.is_conditional else {}
         x = codec.draw(stored, streams)
         if side is not None:
@@ -100,7 +110,8 @@ def main() -> None:
         images = held_out.gather(np.arange(min(held_out.num_samples, stage.train.validation_samples)))
         return show_reconstructions(network, images, stage.preview.batch_size, output / "previews", step)
 
-    preview = draw_preview if isinstance(stage.system, DiffusionSystem) else draw_reconstructions
+    draws_images = isinstance(stage.system, DiffusionSystem)
+    preview = None if isinstance(stage.system, PriorSystem) else draw_preview if draws_images else draw_reconstructions
 
     def build(world: World) -> Task:
         network: nn.Module = stage.system.build_network(spec)

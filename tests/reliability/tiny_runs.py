@@ -24,6 +24,7 @@ from image_diffusion.core.config import parse
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network
 from image_diffusion.systems import System
+from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Task
@@ -195,6 +196,19 @@ TINY: dict[str, dict[str, Any]] = {
         "network": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8},
         "objective": {"kl_weight": 0.1, "temperature": {"rate": 0.05}},
     },
+    "prior": {
+        "network": {
+            "depth": 1,
+            "num_heads": 2,
+            "head_width": 8,
+            "max_text_len": 4,
+            "ff_mult": 1,
+            "self_cond": True,
+            "attention_dropout": 0.1,
+            "ff_dropout": 0.1,
+        },
+        "process": {"type": "discrete", "schedule": {"type": "cosine"}, "num_timesteps": 20},
+    },
 }
 """Settings that make a system small enough to be trained hundreds of times, by its type."""
 
@@ -204,6 +218,8 @@ def _small(kind: str) -> Callable[[World], Task]:
 
     def build(world: World) -> Task:
         system = parse(System, {"type": kind, **TINY[kind]}, kind)
+        if isinstance(system, PriorSystem):
+            return _small_prior(system)
         spec = DataSpec(channels=4, resolution=8, num_classes=3)
         labelled = getattr(system, "is_conditional", False)
 
@@ -214,6 +230,22 @@ def _small(kind: str) -> Callable[[World], Task]:
         return Task(network, system.build_objective(spec), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]
 
     return build
+
+
+def _small_prior(system: PriorSystem) -> Task:
+    """A prior of pairs: the 32 rows of 8 numbers are an image, its caption, and the caption's tokens."""
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        return system.batch(stored.flatten(1, 2), streams)
+
+    spec = DataSpec(channels=8, resolution=1)
+    return Task(
+        system.build_network(spec),
+        system.build_objective(spec),
+        prepare,
+        Latents(),
+        Latents(29, seed=1),  # type: ignore[arg-type]
+    )
 
 
 KINDS = [kind.model_fields["type"].default for kind in typing.get_args(typing.get_args(System)[0])]
@@ -239,6 +271,7 @@ def config(**changes: Any) -> TrainConfig:
         "schedule": {"type": "cosine", "warmup_steps": 3},
         "grad_clip": 1.0,
         "ema": {"type": "exponential", "rates": [0.9, 0.99], "warmup": {"update_after_step": 2}},
+        "weights": "best",
         "checkpoint": {"every_steps": 4, "keep_last": 2},
         "log_every_steps": 3,
         "validate_every_steps": 5,

@@ -11,11 +11,11 @@ def finals(wildcards):
 
 def data_folder(plan):
     """Where the training examples of an experiment lie."""
-    return f"{results}/datasets/{plan['dataset']}/{plan['codec'] or 'crops'}"
+    return f"{results}/datasets/{plan['dataset']}/{plan['pairs'] or plan['codec'] or 'crops'}"
 
 
 def training_data(wildcards):
-    """The manifest of what an experiment trains on: latents, or crops."""
+    """The manifest of what an experiment trains on: latents, crops, or pairs of embeddings."""
     return f"{data_folder(plans[wildcards.experiment])}/manifest.json"
 
 
@@ -68,9 +68,30 @@ def results_of_experiment(name):
     return [*(f"{folder}/{path}" for path in made), *tokens]
 
 
-def crops(wildcards):
-    """The manifest of the crops that samples are compared with."""
-    return f"{results}/datasets/{plan_of(wildcards)['dataset']}/crops/manifest.json"
+def pair_sources(wildcards):
+    """What pairs of embeddings are made from: crops, or the note of files that others have embedded."""
+    plan = plan_of(wildcards)
+    name = "crops/manifest.json" if plan["pairs_of_images"] else "source.json"
+    return f"{results}/datasets/{plan['dataset']}/{name}"
+
+
+def pair_options(wildcards):
+    """How `embed` is told where those lie, and the detector where it looks at them."""
+    plan, folder = plan_of(wildcards), f"{results}/datasets/{wildcards.dataset}"
+    options = ["--data", f"{folder}/crops/manifest.json"] if plan["pairs_of_images"] else []
+    return [*options, "--detector", f"{folder}/detector"] if plan["pairs_of_detector"] else options
+
+
+def pair_detector(wildcards):
+    """The detector that looks at the images of pairs, where one does."""
+    folder = f"{results}/datasets/{wildcards.dataset}/detector"
+    return f"{folder}/detector.json" if plan_of(wildcards)["pairs_of_detector"] else []
+
+
+def real_data(wildcards):
+    """The manifest of the real data that a model is compared with: crops, or the pairs of a prior."""
+    plan = plan_of(wildcards)
+    return f"{results}/datasets/{plan['dataset']}/{plan['pairs'] or 'crops'}/manifest.json"
 
 
 def samples(wildcards):
@@ -87,7 +108,7 @@ def samples_option(wildcards):
 def detector(wildcards):
     """What the metrics look at images with, where it is made from the data set itself."""
     plan = plan_of(wildcards)
-    own = plan["detector"] == "inpipe"
+    own = plan["detector"] == "inpipe" and not plan["pairs"]
     return f"{results}/datasets/{plan['dataset']}/detector/detector.json" if own else []
 
 
@@ -118,6 +139,8 @@ def plan_of(wildcards):
         return plans[wildcards.experiment]
     if "codec" in wildcards.keys():
         return latents[wildcards.dataset, wildcards.codec]
+    if "pairs" in wildcards.keys():
+        return pair_sets[wildcards.dataset, wildcards.pairs]
     return datasets[wildcards.dataset]
 
 

@@ -8,7 +8,7 @@ rule evaluate:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
         samples=samples,
-        data=crops,
+        data=real_data,
         detector=detector,
     output:
         metrics=report(

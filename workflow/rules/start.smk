@@ -31,7 +31,7 @@ def stop(message):
 
 # ---- What the experiments resolve to
 
-stages = ["crop", "encode", "train", "sample", "evaluate", "export"]
+stages = ["crop", "encode", "embed", "train", "sample", "evaluate", "export"]
 commands = [*stages, "detect"]
 
 
@@ -129,6 +129,7 @@ def look_at_sources():
 long_stages = {
     "crop": ("datasets/{dataset}/crops/manifest.json", "datasets/{dataset}/config/crop.code"),
     "encode": ("datasets/{dataset}/{codec}/manifest.json", "datasets/{dataset}/config/encode-{codec}.code"),
+    "embed": ("datasets/{dataset}/{pairs}/manifest.json", "datasets/{dataset}/config/embed-{pairs}.code"),
     "train": ("{experiment}/train/weights.safetensors", "{experiment}/config/train.code"),
 }
 
@@ -154,6 +155,7 @@ plans = read_plans(config["experiments"])
 datasets = {plan["dataset"]: plan for plan in plans.values()}
 latents = {(plan["dataset"], plan["codec"]): plan for plan in plans.values() if plan["codec"]}
 latents |= {(plan["dataset"], plan["tokens"]): plan for plan in map(plan_of_tokens, plans.values()) if plan["tokens"]}
+pair_sets = {(plan["dataset"], plan["pairs"]): plan for plan in plans.values() if plan["pairs"]}
 if not workflow.remote_exec:
     look_at_sources()
     note_code()
@@ -163,5 +165,6 @@ wildcard_constraints:
     experiment="|".join(map(re.escape, plans)),
     dataset="|".join(map(re.escape, datasets)),
     codec="|".join(sorted({re.escape(codec) for _, codec in latents})) or "none",
+    pairs="|".join(sorted({re.escape(pairs) for _, pairs in pair_sets})) or "none",
     part=r"\d+",
     parts=r"\d+",

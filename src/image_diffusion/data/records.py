@@ -154,7 +154,7 @@ def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str,
 
 def content_digest(manifest: dict[str, Any]) -> str:
     """A digest that changes when any sample, its order or its split does, and with nothing else."""
-    names = ("format", "kind", "crop", "codec", "classes", "validation_fraction", "shards")
+    names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
     return digest({name: manifest[name] for name in names if name in manifest})
 
 

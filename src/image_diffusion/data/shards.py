@@ -19,7 +19,7 @@ from image_diffusion.data.records import FORMAT, content_digest, read_index
 from image_diffusion.data.remote import Remote, cache_folder
 from image_diffusion.data.tar import BLOCK
 
-Split = Literal["train", "validation", "all"]
+Split = Literal["train", "validation", "test", "all"]
 
 _DTYPES = {
     "uint8": torch.uint8,
@@ -57,7 +57,8 @@ class Shards:
                 f"{path} lists {len(index):,} samples but the manifest {counts.sum():,}. "
                 f"Run the stage that writes them again."
             )
-        chosen = _in_split(index["content"], manifest["validation_fraction"], split)
+        fractions = manifest["validation_fraction"], manifest.get("test_fraction", 0.0)
+        chosen = _in_split(index["content"], *fractions, split)
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
 
@@ -135,9 +136,9 @@ def open_shards(
     """Open the set of shards in a folder that `crop` or `encode` wrote.
 
     folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
-    `remote.cache_folder`). Numbers and order are the same. split: which samples; validation is chosen by the hash of
-    the content. codec_identity: the codec they are about to be used with, checked against the one that wrote them.
-    verify: also hash every shard and the index that lie on this machine.
+    `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the
+    hash of the content. codec_identity: the codec they are about to be used with, checked against the one that wrote
+    them. verify: also hash every shard and the index that lie on this machine.
     Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
     """
     is_url = "://" in str(folder)
@@ -174,12 +175,19 @@ def _check(path: Path, shard: dict[str, Any], verify: bool) -> None:
         raise ValueError(f"{path} is damaged: its sha256 is not the manifest's. Run the stage that writes it again.")
 
 
-def _in_split(content: NDArray[np.uint64], validation_fraction: float, split: Split) -> NDArray[np.int64]:
-    """The numbers of the samples of a split."""
+def _in_split(
+    content: NDArray[np.uint64], validation_fraction: float, test_fraction: float, split: Split
+) -> NDArray[np.int64]:
+    """The numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest."""
     if split == "all":
         return np.arange(len(content))
-    validation = content < np.uint64(min(int(validation_fraction * 2.0**64), 2**64 - 1))
-    return np.flatnonzero(validation if split == "validation" else ~validation)
+    held_out = content < _share(validation_fraction + test_fraction)
+    validation = content < _share(validation_fraction)
+    return np.flatnonzero({"train": ~held_out, "validation": validation, "test": held_out & ~validation}[split])
+
+
+def _share(fraction: float) -> np.uint64:
+    return np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 
 def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -91,7 +91,8 @@ def load_tensors(path: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"{path} holds more than tensors and plain data ({refused.partition('. ')[0]}), and is not loaded, because "
             f"that would run code from it. If you trust it, save its weights alone: "
-            f"torch.save(torch.load('{path.name}', weights_only=False)['ema'], 'weights.pt')."
+            f"torch.save(torch.load('{path.name}', weights_only=False)['ema'], 'weights.pt'), of a "
+            f"prior ['ema_model']."
         ) from None
     except Exception as error:  # damaged bytes make the readers fail in any way
         reason = str(error).partition(". ")[0] or type(error).__name__

@@ -8,9 +8,12 @@ from image_diffusion.systems.autoencoder import AutoencoderSystem
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.rin import RinSystem
 
-System = Annotated[DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem, Field(discriminator="type")]
+System = Annotated[
+    DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem | PriorSystem, Field(discriminator="type")
+]
 
 CodecSystem = AutoencoderSystem | DVAESystem
 """The systems that are trained on pixels to be the codec of others; they make no samples."""

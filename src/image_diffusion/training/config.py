@@ -42,8 +42,11 @@ class TrainConfig(Config):
     """Largest norm of the gradient; unset: no limit."""
     ema: Ema = ExponentialEma()
     """Running averages of the weights."""
-    weights: Literal["ema", "raw"] = "ema"
-    """What is written at the end: the first average, or the weights as trained."""
+    weights: Literal["ema", "raw", "best"] = "ema"
+    """What is written at the end: the first average; the weights as trained; or the first average as it was at the
+    validation with the smallest loss, which checkpoints then hold beside the latest."""
+    keep_raw: bool = False
+    """Also write the weights as trained, into the folder `raw` beside the others."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     """In what the network computes; weights, moments and averages are float32 always. fp16 scales the loss."""
     tf32: bool = False
@@ -77,7 +80,17 @@ class TrainConfig(Config):
     def _weights_exist(self) -> TrainConfig:
         if self.weights == "ema" and not self.ema.names:
             raise ValueError("weights is ema but ema.rates is empty. Name a rate, or set weights to raw.")
+        if self.weights == "best" and self.validate_every_steps is None:
+            raise ValueError(
+                "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
+            )
         return self
+
+    def keeps(self, step: int) -> bool:
+        """Whether the weights of a step can be had after the training: those of the end, and of checkpoints kept."""
+        every = self.checkpoint.keep_every
+        is_saved = step % self.checkpoint.every_steps == 0
+        return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
 
     def identity(self) -> dict[str, Any]:
         """What of this section a run is: a checkpoint of another identity is never continued.
@@ -85,8 +98,8 @@ class TrainConfig(Config):
         Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
         """
         free = {
-            "microbatch", "weights", "compile", "channels_last", "init_from", "checkpoint", "log_every_steps",
-            "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
+            "microbatch", "weights", "keep_raw", "compile", "channels_last", "init_from", "checkpoint",
+            "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
         }  # fmt: skip
         if not self.schedule.has_horizon:
             free.add("steps")

@@ -63,6 +63,15 @@ class Task:
     grid: Callable[[nn.Module, int], Mapping[str, Path | float]] | None = None
 
 
+@dataclass(frozen=True)
+class Best:
+    """The first average at the validation with the smallest loss so far. vector: of the flat layout."""
+
+    loss: float
+    step: int
+    vector: Tensor
+
+
 class Parts:
     """A run's moving parts, on this process's device, the same in every process."""
 
@@ -72,6 +81,10 @@ class Parts:
             raise ValueError(
                 f"{world.size} processes cannot share a global batch of {config.global_batch}. "
                 f"Use at most {config.global_batch} processes."
+            )
+        if config.weights == "best" and task.validation is None:
+            raise ValueError(
+                "train.weights is best, but no sample is held out to tell which are. Hold some out for validation."
             )
         set_up_machine(config.tf32, strict)
         layout = torch.channels_last if config.channels_last else torch.preserve_format
@@ -88,6 +101,7 @@ class Parts:
         )
         self._synchronise()
         self.averages = Averages(config.ema, self.flat.values)
+        self.best: Best | None = None
         self._layout = layout
         if config.compile:
             self.network.compile()
@@ -133,6 +147,11 @@ class Parts:
         self.precision.scaler.update()
         self.averages.update(step)
 
+    def validated(self, step: int, loss: float) -> None:
+        """Take in the loss of a validation, the same in every process: the best average is kept, where it is wanted."""
+        if self.config.weights == "best" and (self.best is None or loss < self.best.loss):
+            self.best = Best(loss, step, self._first_average().clone())
+
     def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
         """Take in what a step gave, without waiting for it: for the log, for the alarm, for the objective."""
         self.meter.add(losses, norm)
@@ -145,7 +164,7 @@ class Parts:
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """The network in evaluation mode, with the first average for its weights where there is one."""
-        average = next(iter(self.averages.vectors.values()), self.flat.values)
+        average = self._first_average()
         kept = self.flat.values.clone()
         self.network.eval()
         try:
@@ -162,10 +181,17 @@ class Parts:
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors that are written at the end, under the network's own names."""
-        state = {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()}
+        state = self.raw_weights()
         if self.config.weights == "ema":
             state |= self.flat.named(next(iter(self.averages.vectors.values())))
+        if self.config.weights == "best":
+            assert self.best is not None, "the last step is validated"
+            state |= self.flat.named(self.best.vector)
         return state
+
+    def raw_weights(self) -> dict[str, Tensor]:
+        """The tensors as trained, under the network's own names."""
+        return {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()}
 
     def capture(self, step: int, reports_due: bool) -> Checkpoint:
         """A checkpoint of this moment, still on the device. All processes call it together."""
@@ -185,6 +211,9 @@ class Parts:
             "objective": objective.state_dict() if isinstance(objective, Remembers) else {},
         }
         extra = {"precision": self.precision.state()} if self.precision.skips_overflow else {}
+        if self.best is not None:
+            groups["best"] = self.flat.named(self.best.vector)
+            extra["best"] = {"loss": self.best.loss, "step": self.best.step}
         return Checkpoint(step, step * self.config.global_batch, reports_due, groups, extra)
 
     def restore(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
@@ -201,6 +230,9 @@ class Parts:
                 prefix = f"{moment}/"
                 named = {n.removeprefix(prefix): t for n, t in groups["optimizer"].items() if n.startswith(prefix)}
                 self.flat.fill(vector, named)
+            if "best" in groups:  # only this process writes it
+                self.best = Best(**checkpoint.extra["best"], vector=torch.zeros_like(self.flat.values))
+                self.flat.fill(self.best.vector, groups["best"])
             small = {f"{group}/{n}": t for group in ("meter", "objective") for n, t in groups[group].items()}
             note = json.dumps([checkpoint.step, checkpoint.reports_due, checkpoint.extra])
         small, note = self.world.broadcast_small(small, note)
@@ -215,7 +247,13 @@ class Parts:
             self.task.objective.load_state_dict(_within("objective/", small))
         if "precision" in extra:
             self.precision.load(extra["precision"])
+        if "best" in extra and self.best is None:
+            self.best = Best(**extra["best"], vector=self._first_average().clone())
         return step, reports_due
+
+    def _first_average(self) -> Tensor:
+        """The average that counts; the weights themselves where there is none."""
+        return next(iter(self.averages.vectors.values()), self.flat.values)
 
     def _synchronise(self) -> None:
         """Give every process the weights and buffers of the first one."""

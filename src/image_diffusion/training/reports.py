@@ -138,6 +138,7 @@ class Reports:
                 dist.all_reduce(rows)  # every row is one process's and zero elsewhere: no rounding
         means = means_of({key: rows.sum(0) for key, rows in sums.items()})
         self._journal.metrics({f"validation/{key}": value for key, value in means.items()}, step)
+        parts.validated(step, means["loss"])
         return True
 
     def _draw(self, step: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,11 +86,14 @@ def _warm_start(parts: Parts, folder: Path) -> None:
 
 def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
     config = parts.config
-    average = next(iter(parts.averages.vectors)) if config.weights == "ema" else None
-    record = {
-        **model,
-        "step": config.steps,
-        "examples_seen": config.steps * config.global_batch,
-        "ema": average,
-    }
-    save_weights(output, parts.weights(), record)
+    first = next(iter(parts.averages.vectors), None)
+    step = parts.best.step if config.weights == "best" and parts.best is not None else config.steps
+
+    def record(step: int, average: str | None) -> dict[str, Any]:
+        return {**model, "step": step, "examples_seen": step * config.global_batch, "ema": average}
+
+    if config.keep_raw:
+        save_weights(output / "raw", parts.raw_weights(), record(config.steps, None))
+    else:
+        shutil.rmtree(output / "raw", ignore_errors=True)
+    save_weights(output, parts.weights(), record(step, None if config.weights == "raw" else first))

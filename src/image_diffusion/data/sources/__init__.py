@@ -5,9 +5,10 @@ from typing import Annotated
 from pydantic import Field
 
 from image_diffusion.data.sources.digits import Digits
+from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.huggingface import HuggingFace
 from image_diffusion.data.sources.table import Table
 from image_diffusion.data.sources.webdataset import Webdataset
 
-Source = Annotated[Folder | Digits | Table | Webdataset | HuggingFace, Field(discriminator="type")]
+Source = Annotated[Folder | Digits | Table | Webdataset | HuggingFace | Embeddings, Field(discriminator="type")]

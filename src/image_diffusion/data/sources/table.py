@@ -58,15 +58,24 @@ class Table(Config):
         table = Path(self.path)
         if not table.is_file():
             raise ValueError(f"data.source.path: {table} does not exist. Give a .csv or .parquet file.")
-        columns = _read_csv(table) if table.suffix.lower() == ".csv" else _read_parquet(table)
-        for name in (self.path_column, self.label_column):
-            if name is not None and name not in columns:
-                raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(columns)}.")
+        columns = read_columns(table, *filter(None, (self.path_column, self.label_column)))
         paths = columns[self.path_column]
         if not paths:
             raise ValueError(f"{table} has no rows. Give one row an image.")
         labels = [None] * len(paths) if self.label_column is None else columns[self.label_column]
         return list(zip(paths, labels, strict=True))
+
+
+def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:
+    """The columns of a `.csv` or `.parquet` file, cells as text, empty where there is nothing.
+
+    Raises ValueError for a file that cannot be read, or without a wanted column.
+    """
+    columns = _read_csv(table) if table.suffix.lower() == ".csv" else _read_parquet(table)
+    for name in wanted:
+        if name not in columns:
+            raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(columns)}.")
+    return columns
 
 
 def _read_csv(table: Path) -> dict[str, list[str]]:

@@ -1,0 +1,57 @@
+"""A text encoder that knows no language: every word, and every two words side by side, is a fixed random direction.
+
+What it is for: pairs of image and caption without any download, for demos and tests. Equal captions have equal
+embeddings, captions that share words lie nearer to one another than those that do not, and that is all: it knows no
+synonyms, and shares no space with any image. (Weinberger et al. 2009, "Feature hashing", with Gaussian directions.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.core.streams import Streams
+
+_SEED = 0
+VERSION = 1
+"""Part of the identity: another rule makes other embeddings."""
+
+
+class HashingText:
+    """Captions -> embeddings of norm 1. dim: their dimension. num_tokens: encodings given of the words of a caption."""
+
+    def __init__(self, dim: int, num_tokens: int = 0) -> None:
+        self.dim, self.num_tokens = dim, num_tokens
+        self.identity: dict[str, Any] = {"type": "hashing", "version": VERSION, "dim": dim, "num_tokens": num_tokens}
+
+    def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        """N captions -> text embeddings float32 [N, dim], and encodings [N, num_tokens, dim]: one a word, rows of zeros
+        after the last, words past the last row left out. Raises ValueError for a caption without any word."""
+        texts, tokens = torch.zeros(len(captions), self.dim), torch.zeros(len(captions), self.num_tokens, self.dim)
+        for i, caption in enumerate(captions):
+            words = words_of(caption)
+            if not words:
+                raise ValueError(f"The caption {caption!r} has no word. Give every pair a caption.")
+            directions = self._directions(words)  # [number of words, dim]
+            both = self._directions([" ".join(pair) for pair in pairwise(words)])
+            texts[i] = F.normalize(directions.sum(0) + both.sum(0), dim=0)
+            shown = min(len(words), self.num_tokens)
+            tokens[i, :shown] = F.normalize(directions[:shown], dim=1)
+        return texts, tokens
+
+    def _directions(self, words: list[str]) -> Tensor:
+        """Standard normal numbers [number of words, dim] that the words alone decide."""
+        keys = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little", signed=True) for word in words]
+        sample = torch.tensor(keys, dtype=torch.int64)
+        return Streams(_SEED, torch.zeros_like(sample), sample).normal("word", (self.dim,))
+
+
+def words_of(caption: str) -> list[str]:
+    """The words of a caption in lower case, in their order."""
+    return re.findall(r"\w+", caption.lower())

@@ -1,0 +1,77 @@
+"""Captions of images: made from their classes, or read from a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from image_diffusion.core.config import Config
+from image_diffusion.data.records import Sample
+from image_diffusion.data.sources.table import read_columns
+
+
+class ClassCaptions(Config):
+    """A caption for each class."""
+
+    type: Literal["classes"] = "classes"
+    """Captions made from class names."""
+    template: str = "a photo of a {}"
+    """The caption, with {} for the name of the class."""
+
+    @field_validator("template")
+    @classmethod
+    def _names_the_class(cls, value: str) -> str:
+        if value.count("{}") != 1:
+            raise ValueError(f"{value!r} must hold {{}} once, where the name of the class goes.")
+        return value
+
+    def of(self, samples: Sequence[Sample], classes: Sequence[str]) -> list[str]:
+        """The caption of each sample. Raises ValueError without classes."""
+        if not classes:
+            raise ValueError(
+                "pairs.captions.type is classes, but the data have no classes. Put images into class folders, or set "
+                "it to table."
+            )
+        names = [self.template.replace("{}", name.replace("_", " ")) for name in classes]
+        return [names[sample.label or 0] for sample in samples]
+
+
+class TableCaptions(Config):
+    """Captions from a CSV or Parquet file."""
+
+    type: Literal["table"] = "table"
+    """Captions from a table."""
+    path: str = Field(min_length=1)
+    """The table: `.csv` with a header line, or `.parquet`."""
+    path_column: str = "path"
+    """Name of the column of images, named as in the data set: the path within its folder, or tar and key."""
+    caption_column: str = "caption"
+    """Name of the column of captions."""
+
+    def of(self, samples: Sequence[Sample], classes: Sequence[str]) -> list[str]:
+        """The caption of each sample. Raises ValueError, naming the first, where one is missing."""
+        known = _read(self.path, self.path_column, self.caption_column)
+        missing = [sample.path for sample in samples if sample.path not in known]
+        if missing:
+            raise ValueError(
+                f"{self.path} has no {self.caption_column} for {len(missing):,} of {len(samples):,} images, the first "
+                f"is {missing[0]}. Give every image a caption, or take it out of the data set."
+            )
+        return [known[sample.path] for sample in samples]
+
+
+Captions = Annotated[ClassCaptions | TableCaptions, Field(discriminator="type")]
+
+
+@lru_cache(maxsize=1)
+def _read(path: str, path_column: str, caption_column: str) -> dict[str, str]:
+    table = Path(path)
+    if not table.is_file():
+        raise ValueError(f"pairs.captions.path: {table} does not exist. Give a .csv or .parquet file.")
+    columns = read_columns(table, path_column, caption_column)
+    rows = zip(columns[path_column], columns[caption_column], strict=True)
+    return {path: caption for path, caption in rows if caption.strip()}

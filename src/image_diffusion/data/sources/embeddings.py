@@ -1,0 +1,198 @@
+"""Embeddings that others have computed: the folder that clip-retrieval writes and LAION publishes.
+
+    img_emb/img_emb_0.npy, img_emb_1.npy, …         float [n, dim], one row an image
+    text_emb/text_emb_0.npy, …                      float [n, dim], one row a caption; may be absent
+    metadata/metadata_0.parquet, …                  one row a pair, with its caption
+
+Parts belong together by the number that their names end in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from image_diffusion.core.config import Config
+from image_diffusion.data.sources.listing import Item, Listing, Stamp, stamp_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: as many rows in each of its files. text, metadata: None where the source has none."""
+
+    image: Path
+    text: Path | None
+    metadata: Path | None
+    num_rows: int
+    dim: int
+
+
+class Embeddings(Config):
+    """Embeddings of images and captions in `.npy` parts, captions in Parquet. There are no images to crop."""
+
+    type: Literal["embeddings"] = "embeddings"
+    """Embeddings as clip-retrieval, img2dataset and LAION write them."""
+    path: str = Field(min_length=1)
+    """The folder."""
+    images: str = "img_emb"
+    """Folder in it with the parts of image embeddings."""
+    texts: str | None = "text_emb"
+    """Folder in it with the parts of text embeddings; null: there are none, captions are embedded."""
+    metadata: str | None = "metadata"
+    """Folder in it with the parts of captions, Parquet; null: there are none."""
+    caption_column: str = "caption"
+    """Name of the column of captions."""
+    id_column: str | None = None
+    """Name of the column that names a pair for good, which decides its split; unset: its part and row."""
+
+    def listing(self) -> Listing:
+        """There are no images. Raises ValueError."""
+        raise ValueError("data.source.type is embeddings: there are no images to crop. Set pairs.type to files.")
+
+    def read(self, item: Item) -> bytes:
+        """There are no images. Raises OSError."""
+        raise OSError(f"{item.name} is an embedding, not an image")
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Every part's files. Raises ValueError as `parts` does."""
+        paths = [path for part in self.parts() for path in (part.image, part.text, part.metadata) if path]
+        return {f"{path.parent.name}/{path.name}": (str(path), stamp_of(path)) for path in paths}
+
+    def parts(self) -> list[Part]:
+        """The parts, by number. Raises ValueError for files that are missing, unreadable or do not fit together."""
+        if self.metadata is None and self.texts is None:
+            raise ValueError("data.source names neither texts nor metadata: nothing tells of the captions. Give one.")
+        if self.metadata is None and self.id_column is not None:
+            raise ValueError(f"data.source.id_column is {self.id_column}, but there is no metadata. Leave it out.")
+        images = self._numbered(self.images, ".npy")
+        texts = self._numbered(self.texts, ".npy") if self.texts is not None else None
+        metadata = self._numbered(self.metadata, ".parquet") if self.metadata is not None else None
+        for others, folder in ((texts, self.texts), (metadata, self.metadata)):
+            if others is not None and others.keys() != images.keys():
+                number = min(others.keys() ^ images.keys())
+                has, lacks = (self.images, folder) if number in images else (folder, self.images)
+                raise ValueError(
+                    f"data.source.path: {self.path}/{has} has a part {number}, but {self.path}/{lacks} has none. Copy "
+                    f"every part of both."
+                )
+        found: list[Part] = []
+        for number, image in sorted(images.items()):
+            rows, dim = open_rows(image).shape
+            text = texts[number] if texts is not None else None
+            table = metadata[number] if metadata is not None else None
+            if text is not None:
+                found_rows, text_dim = open_rows(text).shape
+                _same_count(image, rows, text, found_rows)
+                if text_dim != dim:
+                    raise ValueError(
+                        f"{image} has embeddings of {dim} dimensions but {text} of {text_dim}. Use those of one model."
+                    )
+            if table is not None:
+                _same_count(image, rows, table, _table_rows(table))
+            if found and dim != found[0].dim:
+                raise ValueError(
+                    f"{image} has embeddings of {dim} dimensions but {found[0].image} of {found[0].dim}. Use those of "
+                    f"one model."
+                )
+            found.append(Part(image, text, table, rows, dim))
+        return found
+
+    def captions(self, part: Part) -> list[str]:
+        """Every caption of a part. Raises ValueError, naming the first row, where one is missing."""
+        assert part.metadata is not None
+        found = _column(part.metadata, self.caption_column)
+        missing = [row for row, caption in enumerate(found) if not caption.strip()]
+        if missing:
+            raise ValueError(
+                f"{part.metadata}: {len(missing):,} of {len(found):,} rows have no {self.caption_column}, the first is "
+                f"row {missing[0]}. Every pair needs a caption: remove those rows from every file of the part."
+            )
+        return found
+
+    def ids(self, part: Part, number: int) -> list[str]:
+        """What names each pair of part number `number` for good. Raises ValueError where two have one name."""
+        if self.id_column is None:
+            return [f"{number}/{row}" for row in range(part.num_rows)]
+        assert part.metadata is not None
+        found = _column(part.metadata, self.id_column)
+        if len(set(found)) != len(found) or "" in found:
+            raise ValueError(
+                f"{part.metadata}: column {self.id_column} does not name each pair on its own. Choose another column, "
+                f"or leave data.source.id_column out."
+            )
+        return found
+
+    def _numbered(self, name: str, suffix: str) -> dict[int, Path]:
+        folder = Path(self.path) / name
+        if not folder.is_dir():
+            raise ValueError(f"data.source.path: {folder} does not exist. Give the folder that holds {name}.")
+        found: dict[int, Path] = {}
+        for path in sorted(folder.glob(f"*{suffix}")):
+            match = re.search(r"(\d+)$", path.stem)
+            if match is None or int(match[1]) in found:
+                raise ValueError(f"{path} has no number of its own at the end of its name. Name parts like {name}_0.")
+            found[int(match[1])] = path
+        if not found:
+            raise ValueError(
+                f"data.source.path: {folder} holds no {suffix} file. Give the folder that holds the parts."
+            )
+        return found
+
+
+def open_rows(path: Path) -> NDArray[np.floating]:
+    """The embeddings in a `.npy` file, [n, dim], memory-mapped. Raises ValueError for anything else."""
+    try:
+        rows: NDArray[np.floating] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is not a .npy file of numbers: {error}. Copy it again.") from None
+    if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.floating) or 0 in rows.shape:
+        raise ValueError(f"{path} holds {rows.dtype} {list(rows.shape)}, not embeddings, floats [n, dim].")
+    return rows
+
+
+def _same_count(first: Path, rows: int, second: Path, other: int) -> None:
+    if rows != other:
+        raise ValueError(f"{first} has {rows:,} rows but {second} has {other:,}. Both must tell of the same pairs.")
+
+
+def _table_rows(path: Path) -> int:
+    parquet, failures = _pyarrow()
+    try:
+        count: int = parquet.read_metadata(path).num_rows
+    except failures as error:
+        raise ValueError(f"{path} is not valid Parquet: {' '.join(str(error).split())}") from None
+    return count
+
+
+@lru_cache(maxsize=4)
+def _column(path: Path, name: str) -> list[str]:
+    parquet, failures = _pyarrow()
+    try:
+        known: Sequence[str] = parquet.read_schema(path).names
+        if name not in known:
+            raise ValueError(f"{path} has no column '{name}'. Known: {', '.join(known)}.")
+        cells = parquet.read_table(path, columns=[name]).column(0).to_pylist()
+    except failures as error:
+        raise ValueError(f"{path} is not valid Parquet: {' '.join(str(error).split())}") from None
+    return ["" if cell is None else str(cell) for cell in cells]
+
+
+def _pyarrow() -> tuple[Any, tuple[type[Exception], ...]]:
+    """The module that reads Parquet, and what it raises."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            "data.source.type is embeddings, whose captions are Parquet: that needs the package pyarrow. Run: python "
+            "-m pip install pyarrow"
+        ) from None
+    return pyarrow.parquet, (pyarrow.ArrowException, OSError)

@@ -1,0 +1,47 @@
+"""Stage `embed`: crops and captions, or the embeddings of others -> shards of pairs of embeddings.
+
+    python -m image_diffusion.embed --config embed.yaml --data crops/manifest.json --detector detector \\
+        --output pairs-hashed/manifest.json
+
+Which of --data and --detector are wanted follows from pairs.type. Shards that are up to date are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from image_diffusion.core import command
+from image_diffusion.core.config import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.data.pairs import write_pairs
+from image_diffusion.experiment import EmbedStage
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.embed", description="Images, captions -> pairs.")
+    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
+    parser.add_argument("--data", type=Path, help="manifest.json of the crops, where pairs are made from images")
+    parser.add_argument("--detector", type=Path, help="folder that detect wrote, for pairs.type hashed")
+    parser.add_argument("--output", type=Path, required=True, help="manifest.json to write")
+    parser.add_argument("--journal", type=Path, help="folder of journals to log to")
+    arguments = parser.parse_args()
+
+    stage = load(EmbedStage, arguments.config)
+    crops = arguments.data.parent if arguments.data else None
+    with Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal() as journal:
+        journal.params(dump(stage))
+        pairs = stage.pairs.build(crops, stage.source, stage.num_shards, arguments.detector, best_device())
+        splits = stage.pairs.splits
+        manifest, written = write_pairs(pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent)
+        journal.metrics({"pairs": manifest["num_samples"]}, step=0)
+    tokens = f" and {pairs.num_tokens} tokens" if pairs.num_tokens else ""
+    print(
+        f"embed: {manifest['num_samples']:,} pairs of {pairs.dim} dimensions{tokens} in {len(manifest['shards'])} "
+        f"shards ({written} written)"
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,289 @@
+"""Where the pairs of the prior come from: the section `pairs` of an experiment.
+
+`hashed` needs no download: images as the small classifier of the data's own classes sees them, captions through a
+hashing encoder. `clip` embeds both by a CLIP. `files` takes embeddings that others have computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.codecs.clip import ClipConfig
+from image_diffusion.codecs.hashing import HashingText
+from image_diffusion.core.config import Config, dump
+from image_diffusion.core.files import digest
+from image_diffusion.data.captions import Captions, ClassCaptions
+from image_diffusion.data.pairs import PairSet, Splits
+from image_diffusion.data.records import Sample, key_prefix, read_record
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
+from image_diffusion.data.tar import KEY_DIGITS
+from image_diffusion.metrics.detector import FEATURES, load_detector
+
+
+class _Pairs(Config):
+    splits: Splits = Splits()
+    """Shares of train, validation and test, by the hash of a pair's id."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """How embeddings are stored."""
+    num_tokens: int = Field(0, ge=0)
+    """Encodings of single tokens kept of each caption, beside its embedding; 0: none."""
+
+
+class HashedPairs(_Pairs):
+    """Pairs of the crops and their classes, without any download."""
+
+    type: Literal["hashed"] = "hashed"
+    """Image embeddings from the classifier that `detect` trains, text embeddings from a hashing encoder."""
+    captions: Captions = ClassCaptions()
+    """What the captions are."""
+
+    @property
+    def name(self) -> str:
+        """The folder of the pairs."""
+        return "pairs-hashed"
+
+    def dimension(self) -> int:
+        """Of an embedding."""
+        return FEATURES
+
+    def build(
+        self,
+        crops: Path | None,
+        source: Embeddings | None,
+        num_shards: int,
+        detector: Path | None,
+        device: torch.device,
+    ) -> PairSet:
+        """What makes the pairs. Raises ValueError for what is missing."""
+        if crops is None or detector is None:
+            raise ValueError("Hashed pairs are made from crops and their detector: give --data and --detector.")
+        seen = load_detector(detector, str(device))
+        return CropPairs(crops, _Detected(seen), HashingText(FEATURES, self.num_tokens), self.captions)
+
+
+class ClipPairs(_Pairs):
+    """Pairs of the crops and their captions, by a CLIP."""
+
+    type: Literal["clip"] = "clip"
+    """Image and text embeddings from a CLIP."""
+    clip: ClipConfig = ClipConfig()
+    """Which CLIP."""
+    captions: Captions = ClassCaptions()
+    """What the captions are."""
+
+    @property
+    def name(self) -> str:
+        """The folder of the pairs."""
+        return "pairs-clip"
+
+    def dimension(self) -> None:
+        """Of an embedding: known once the CLIP is loaded."""
+
+    def build(
+        self,
+        crops: Path | None,
+        source: Embeddings | None,
+        num_shards: int,
+        detector: Path | None,
+        device: torch.device,
+    ) -> PairSet:
+        """What makes the pairs. Raises ValueError for what is missing."""
+        if crops is None:
+            raise ValueError("Pairs by a CLIP are made from crops: give --data.")
+        clip = self.clip.build(device, self.num_tokens)
+        return CropPairs(crops, clip, clip, self.captions)
+
+
+class FilePairs(_Pairs):
+    """Pairs that others have embedded; data.source tells where."""
+
+    type: Literal["files"] = "files"
+    """Embeddings in files (data.source.type: embeddings)."""
+    clip: ClipConfig | None = None
+    """Embeds the captions where the files have no text embeddings, or num_tokens is not 0."""
+
+    @property
+    def name(self) -> str:
+        """The folder of the pairs."""
+        return "pairs-files"
+
+    def dimension(self) -> None:
+        """Of an embedding: known once the files are read."""
+
+    def build(
+        self,
+        crops: Path | None,
+        source: Embeddings | None,
+        num_shards: int,
+        detector: Path | None,
+        device: torch.device,
+    ) -> PairSet:
+        """What makes the pairs. Raises ValueError for what is missing."""
+        if source is None:
+            raise ValueError("Pairs of files need their source. Set data.source.type to embeddings.")
+        needs_text = source.texts is None or self.num_tokens > 0
+        if needs_text and (self.clip is None or source.metadata is None):
+            raise ValueError(
+                "Captions have to be embedded, since data.source.texts is null or pairs.num_tokens is not 0: set "
+                "pairs.clip, and data.source.metadata to the folder of captions."
+            )
+        text = self.clip.build(device, self.num_tokens) if needs_text and self.clip is not None else None
+        return StoredPairs(source, num_shards, text)
+
+
+PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs, Field(discriminator="type")]
+
+
+class ImageEncoder(Protocol):
+    """Images -> embeddings."""
+
+    dim: int
+    identity: dict[str, Any]
+
+    def images(self, images: Tensor) -> Tensor:
+        """Uint8 [B, C, H, W] -> float32 [B, dim]."""
+        ...
+
+
+class TextEncoder(Protocol):
+    """Captions -> embeddings."""
+
+    dim: int
+    num_tokens: int
+    identity: dict[str, Any]
+
+    def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
+        """N captions -> [N, dim] and [N, num_tokens, dim], on the CPU."""
+        ...
+
+
+class _Detected:
+    """The features of a detector, of norm 1."""
+
+    def __init__(self, detector: Any) -> None:
+        self._detector, self.dim = detector, FEATURES
+        self.identity: dict[str, Any] = {"type": "detector", "sha256": detector.identity["sha256"]}
+
+    @torch.inference_mode()
+    def images(self, images: Tensor) -> Tensor:
+        return F.normalize(self._detector(images).features, dim=1)
+
+
+class CropPairs:
+    """Pairs made from crops, a shard from each of theirs."""
+
+    def __init__(self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions) -> None:
+        if images.dim != texts.dim:
+            raise ValueError(
+                f"Image embeddings have {images.dim} dimensions but text embeddings {texts.dim}. Use those of one "
+                f"model."
+            )
+        self._folder, self._crops = crops, open_shards(crops, "all")
+        self._images, self._texts, self._captions = images, texts, captions
+        self.dim, self.num_tokens = images.dim, texts.num_tokens
+        self.identity: dict[str, Any] = {
+            "image": images.identity,
+            "text": texts.identity,
+            "shared_space": images.identity == texts.identity,
+        }
+        entries = self._crops.manifest["shards"]
+        self.num_shards = len(entries)
+        counts = [entry["num_samples"] for entry in entries]
+        self._first = [sum(counts[:shard]) for shard in range(len(counts))]
+
+    def samples(self, shard: int) -> list[Sample]:
+        """Those of the crops: their ids are the hashes of the images."""
+        return read_record(self._folder, shard).samples
+
+    def made_from(self, shard: int) -> str:
+        """The crops, and their captions."""
+        entry = self._crops.manifest["shards"][shard]
+        return digest([entry["sha256"], self._of(self.samples(shard))])
+
+    def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
+        images = self._crops.gather(np.arange(start, stop) + self._first[shard])
+        texts, tokens = self._texts(self._of(self.samples(shard)[start:stop]))
+        rows: NDArray[np.float32] = torch.cat(
+            [self._images.images(images).cpu()[:, None], texts[:, None], tokens], 1
+        ).numpy()
+        return rows
+
+    def _of(self, samples: list[Sample]) -> list[str]:
+        return self._captions.of(samples, self._crops.classes)
+
+
+class StoredPairs:
+    """Pairs read from parts, cut into shards of equal size whatever the parts are."""
+
+    def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
+        self._source, self._text = source, text
+        self._parts = source.parts()
+        self._starts = np.cumsum([0, *(part.num_rows for part in self._parts)]).tolist()
+        self.dim, self.num_tokens = self._parts[0].dim, text.num_tokens if text else 0
+        if text is not None and text.dim != self.dim:
+            raise ValueError(
+                f"Image embeddings have {self.dim} dimensions but pairs.clip embeds captions in {text.dim}. Choose the "
+                f"CLIP that embedded the images."
+            )
+        self.num_shards = min(num_shards, self._starts[-1])
+        files = {"image": {"type": "files"}, "text": {"type": "files"} if text is None else text.identity}
+        self.identity: dict[str, Any] = {**files, "source": dump(source) | {"path": ""}, "shared_space": True}
+
+    def samples(self, shard: int) -> list[Sample]:
+        found: list[Sample] = []
+        for number, part, rows in self._pieces(*self._range(shard)):
+            ids = self._source.ids(part, number)[rows]
+            if part.metadata is not None:
+                self._source.captions(part)  # raises where one is missing
+            for row, each in zip(range(rows.start, rows.stop), ids, strict=True):
+                key = f"{key_prefix(shard)}{len(found):0{KEY_DIGITS}d}"
+                sha256 = hashlib.sha256(each.encode()).hexdigest()
+                found.append(Sample(key, f"{part.image.name} row {row}", sha256, None, (0, 0), []))
+        return found
+
+    def made_from(self, shard: int) -> str:
+        """The numbers and captions themselves: touching or copying a file changes nothing."""
+        content = hashlib.sha256()
+        for number, part, rows in self._pieces(*self._range(shard)):
+            for path in filter(None, (part.image, part.text)):
+                content.update(np.ascontiguousarray(open_rows(path)[rows]).tobytes())
+            captions = self._source.captions(part)[rows] if part.metadata is not None else []
+            content.update(digest([captions, self._source.ids(part, number)[rows]]).encode())
+        return content.hexdigest()
+
+    def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
+        first, _ = self._range(shard)
+        made = []
+        for _, part, rows in self._pieces(first + start, first + stop):
+            stored = [np.asarray(open_rows(part.image)[rows], dtype=np.float32)[:, None]]
+            if self._text is not None:
+                texts, tokens = self._text(self._source.captions(part)[rows])
+                stored += [texts[:, None].numpy(), tokens.numpy()]
+            if part.text is not None:
+                stored[1:2] = [np.asarray(open_rows(part.text)[rows], dtype=np.float32)[:, None]]
+            made.append(np.concatenate(stored, axis=1))
+        return np.concatenate(made)
+
+    def _range(self, shard: int) -> tuple[int, int]:
+        total = self._starts[-1]
+        return total * shard // self.num_shards, total * (shard + 1) // self.num_shards
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[int, Part, slice]]:
+        """What of each part lies in [start, stop) of all rows: (number, part, its rows)."""
+        found: list[tuple[int, Part, slice]] = []
+        for number, part in enumerate(self._parts):
+            offset = self._starts[number]
+            low, high = max(start - offset, 0), min(stop - offset, part.num_rows)
+            if low < high:
+                found.append((number, part, slice(low, high)))
+        return found

@@ -1,0 +1,253 @@
+"""Pairs of embeddings: what is stored, which split it is in, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import webdataset
+from torch.nn import functional as F
+
+from image_diffusion.codecs.hashing import HashingText
+from image_diffusion.core.config import parse
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.pairs import Splits, write_pairs
+from image_diffusion.data.shards import Shards, open_shards
+from image_diffusion.data.sources.embeddings import Embeddings
+from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
+from image_diffusion.systems.pairs import FilePairs, HashedPairs, PairsConfig
+
+CPU = torch.device("cpu")
+SIZES = (7, 40, 1)
+"""Rows of the parts of a small set."""
+
+
+def write_parts(folder: Path, dim: int = 6, dtype: str = "float16") -> np.ndarray:
+    """Parts as clip-retrieval writes them. Returns the rows [48, 2, dim] that they hold."""
+    rows = np.random.default_rng(0).standard_normal((sum(SIZES), 2, dim)).astype(dtype)
+    start = 0
+    for number, size in enumerate(SIZES):
+        part = rows[start : start + size]
+        for which, name in enumerate(("img_emb", "text_emb")):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            np.save(folder / name / f"{name}_{number}.npy", part[:, which])
+        write_captions(folder, number, [f"caption {start + i}" for i in range(size)])
+        start += size
+    return rows
+
+
+def write_captions(folder: Path, number: int, captions: list[str | None]) -> None:
+    (folder / "metadata").mkdir(exist_ok=True)
+    columns = {"caption": captions, "key": [f"k{number}-{i}" for i in range(len(captions))]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "metadata" / f"metadata_{number}.parquet")
+
+
+def written(source: Embeddings, output: Path, num_shards: int = 5, **settings: Any) -> tuple[dict[str, Any], int]:
+    pairs = FilePairs(**settings)
+    return write_pairs(pairs.build(None, source, num_shards, None, CPU), "x", pairs.splits, pairs.dtype, output)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Embeddings:
+    write_parts(tmp_path / "in")
+    return Embeddings(path=str(tmp_path / "in"))
+
+
+def everything(data: Shards) -> np.ndarray:
+    return data.gather(np.arange(data.num_samples)).float().numpy()
+
+
+def test_every_row_of_every_part_is_stored_once_and_in_order(source, tmp_path):
+    rows = write_parts(tmp_path / "in")
+    manifest, count = written(source, tmp_path / "out")
+    stored = open_shards(tmp_path / "out", "all", verify=True)
+    assert np.array_equal(everything(stored), rows.astype(np.float32))
+    assert (manifest["kind"], manifest["num_samples"], count) == ("pairs", 48, 5)
+
+
+def test_the_shards_are_ordinary_webdataset_tars(source, tmp_path):
+    written(source, tmp_path / "out")
+    tars = sorted(str(path) for path in (tmp_path / "out").glob("*.tar"))
+    found = [sample["npy"] for sample in webdataset.WebDataset(tars, shardshuffle=False).decode()]
+    assert np.array_equal(np.stack(found), everything(open_shards(tmp_path / "out", "all")).astype("float16"))
+
+
+@pytest.mark.parametrize("splits", [(0.5, 0.3, 0.2), (0.7, 0.2, 0.1), (0.4, 0.0, 0.6), (0.4, 0.6, 0.0)])
+def test_splits_are_disjoint_complete_and_decided_by_the_id(source, tmp_path, splits):
+    """0.7, 0.2 and 0.1 do not sum to 1.0 in floating point (D-46)."""
+    settings = {"splits": dict(zip(("train", "validation", "test"), splits, strict=True))}
+    found = {}
+    for column in (None, "key"):
+        output = tmp_path / f"out-{column}"
+        written(source.model_copy(update={"id_column": column}), output, **settings)
+        parts = [everything(open_shards(output, name)) for name in ("train", "validation", "test")]
+        assert sum(map(len, parts)) == 48
+        rows = np.concatenate(parts).reshape(48, -1)
+        assert len(np.unique(rows, axis=0)) == 48
+        found[column] = parts[0]
+        content = [
+            int(hashlib.sha256(f"k{n}-{i}".encode()).hexdigest()[:16], 16)
+            for n, s in enumerate(SIZES)
+            for i in range(s)
+        ]
+        if column:
+            assert len(parts[1]) == sum(each < splits[1] * 2.0**64 for each in content)
+    assert found[None].shape != found["key"].shape or not np.array_equal(found[None], found["key"])
+
+
+def test_a_second_run_writes_nothing_and_a_changed_row_one_shard(source, tmp_path):
+    before, _ = written(source, tmp_path / "out")
+    assert written(source, tmp_path / "out") == (before, 0)
+    path = tmp_path / "in" / "text_emb" / "text_emb_1.npy"
+    changed = np.load(path)
+    changed[3] += 1
+    np.save(path, changed)
+    after, count = written(source, tmp_path / "out")
+    assert count == 1
+    differing = [a != b for a, b in zip(before["shards"], after["shards"], strict=True)]
+    assert differing == [False, True, False, False, False]
+    assert written(source, tmp_path / "out", dtype="float32")[1] == 5
+
+
+def refused(source: Embeddings, tmp_path: Path, *words: str, **settings: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        written(source, tmp_path / "out", **settings)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1 and all(word in message for word in words), message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_row_that_is_not_finite_or_empty_is_refused_by_name(source, tmp_path):
+    path = tmp_path / "in" / "img_emb" / "img_emb_1.npy"
+    good = np.load(path)
+    for value, words in ((np.nan, "not finite"), (np.inf, "not finite"), (0.0, "all zeros")):
+        bad = good.copy()
+        bad[5] = value
+        np.save(path, bad)
+        refused(source, tmp_path, "image embedding of pair img_emb_1.npy row 5", words)
+    wide = good.astype("float32")
+    wide[5, 0] = 1e6
+    np.save(path, wide)
+    refused(source, tmp_path, "img_emb_1.npy row 5 is too large for float16", "float32")
+    assert written(source, tmp_path / "out", dtype="float32")[0]["num_samples"] == 48
+
+
+def test_a_missing_caption_is_refused_by_row(source, tmp_path):
+    write_captions(tmp_path / "in", 0, ["a", None, "c", " ", "e", "f", "g"])
+    refused(source, tmp_path, "metadata_0.parquet", "2 of 7 rows have no caption", "row 1")
+
+
+def test_parts_that_do_not_fit_together_are_refused(source, tmp_path):
+    folder = tmp_path / "in"
+    np.save(folder / "text_emb" / "text_emb_0.npy", np.ones((6, 6), "float16"))
+    refused(source, tmp_path, "img_emb_0.npy has 7 rows but", "text_emb_0.npy has 6")
+    np.save(folder / "text_emb" / "text_emb_0.npy", np.ones((7, 5), "float16"))
+    refused(source, tmp_path, "6 dimensions", "text_emb_0.npy of 5")
+    write_parts(folder)
+    write_captions(folder, 2, ["a", "b"])
+    refused(source, tmp_path, "img_emb_2.npy has 1 rows but", "metadata_2.parquet has 2")
+    (folder / "metadata" / "metadata_2.parquet").unlink()
+    refused(source, tmp_path, "img_emb has a part 2", "metadata has none")
+    write_parts(folder)
+    (folder / "text_emb" / "text_emb_0.npy").write_bytes(b"no numbers")
+    refused(source, tmp_path, "text_emb_0.npy is not a .npy file")
+    refused(source.model_copy(update={"path": str(tmp_path / "nowhere")}), tmp_path, "nowhere/img_emb does not exist")
+    refused(source.model_copy(update={"texts": None}), tmp_path, "pairs.clip")
+
+
+def test_a_name_that_two_pairs_share_is_refused(source, tmp_path):
+    refused(source.model_copy(update={"id_column": "nothing"}), tmp_path, "no column 'nothing'", "caption, key")
+    columns = {"caption": ["a"] * 7, "key": ["same"] * 7}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in" / "metadata" / "metadata_0.parquet")
+    refused(source.model_copy(update={"id_column": "key"}), tmp_path, "key does not name each pair on its own")
+
+
+@pytest.mark.parametrize("splits", [{"train": 0.5}, {"train": 0.75, "validation": 0.3, "test": 0.1}])
+def test_splits_that_do_not_sum_to_1_are_refused(splits):
+    with pytest.raises(ValueError, match=r"sum to (0\.75|1\.15)\. Choose shares that sum to 1"):
+        parse(PairsConfig, {"type": "hashed", "splits": splits}, "pairs")
+
+
+@pytest.fixture(scope="module")
+def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Crops of two classes and their detector."""
+    folder = tmp_path_factory.mktemp("crops")
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        path = folder / f"in/{('dark', 'light')[number % 2]}/{number:02d}.ppm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 128, 192, dtype=np.uint8) + 127 * (number % 2)
+        path.write_bytes(b"P6 8 8 255\n" + pixels.astype(np.uint8).tobytes())
+    config = DataConfig(name="x", source={"type": "folder", "path": str(folder / "in")}, resolution=8, num_shards=3)  # type: ignore[arg-type]
+    crop_dataset(config, folder / "crops")
+    train_detector(open_shards(folder / "crops"), None, DetectorTraining(least_examples=128), folder / "detector")
+    return folder
+
+
+def test_hashed_pairs_are_the_classifiers_features_and_the_class_captions(crops, tmp_path):
+    pairs = HashedPairs(num_tokens=4, dtype="float32", splits=Splits(train=0.5, validation=0.25, test=0.25))
+    made = pairs.build(crops / "crops", None, 1, crops / "detector", CPU)
+    manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
+    stored, images = open_shards(tmp_path, "all"), open_shards(crops / "crops", "all")
+    rows = torch.from_numpy(everything(stored))
+    assert rows.shape == (40, 6, 128)
+    assert manifest["pairs"]["shared_space"] is False and len(manifest["shards"]) == 3
+    text, tokens = HashingText(128, 4)(["a photo of a dark", "a photo of a light"])
+    for label in (0, 1):
+        mine = rows[torch.from_numpy(images.labels == label)]
+        assert torch.equal(mine[:, 1:], torch.cat([text[label][None], tokens[label]]).expand(len(mine), 5, 128))
+    torch.testing.assert_close(rows[:, 0].norm(dim=1), torch.ones(40))
+    assert sum(open_shards(tmp_path, name).num_samples for name in ("train", "validation", "test")) == 40
+
+
+def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
+    table = tmp_path / "captions.csv"
+    names = [f"{('dark', 'light')[number % 2]}/{number:02d}.ppm" for number in range(40)]
+    table.write_text("path,caption\n" + "".join(f"{name},number {name[-6:-4]}\n" for name in names))
+    captions = {"type": "table", "path": str(table)}
+    pairs = HashedPairs(captions=captions, dtype="float32")
+    made = pairs.build(crops / "crops", None, 1, crops / "detector", CPU)
+    first = made.samples(0)[0]
+    text, _ = HashingText(128)([f"number {first.path[-6:-4]}"])
+    np.testing.assert_array_equal(made.rows(0, 0, 1)[0, 1], text[0].numpy())
+
+    gaps = tmp_path / "gaps.csv"
+    gaps.write_text(
+        "path,caption\n" + "".join(f"{name},\n" if name == first.path else f"{name},word\n" for name in names)
+    )
+    pairs = HashedPairs(captions={"type": "table", "path": str(gaps)})
+    made = pairs.build(crops / "crops", None, 1, crops / "detector", CPU)
+    with pytest.raises(ValueError, match=f"no caption for 1 of .* images, the first is {first.path}"):
+        write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path / "out")
+
+
+def test_the_hashing_encoder_is_fixed_and_knows_words_and_their_order():
+    encode = HashingText(64, 3)
+    texts, tokens = encode(["a red house", "A red house!", "a house red", "something else entirely", "one"])
+    torch.testing.assert_close(texts.norm(dim=1), torch.ones(5))
+    assert torch.equal(texts[0], texts[1]) and torch.equal(tokens[0], tokens[1])
+    near, far = (F.cosine_similarity(texts[0], texts[i], dim=0).item() for i in (2, 3))
+    assert 0.9 > near > 0.4 > abs(far)
+    assert tokens[4, 0].any() and not tokens[4, 1:].any()
+    # The directions are a part of the format: stored pairs must stay what they are.
+    torch.testing.assert_close(texts[4][:3], torch.tensor(FIXED), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="has no word"):
+        encode(["!"])
+
+
+FIXED = [0.057920648, -0.030352317, -0.059305854]
+"""The first numbers of the embedding of "one" in 64 dimensions."""
+
+
+def test_a_clip_that_is_not_there_is_told_in_one_line(crops, monkeypatch):
+    pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        pairs.build(crops / "crops", None, 1, None, CPU)

@@ -1,0 +1,245 @@
+"""The prior as a system: what it asks of its sections, its samples, its evaluation, published weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from image_diffusion.configure import load_all
+from image_diffusion.core.config import parse
+from image_diffusion.core.types import DataSpec
+from image_diffusion.export import read_foreign
+from image_diffusion.metrics.similarity import similarities
+from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.samplers.legacy_ddim import LegacyDdim
+from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.prior_evaluation import PredictionConfig, evaluate_prior
+from image_diffusion.systems.prior_published import network_of_shapes
+from image_diffusion.training.model import load_model
+
+ROOT = Path(__file__).parents[2]
+DIM = 8
+SMALL = {"depth": 1, "num_heads": 2, "head_width": 8, "max_text_len": 3, "ff_mult": 2}
+SPEC = DataSpec(channels=DIM, resolution=1)
+
+
+def system_of(**changes: Any) -> PriorSystem:
+    return PriorSystem(network=SMALL, process={"schedule": {"type": "cosine"}, "num_timesteps": 50}, **changes)
+
+
+class Perfect(nn.Module):
+    """Knows the image of every caption: it is the caption read backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, t: Tensor, /, text_embed: Tensor, **cond: Tensor) -> Tensor:
+        return text_embed.flip(1) * DIM**0.5
+
+
+class Pairs:
+    """Pairs in memory, read as shards are."""
+
+    def __init__(self, count: int, seed: int = 0, dim: int = DIM) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        text = nn.functional.normalize(torch.randn(count, dim, generator=draw), dim=1)
+        self.stored = torch.stack([text.flip(1), text], dim=1)
+        self.num_samples, self.shape = count, (2, dim)
+        self.digest, self.manifest = "x", {"kind": "pairs", "pairs": {}}
+
+    def gather(self, rows: np.ndarray) -> Tensor:
+        return self.stored[torch.from_numpy(rows)]
+
+
+def judged(count: int = 120, network: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
+    splits = {"train": Pairs(30, 1), "validation": Pairs(0), "test": Pairs(count)}
+    config = PredictionConfig(num_steps=(5,), num_candidates=1, **settings)
+    return evaluate_prior({"": network or Perfect()}, system_of(), SPEC, splits, config)  # type: ignore[arg-type]
+
+
+def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
+    found = judged()
+    metrics = found["metrics"]
+    assert metrics["similarity_with_image_5"]["value"] == pytest.approx(1, abs=1e-5)
+    assert abs(metrics["unrelated_similarity_with_image_5"]["value"]) < 0.2
+    assert metrics["loss_test"]["value"] == pytest.approx(0, abs=1e-10)
+    assert metrics["similarity_with_text_5"]["value"] == pytest.approx(
+        metrics["baseline_similarity"]["value"], abs=1e-5
+    )
+    low, high = metrics["unrelated_similarity_with_image_5"]["interval"]
+    assert low < 0.1 and high > -0.1 and metrics["similarity_with_image_5"]["n"] == 120
+    assert set(metrics) >= {"loss_train", "similarity_with_unrelated_caption_5", "difference_from_baseline_5"}
+    assert "loss_validation" not in metrics
+
+
+def test_no_number_depends_on_the_size_of_a_batch():
+    torch.manual_seed(0)
+    network = PriorConfig(**SMALL).build(SPEC).eval()
+    one, other = (judged(20, network, batch_size=size)["metrics"] for size in (3, 64))
+    for name in one:
+        assert one[name]["value"] == pytest.approx(other[name]["value"], rel=1e-4, abs=1e-6), name
+
+
+def test_a_single_pair_is_not_compared_with_itself():
+    names = judged(1)["metrics"]
+    assert "similarity_with_image_5" in names and not any("unrelated" in name for name in names)
+
+
+def test_similarities_count_zeros_and_are_those_of_the_original(golden=None):
+    text = torch.eye(3)
+    found = similarities(text, text.roll(1, 0), text, text)
+    assert found["baseline_similarity"].tolist() == [0, 0, 0]
+    assert found["difference_from_baseline"].tolist() == [1, 1, 1]
+
+
+def test_pairs_of_another_dimension_are_refused():
+    splits = {"test": Pairs(5, dim=6)}
+    with pytest.raises(ValueError, match="test split has embeddings of 6 dimensions but the network was trained on 8"):
+        evaluate_prior({"": Perfect()}, system_of(), SPEC, splits, PredictionConfig(num_steps=(5,)))  # type: ignore[arg-type]
+    network = PriorConfig(**SMALL).build(SPEC)
+    with pytest.raises(ValueError, match="Text embeddings have 6 dimensions but the network was built for 8"):
+        network(torch.zeros(2, 8), torch.zeros(2), text_embed=torch.zeros(2, 6))
+    with pytest.raises(ValueError, match="pairs of embeddings"):
+        system_of().batch(torch.zeros(2, 3, 8, 8), None)  # type: ignore[arg-type]
+
+
+def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noise():
+    torch.manual_seed(0)
+    network = PriorConfig(**SMALL).build(SPEC).eval()
+    cond = {"text_embed": torch.randn(4, DIM)}
+    settings = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 5}, num_candidates=3)  # type: ignore[arg-type]
+    generator = EmbeddingGenerator(network, system_of(), SPEC, settings)
+    kept = generator(cond, torch.arange(4))
+    every = generator.candidates({"text_embed": cond["text_embed"].repeat_interleave(3, 0)}, torch.arange(12))
+    every = every.view(4, 3, DIM)
+    assert len(every.flatten(0, 1).unique(dim=0)) == 12
+    nearness = torch.cosine_similarity(every, cond["text_embed"][:, None], dim=-1)
+    torch.testing.assert_close(kept, every[torch.arange(4), nearness.argmax(1)])
+    torch.testing.assert_close(generator({"text_embed": cond["text_embed"][2:]}, torch.tensor([2, 3])), kept[2:])
+
+
+def test_a_self_conditioned_network_is_given_the_estimate_before():
+    system = PriorSystem(
+        network=SMALL | {"self_cond": True}, process={"schedule": {"type": "cosine"}, "num_timesteps": 50}
+    )
+    seen: list[Tensor] = []
+
+    class Counting(nn.Module):
+        weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor, t: Tensor, /, self_cond: Tensor, **cond: Tensor) -> Tensor:
+            seen.append(self_cond)
+            return torch.full_like(x, float(len(seen)))
+
+    settings = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, num_candidates=1)  # type: ignore[arg-type]
+    generator = EmbeddingGenerator(Counting(), system, SPEC, settings)
+    for _ in range(2):
+        seen.clear()
+        generator({"text_embed": torch.zeros(2, DIM)}, torch.arange(2))
+        assert [each[0, 0].item() for each in seen] == [0, 1, 2]
+
+
+def demo(**changes: Any) -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load((ROOT / "config" / "experiments" / "prior_demo.yaml").read_text())
+    for path, value in changes.items():
+        section, *keys = path.split("__")
+        if not keys:
+            data.pop(section) if value is None else data.update({section: value})
+            continue
+        inner = data.setdefault(section, {})
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pairs": None}, "Add a section: pairs"),
+        ({"train__flip_probability": 0.5}, "embeddings have no mirror image"),
+        ({"pairs__splits": {"train": 0.8, "validation": 0.3, "test": 0.1}}, "sum to 1.2"),
+        ({"pairs": {"type": "files"}}, "pairs.type is files but data.source.type digits"),
+        ({"prediction__num_steps": [64, 1001]}, "prediction.num_steps holds 1001; expected from 1 to"),
+        ({"prediction__num_steps": [0]}, "prediction.num_steps holds 0"),
+        ({"prediction__guidance_scale": 2, "system__objective": {"text_drop_probability": 0}}, "never learns to do"),
+        ({"system__network__num_timesteps": 100}, "network.num_timesteps is 100 but process.num_timesteps 1000"),
+        ({"system__objective": {"prediction": "eps", "clamp_norm": True}}, "clamp_norm is of a predicted x0"),
+        ({"codec": {"type": "stability_vae"}}, "A prior has no codec"),
+        ({"system": {"type": "dit"}}, "does not learn from pairs"),
+        ({"train__validate_every_steps": None}, "weights is best but validate_every_steps is unset"),
+        ({"pairs__captions": {"type": "classes", "template": "a photo"}}, "must hold {} once"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_one_clear_line_before_any_work(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(demo(**changes)))
+    with pytest.raises(ValueError) as caught:
+        load_all([path])
+    assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1, caught.value
+
+
+@pytest.mark.parametrize("count", [1, 50, "ddim10"])
+def test_the_legacy_sampler_says_how_many_steps_it_takes(count):
+    with pytest.raises(ValueError, match="takes from 2 to 49 steps of 50 timesteps"):
+        LegacyDdim(num_steps=count).grid(system_of().process)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_timesteps": 50, "num_time_embeds": 2, "num_image_embeds": 2, "num_text_embeds": 3, "normformer": True},
+        {"norm_in": True, "norm_out": False, "final_proj": False, "rotary": False, "num_time_embeds": 2},
+    ],
+)
+def test_a_network_is_told_by_its_shapes(changes):
+    config = PriorConfig(**SMALL | changes)
+    found = network_of_shapes(config.build(SPEC).state_dict())
+    assert found.model_copy(update={"divide_by_maximum": False}) == config
+
+
+@pytest.mark.parametrize("wrapped", ["bare", "prior", "trainer"])
+def test_published_weights_are_read_by_name_and_rebuilt(wrapped, tmp_path):
+    network = PriorConfig(**SMALL, num_timesteps=50, divide_by_maximum=True).build(SPEC)
+    tensors = network.state_dict()
+    prior = {f"net.{name}": each for name, each in tensors.items()} | {"noise_scheduler.betas": torch.zeros(50)}
+    other = {name: each + 1 for name, each in prior.items()}
+    content = {"bare": tensors, "prior": prior, "trainer": {"ema_model": prior, "model": other, "step": 3}}[wrapped]
+    path = tmp_path / "prior_laion_vitl14.pt"
+    torch.save(content, path)
+    read_foreign(path, "", None, tmp_path / "out")
+    model = load_model(tmp_path / "out")
+    assert isinstance(model.system, PriorSystem) and model.system.network.attention_dropout == 0.05
+    assert all(torch.equal(each, tensors[name]) for name, each in model.network.state_dict().items())
+
+
+def test_weights_of_no_published_name_need_an_experiment_and_pickles_are_refused(tmp_path):
+    network = PriorConfig(**SMALL).build(SPEC)
+    path = tmp_path / "mine.pt"
+    torch.save(network.state_dict(), path)
+    with pytest.raises(ValueError, match="of no published name.*--experiment"):
+        read_foreign(path, "", None, tmp_path / "out")
+    with pytest.raises(ValueError, match="does not fit the prior described. missing: .*layers.1"):
+        read_foreign(path, "", ROOT / "config" / "experiments" / "prior_demo.yaml", tmp_path / "out")
+    torch.save({"ema_model": network.state_dict(), "version": Unsafe()}, path)
+    with pytest.raises(ValueError, match="would run code from it.*'ema_model'"):
+        read_foreign(path, "", None, tmp_path / "out")
+
+
+class Unsafe:
+    """What a trainer's file may hold beside tensors."""
+
+
+def test_an_unknown_key_is_told():
+    with pytest.raises(ValueError, match="network.heads is not a known key"):
+        parse(PriorSystem, {"type": "prior", "network": {"heads": 8}}, "system")
