@@ -141,6 +141,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", embed_stage(experiment))
     for path, stage in stages.values():
         write_if_changed(path, to_yaml(dump(stage)))
+    swept = write_sweep(experiment, own / "sweep")
     plan: dict[str, Any] = {
         "experiment": name,
         "system": experiment.system.type,
@@ -160,11 +161,31 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "global_batch": experiment.train.global_batch,
         "detector": experiment.evaluate.detector.type,
         "headline": headline(experiment),
+        "sweep": swept,
         "export": experiment.export.format,
         "resources": dump(experiment.resources),
         "configs": {stage: str(path) for stage, (path, _) in stages.items()},
     }
     write_if_changed(own / "plan.json", to_json(plan))
+
+
+def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str]]:
+    """Write what each point of the section `sweep` is sampled with, and what all of them are judged with.
+
+    Returns where, by what is varied and by value. Copies, bits and the like, which say nothing of one setting, are
+    left to `evaluate`.
+    """
+    light = {"copies": False, "two_sample": False, "infinity": False, "likelihood": None}
+    judged = EvaluateStage(evaluate=experiment.evaluate.model_copy(update=light))
+    written: dict[str, dict[str, str]] = {}
+    for axis, values in experiment.sweep.values.items():
+        write_if_changed(folder / "evaluate.yaml", to_yaml(dump(judged)))
+        for value in values:
+            path = folder / f"{axis}-{value}.yaml"
+            point = SampleStage(sample=experiment.sweep.samples(axis, value, experiment.sample))
+            write_if_changed(path, to_yaml(dump(point)))
+            written.setdefault(axis, {})[value] = str(path)
+    return written
 
 
 def headline(experiment: Experiment) -> str:

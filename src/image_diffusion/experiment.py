@@ -26,6 +26,7 @@ from image_diffusion.systems.pairs import FilePairs, PairsConfig
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.prior_evaluation import PredictionConfig
 from image_diffusion.systems.rin import RinSystem
+from image_diffusion.systems.sweep import SweepConfig, check_sweep
 from image_diffusion.training.config import TrainConfig
 
 
@@ -76,6 +77,8 @@ class Experiment(Config):
     """How those images are judged."""
     prediction: PredictionConfig = PredictionConfig()
     """How a prior predicts image embeddings, to be judged by them; only for the system prior."""
+    sweep: SweepConfig = SweepConfig()
+    """Curves of the metrics against one setting at a time."""
     export: ExportConfig = ExportConfig()
     """What the model is written as for other programs."""
     resources: ResourcesConfig = ResourcesConfig()
@@ -151,6 +154,7 @@ def check_experiment(
             raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     if isinstance(experiment.system, CodecSystem) and not isinstance(experiment.codec, Rgb):
         raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
+    check_sweep(experiment.sweep, experiment.sample, experiment.system, experiment.train.keeps)
     if experiment.encode.tokens and not isinstance(experiment.system, DVAESystem):
         raise ValueError(
             "encode.tokens is set, but only an experiment that trains a discrete VAE (system.type dvae) writes tokens. "

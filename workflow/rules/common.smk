@@ -38,6 +38,30 @@ def sampled_option(wildcards):
     return ["--made", *sampled_parts(wildcards)] if sampled_parts(wildcards) else []
 
 
+def swept_config(wildcards):
+    """What one point of a curve is sampled with."""
+    return plan_of(wildcards)["sweep"][wildcards.axis][wildcards.value]
+
+
+def swept_weights(wildcards):
+    """The weights that one point of a curve is sampled from."""
+    folder = f"{results}/{wildcards.experiment}"
+    earlier = wildcards.axis == "checkpoint"
+    return f"{folder}/{f'sweep/checkpoint/{wildcards.value}/weights' if earlier else 'train'}/weights.safetensors"
+
+
+def swept_points(wildcards):
+    """What was found at each point of a curve."""
+    folder = f"{results}/{wildcards.experiment}/sweep/{wildcards.axis}"
+    return [f"{folder}/{value}/metrics.json" for value in plan_of(wildcards)["sweep"][wildcards.axis]]
+
+
+def swept_point_options(wildcards):
+    """How `sweep` is told which is which."""
+    values = plan_of(wildcards)["sweep"][wildcards.axis]
+    return [f"{value}={path}" for value, path in zip(values, swept_points(wildcards))]
+
+
 def codec_weights(wildcards):
     """The weights of the codec, where another experiment trains it."""
     codec = plan_of(wildcards)["codec_experiment"]
@@ -64,6 +88,7 @@ def results_of_experiment(name):
         made += ["samples/samples.npz", "samples/samples.json", "samples/grid.png"]
     if plan["export"] != "none":
         made += ["diffusers"]
+    made += [f"sweep/{axis}/curve.json" for axis in plan["sweep"]]
     tokens = [f"{results}/datasets/{plan['dataset']}/{plan['tokens']}/manifest.json"] if plan["tokens"] else []
     return [*(f"{folder}/{path}" for path in made), *tokens]
 

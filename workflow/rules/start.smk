@@ -32,7 +32,7 @@ def stop(message):
 # ---- What the experiments resolve to
 
 stages = ["crop", "encode", "embed", "train", "sample", "evaluate", "export"]
-commands = [*stages, "detect"]
+commands = [*stages, "detect", "sweep"]
 
 
 def resolve():
@@ -63,6 +63,7 @@ def resolve():
     code = {stage: code_digest(f"image_diffusion.{stage}", source) for stage in commands}
     plans = read_plans(config["experiments"])
     written = [file for plan in plans.values() for file in plan["configs"].values()]
+    written.extend(file for plan in plans.values() for axis in plan["sweep"].values() for file in axis.values())
     written.extend(map(plan_file, plans))
     write_json(cache, {"state": state, "code": code, "written": written})
     return code
@@ -166,5 +167,7 @@ wildcard_constraints:
     dataset="|".join(map(re.escape, datasets)),
     codec="|".join(sorted({re.escape(codec) for _, codec in latents})) or "none",
     pairs="|".join(sorted({re.escape(pairs) for _, pairs in pair_sets})) or "none",
+    axis=r"\w+",
+    value=r"[^/]+",
     part=r"\d+",
     parts=r"\d+",

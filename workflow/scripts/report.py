@@ -37,6 +37,7 @@ def page(experiment: Path, data: Path) -> str:
     parts = [
         *metrics(experiment / "metrics.json"),
         *pictures(experiment),
+        *sweeps(experiment / "sweep"),
         *training(experiment / "journal" / "train"),
         *examples(data),
         *model(experiment / "train" / "model.json"),
@@ -67,6 +68,18 @@ def pictures(experiment: Path) -> Iterator[str]:
         if path.is_file():
             encoded = base64.b64encode(path.read_bytes()).decode()
             yield f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{encoded}">'
+
+
+def sweeps(folder: Path) -> Iterator[str]:
+    """The curves against one setting each, and where they are best."""
+    for path in sorted(folder.glob("*/curve.json")):
+        curve = read_json(path)
+        title = f"Metrics against {curve['axis'].replace('_', ' ')}"
+        encoded = base64.b64encode(path.with_suffix(".png").read_bytes()).decode()
+        apart = "" if curve["apart"] else ", not apart from all others"
+        best = f"{html.escape(curve['headline'])} is lowest at {html.escape(curve['best'])}{apart}"
+        yield f"<h2>{title}</h2>\n<p>{best}.</p>"
+        yield f'<img alt="{title}" src="data:image/png;base64,{encoded}">'
 
 
 def metrics(path: Path) -> Iterator[str]:

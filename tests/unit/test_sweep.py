@@ -1,0 +1,137 @@
+"""Curves: which points there are, what is refused before any work, where a curve is best, what is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from image_diffusion.configure import load_all
+from image_diffusion.core.weights import save_weights
+from image_diffusion.experiment import Experiment
+from image_diffusion.metrics.sweep import plot_sweep, reading, sweep_curve
+from image_diffusion.systems.sweep import SweepConfig
+from image_diffusion.training.checkpoint import Checkpoint, folder_name, write_checkpoint
+from image_diffusion.training.kept import weights_at
+
+TEXT: dict[str, Any] = {
+    "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 16},
+    "system": {
+        "type": "dit",
+        "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4},
+        "objective": {"type": "denoising", "label_drop_probability": 0.1},
+    },
+    "train": {"steps": 10, "checkpoint": {"every_steps": 2, "keep_every": 4}},
+    "sample": {"num_samples": 20, "sampler": {"type": "ddim", "num_steps": 5, "eta": 0.5, "clip_denoised": True}},
+}
+
+
+def experiment(folder: Path, **changes: Any) -> Experiment:
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(TEXT | changes))
+    return load_all([path])["mine"][1]
+
+
+def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
+    sweep = {"guidance_scale": [1, 1.5], "sampler": ["ddim", "heun"], "num_steps": [2], "checkpoint": [4, 8, 10]}
+    found = experiment(tmp_path, sweep=sweep)
+    assert found.sweep.values == {
+        "guidance_scale": ["1", "1.5"],
+        "sampler": ["ddim", "heun"],
+        "num_steps": ["2"],
+        "checkpoint": ["4", "8", "10"],
+    }
+    sample = found.sample
+    assert found.sweep.samples("checkpoint", "4", sample) == found.sweep.samples("sampler", "ddim", sample) == sample
+    guided = found.sweep.samples("guidance_scale", "1.5", sample)
+    assert guided.guidance.guidance_scale == 1.5 and guided.model_copy(update={"guidance": sample.guidance}) == sample
+    other = found.sweep.samples("sampler", "heun", sample).sampler
+    assert (other.type, other.num_steps, other.clip_denoised) == ("heun", 5, True)
+    assert found.sweep.samples("num_steps", "2", sample).sampler == sample.sampler.model_copy(update={"num_steps": 2})
+    assert SweepConfig(num_samples=7).samples("checkpoint", "4", sample).num_samples == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sweep": {"checkpoint": [4, 6]}}, "sweep.checkpoint names step 6, whose weights are not kept"),
+        ({"sweep": {"checkpoint": [12]}}, "sweep.checkpoint names step 12"),
+        ({"sweep": {"num_steps": [5, 5]}}, "sweep.num_steps names a value twice"),
+        ({"sweep": {"num_steps": [2000]}}, "sweep.num_steps 2000: "),
+        ({"sweep": {"sampler": ["magic"]}}, "Unknown sweep.sampler.0 'magic'"),
+        ({"sweep": {"guidance_scale": [-1]}}, "sweep.guidance_scale.0 is -1"),
+        (
+            {"sweep": {"guidance_scale": [1, 2]}, "system": {"type": "dit", "network": TEXT["system"]["network"]}},
+            "sweep.guidance_scale 2 guides, but the network never learns to do without a label",
+        ),
+        (
+            {"sweep": {"num_steps": [2]}, "system": {"type": "dvae", "network": {"num_layers": 2}}},
+            "the system makes no samples",
+        ),
+    ],
+)
+def test_a_point_that_cannot_be_had_is_told_before_any_work(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    if "system" in changes and changes["system"]["type"] == "dit":
+        changes["system"]["objective"] = {"type": "denoising", "label_drop_probability": 0}
+    with pytest.raises(ValueError, match=message) as told:
+        experiment(tmp_path, **changes)
+    assert len(str(told.value).splitlines()) == 1
+
+
+def point(value: float, interval: tuple[float, float] | None, n: int = 500, detector: str = "a") -> dict[str, Any]:
+    entry = {"value": value, "debiased": None if interval is None else sum(interval) / 2, "interval": interval, "n": n}
+    protocol = {"detector": detector, "reference": {}, "settings": {}, "num_samples": n, "weights": {"step": value}}
+    return {"metrics": {"inpipe_fd": entry, "inpipe_kd": entry}, "protocol": protocol}
+
+
+def test_the_best_point_is_the_lowest_and_says_whether_it_is_apart(tmp_path: Path) -> None:
+    points = {"1": point(3.0, (2.0, 3.0)), "2": point(1.9, (1.0, 1.5)), "4": point(1.5, (1.6, 1.9))}
+    curve = sweep_curve("guidance_scale", points, "inpipe_fd")
+    assert (curve["best"], curve["apart"]) == ("2", True), "debiased numbers are compared"
+    points["4"] = point(2.5, (1.4, 3.0))
+    assert sweep_curve("guidance_scale", points, "inpipe_fd")["apart"] is False
+    points["4"] = point(1.5, None)
+    curve = sweep_curve("guidance_scale", points, "inpipe_fd")
+    assert (curve["best"], curve["apart"]) == ("4", None)
+    assert reading([row["metrics"]["inpipe_fd"] for row in curve["points"]]) == [3.0, 1.9, 1.5]
+    for axis, name in (("guidance_scale", "a"), ("sampler", "b"), ("guidance_scale", "c")):
+        plot_sweep({**curve, "axis": axis}, tmp_path / f"{name}.png")
+        assert Image.open(tmp_path / f"{name}.png").width > 300
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "c.png").read_bytes()
+
+
+def test_points_that_were_measured_differently_are_refused() -> None:
+    for other in (point(1.0, None, n=400), point(1.0, None, detector="b")):
+        with pytest.raises(ValueError, match="points 1 and 2 of sweep.num_steps were measured differently"):
+            sweep_curve("num_steps", {"1": point(1.0, None), "2": other}, "inpipe_fd")
+    with pytest.raises(ValueError, match="has no fid"):
+        sweep_curve("num_steps", {"1": point(1.0, None)}, "fid")
+
+
+def checkpoint(step: int, value: float) -> Checkpoint:
+    network = {"weight": torch.full((2,), value), "buffer": torch.tensor([step])}
+    return Checkpoint(step, 8 * step, False, {"network": network, "ema-0.9": {"weight": torch.full((2,), -value)}}, {})
+
+
+def test_the_weights_of_an_earlier_step_are_those_of_the_run_that_ended_with_these(tmp_path: Path) -> None:
+    for name, offset in (("other", 100.0), ("run", 0.0)):
+        for step in (4, 8):
+            write_checkpoint(tmp_path / "state" / name, checkpoint(step, step + offset), {}, {}, lambda: None)
+    model = {"step": 8, "examples_seen": 64, "ema": "ema-0.9", "system": {}}
+    save_weights(tmp_path / "train", {"weight": torch.full((2,), -8.0), "buffer": torch.tensor([8])}, model)
+    tensors, found = weights_at(tmp_path / "state", tmp_path / "train", 4)
+    assert tensors["weight"].tolist() == [-4, -4] and tensors["buffer"].tolist() == [4]
+    assert (found["step"], found["examples_seen"]) == (4, 32)
+    last, found = weights_at(tmp_path / "state", tmp_path / "train", 8)
+    assert torch.equal(last["weight"], torch.full((2,), -8.0)) and found["step"] == 8
+    with pytest.raises(ValueError, match=f"{folder_name(6)} is missing. Keep it with train.checkpoint.keep_every"):
+        weights_at(tmp_path / "state", tmp_path / "train", 6)
+    save_weights(tmp_path / "train", {"weight": torch.zeros(2), "buffer": torch.tensor([8])}, model)
+    with pytest.raises(ValueError, match="No run in .*state ended with the weights"):
+        weights_at(tmp_path / "state", tmp_path / "train", 4)

@@ -1,0 +1,82 @@
+"""Curves over an experiment, and samples made by several jobs: rules with a wildcard for each part and each point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from projects import Project, make_project
+
+pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+
+SWEEP = {"checkpoint": [4, 8], "num_steps": [1]}
+SAMPLE = {"num_samples": 16, "sampler": {"type": "ddim", "num_steps": 2}, "batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose samples were made by two jobs, and two curves over them. Its tests do not change it."""
+    project = make_project(tmp_path_factory.mktemp("swept") / "project")
+    project.edit(lambda experiment: experiment.update(sweep=SWEEP, sample=SAMPLE | {"images_per_job": 8}))
+    project.edit(lambda experiment: experiment.update(preview=SAMPLE))
+    project.edit(lambda experiment: experiment["train"].update(grid_every_steps=4))
+    project.edit(lambda experiment: experiment["train"]["checkpoint"].update(keep_every=4))
+    project.run()
+    return project
+
+
+def metrics(path: Path) -> dict[str, float]:
+    entries = json.loads(path.read_text())["metrics"]
+    return {name: entry["value"] for name, entry in entries.items()}
+
+
+def test_jobs_side_by_side_leave_one_file_and_nothing_to_do(swept: Project) -> None:
+    folder = swept / "results/micro/samples"
+    assert sorted(path.name for path in folder.iterdir()) == ["grid.png", "samples.json", "samples.npz", "steps.png"]
+    with np.load(folder / "samples.npz") as arrays:
+        assert arrays["arr_0"].shape == (16, 16, 16, 3) and len(np.unique(arrays["arr_0"], axis=0)) == 16
+    assert swept.planned() == set()
+
+
+def test_a_curve_has_a_point_for_each_value_and_a_best_one(swept: Project) -> None:
+    for axis, values in (("checkpoint", ["4", "8"]), ("num_steps", ["1"])):
+        curve = json.loads((swept / f"results/micro/sweep/{axis}/curve.json").read_text())
+        assert [point["value"] for point in curve["points"]] == values
+        found = {point["value"]: point["metrics"]["inpipe_fd"]["value"] for point in curve["points"]}
+        assert curve["best"] == min(found, key=found.__getitem__)
+        assert (swept / f"results/micro/sweep/{axis}/curve.png").is_file()
+    assert "Metrics against num steps" in (swept / "results/micro/report/index.html").read_text()
+
+
+def test_a_point_with_the_settings_of_the_samples_has_their_numbers_and_an_earlier_one_those_of_its_preview(
+    swept: Project,
+) -> None:
+    result = swept / "results/micro"
+    whole, last = metrics(result / "metrics.json"), metrics(result / "sweep/checkpoint/8/metrics.json")
+    assert last.items() <= whole.items()
+    early = metrics(result / "sweep/checkpoint/4/metrics.json")
+    curve = {point["step"]: point for point in json.loads((result / "metrics.json").read_text())["curve"]}
+    for step, at_step in ((4, early), (8, last)):
+        for name in ("inpipe_fd", "inpipe_kd", "inpipe_agreement"):
+            assert curve[step][name] == pytest.approx(at_step[name], rel=1e-9)
+    assert early["inpipe_fd"] != last["inpipe_fd"]
+
+
+def test_the_best_value_is_tracked(swept: Project) -> None:
+    runs = {run["name"]: run for run in json.loads((swept / "results/micro/tracked.json").read_text())["runs"]}
+    assert {"sweep-checkpoint micro", "sweep-num_steps micro"} <= set(runs)
+    assert runs["sweep-checkpoint micro"]["status"] == "finished" and runs["sweep-checkpoint micro"]["images"] == 1
+
+
+def test_another_value_makes_its_point_and_nothing_else_again(swept: Project) -> None:
+    path = swept / "config/experiments/micro.yaml"
+    before = path.read_text()
+    try:
+        swept.edit(lambda experiment: experiment["sweep"].update(num_steps=[1, 2]))
+        expected = {"sweep_sample", "sweep_evaluate", "sweep", "track", "report"}
+        assert swept.planned() == expected
+    finally:
+        path.write_text(before)
+        swept.planned()
