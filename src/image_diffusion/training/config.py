@@ -92,12 +92,6 @@ class TrainConfig(Config):
         is_saved = step % self.checkpoint.every_steps == 0
         return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
 
-    def keeps(self, step: int) -> bool:
-        """Whether the weights of a step can be had after the training: those of the end, and of checkpoints kept."""
-        every = self.checkpoint.keep_every
-        is_saved = step % self.checkpoint.every_steps == 0
-        return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
-
     def identity(self) -> dict[str, Any]:
         """What of this section a run is: a checkpoint of another identity is never continued.
 
