@@ -3,7 +3,8 @@
     python -m image_diffusion.evaluate --config evaluate.yaml --weights results/x/train/weights.safetensors \
         --samples samples.npz --data crops --detector detector --output metrics.json --report evaluation
 
-What is measured follows from the model's system. Without --weights, samples from anywhere are judged.
+What is measured follows from the model's system. Without --weights, samples from anywhere are judged; with them and
+evaluate.likelihood, but without --samples, the bits per dimension alone are measured.
 """
 
 from __future__ import annotations
@@ -97,15 +98,18 @@ def measure(
         result = evaluate_codec(network, data, detector(), settings, report)
 
     else:
-        if arguments.samples is None:
+        if arguments.samples is None and settings.likelihood is None:
             raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
-        samples = read_samples(arguments.samples, data.train.classes)
-        previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
-        result = evaluate_samples(samples, data, detector(), settings, report, arguments.reference, previews)
-        result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, report)
+        result = {"metrics": {}, "curve": [], "classes": {}, "protocol": {}}
+        if arguments.samples is not None:
+            samples = read_samples(arguments.samples, data.train.classes)
+            previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
+            result = evaluate_samples(samples, data, detector(), settings, report, arguments.reference, previews)
+            result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, report)
         if settings.likelihood is not None:
             bits, result["likelihood"] = likelihood(model, data, settings.likelihood, report)
             result["metrics"] |= bits
+            result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
 
     if model is not None:
         result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
@@ -125,6 +129,12 @@ def likelihood(
     """The bits per dimension of real images, and their terms by timestep."""
     if model is None:
         raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
+    spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
+    if shape != (spec.channels, spec.resolution, spec.resolution) or spec.num_classes not in (0, num_classes):
+        raise ValueError(
+            f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]} with "
+            f"{spec.num_classes} classes, but --data holds {list(shape)} with {num_classes}. Name images like its own."
+        )
     codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
     bound = ImageBound(model.network.to(best_device()), model.system, model.spec, codec, settings)
     return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)

@@ -55,6 +55,8 @@ PICTURES = {
     "evaluation/confusion.png": "Confusion of classes",
     "evaluation/nearest.png": "Nearest training images",
     "evaluation/curve.png": "Quality of the previews",
+    "evaluation/enlarged.png": "Held-out images: made small, enlarged bicubically and by the network, as they were",
+    "evaluation/likelihood.png": "Bits per dimension by timestep",
     "evaluation/reconstructions.png": "Held-out images, and what is decoded from their latents",
     "evaluation/worst.png": "The worst reconstructions",
     "evaluation/codebook.png": "Use of the codebook",
