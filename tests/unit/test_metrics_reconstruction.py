@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.lpips import Lpips, LpipsConfig
 from image_diffusion.metrics.reconstruction import (
     codebook_estimates,
     codebook_use,
@@ -76,3 +79,54 @@ def test_mistakes_are_told(pair: tuple[Tensor, Tensor]):
         psnr(pair[0], pair[1].float())
     with pytest.raises(ValueError, match="at least 11 pixels"):
         ssim(pair[0][..., :8], pair[1][..., :8])
+
+
+def lpips_files(folder: Path) -> LpipsConfig:
+    """An AlexNet of random weights under torchvision's names, and heads under those of the package lpips."""
+    generator = torch.Generator().manual_seed(0)
+    measure = Lpips()
+    backbone = {}
+    for place, layer in zip((0, 3, 6, 8, 10), measure.convolutions, strict=True):
+        spread = layer.weight[0].numel() ** -0.5
+        backbone[f"features.{place}.weight"] = torch.randn(layer.weight.shape, generator=generator) * spread
+        backbone[f"features.{place}.bias"] = torch.randn(layer.weight.shape[:1], generator=generator) * 0.1
+    heads = {
+        f"lin{number}.model.1.weight": torch.rand(head.shape, generator=generator).view(1, -1, 1, 1)
+        for number, head in enumerate(measure.heads)
+    }
+    torch.save(backbone, folder / "alexnet.pth")
+    torch.save(heads, folder / "alex.pth")
+    return LpipsConfig(backbone=folder / "alexnet.pth", heads=folder / "alex.pth")
+
+
+def test_lpips_is_torchmetrics_on_the_same_weights(tmp_path: Path):
+    functional = pytest.importorskip("torchmetrics.functional.image.lpips")
+    pytest.importorskip("torchvision")
+    config = lpips_files(tmp_path)
+    theirs = functional._LPIPS(pnet_rand=True, model_path=str(config.heads))
+    backbone = torch.load(config.backbone, weights_only=True)
+    for slices in theirs.net.children():
+        for name, layer in slices.named_children():
+            if isinstance(layer, torch.nn.Conv2d):
+                layer.load_state_dict({key: backbone[f"features.{name}.{key}"] for key in ("weight", "bias")})
+    generator = torch.Generator().manual_seed(1)
+    first, second = torch.randint(0, 256, (2, 4, 3, 40, 48), generator=generator, dtype=torch.uint8)
+    expected = theirs(first.float() / 127.5 - 1, second.float() / 127.5 - 1).flatten().double()
+    found = config.build(torch.device("cpu"))(first, second)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert found.min() > 0 and float(config.build(torch.device("cpu"))(first, first).abs().max()) == 0
+    assert config.identity["backbone"] != config.identity["heads"]
+
+
+def test_weights_of_lpips_that_are_missing_or_something_else_are_told(tmp_path: Path):
+    config, cpu = lpips_files(tmp_path), torch.device("cpu")
+    with pytest.raises(ValueError, match=r"lpips.heads is .*absent.pth, which does not exist"):
+        LpipsConfig(backbone=config.backbone, heads=tmp_path / "absent.pth").build(cpu)
+    with pytest.raises(ValueError, match="are not AlexNet and its LPIPS heads"):
+        LpipsConfig(backbone=config.heads, heads=config.backbone).build(cpu)
+    (tmp_path / "broken.pth").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not a file of plain tensors"):
+        LpipsConfig(backbone=tmp_path / "broken.pth", heads=config.heads).build(cpu)
+    small = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="at least 32 pixels"):
+        config.build(cpu)(small, small)

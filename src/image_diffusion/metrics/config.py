@@ -10,6 +10,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.detector import InPipe
 from image_diffusion.metrics.likelihood import LikelihoodConfig
+from image_diffusion.metrics.lpips import LpipsConfig
 
 
 class EvaluateConfig(Config):
@@ -33,5 +34,7 @@ class EvaluateConfig(Config):
     """Also search for each sample's nearest training images."""
     likelihood: LikelihoodConfig | None = None
     """Also measure the bits per dimension that the network gives to real images; unset: not."""
+    lpips: LpipsConfig | None = None
+    """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
     batch_size: int = Field(256, ge=1)
-    """Images the detector sees at a time; no result depends on it."""
+    """Images the detector, or a codec that is judged, sees at a time; no result depends on it."""

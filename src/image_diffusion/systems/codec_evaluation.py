@@ -19,6 +19,7 @@ from image_diffusion.metrics.evaluation import RealImages
 from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect
 from image_diffusion.metrics.frechet import frechet_between
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
+from image_diffusion.metrics.lpips import Lpips
 from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each, check_finite
 from image_diffusion.metrics.panel import with_floor
 from image_diffusion.metrics.reconstruction import codebook_estimates, reconstruction_estimates
@@ -33,16 +34,18 @@ def evaluate_codec(
 ) -> dict[str, Any]:
     """Judge the reconstructions of the held-out images. Returns plain data of the form of `evaluate_samples`.
 
-    Of each way to decode ("mean" of a KL autoencoder, "soft" and "hard" of a discrete VAE): psnr, ssim,
-    reconstruction_fd, same_class and, where the detector knows the data's classes, agreement with the labels. Their
-    floors are what real images score: the Fréchet distance of as many training images, the agreement of the originals.
-    Of a codebook its usage, perplexity and dead codes. report: a folder for reconstructions.png, worst.png (originals
-    above, lowest PSNR first) and codebook.png. Raises ValueError, before any long computation, for what does not fit.
+    Of each way to decode ("mean" of a KL autoencoder, "soft" and "hard" of a discrete VAE): psnr, ssim, lpips where its
+    weights are at hand, reconstruction_fd, same_class and, where the detector knows the data's classes, agreement with
+    the labels. Their floors are what real images score: the Fréchet distance of as many training images, the agreement
+    of the originals. Of a codebook its usage, perplexity and dead codes. report: a folder for reconstructions.png,
+    worst.png (originals above, lowest PSNR first) and codebook.png. Raises ValueError, before any long computation, for
+    what does not fit.
     """
     split = "validation" if data.validation.num_samples > 1 else "train"
     images = data.split(split)
     _check(network, images)
-    quality, seen, counts = _measure(network, images, detector, settings)
+    looks = settings.lpips.build(next(network.parameters()).device) if settings.lpips is not None else None
+    quality, seen, counts = _measure(network, images, detector, settings.batch_size, looks)
     n, block = images.num_samples, block_of_each(images.num_samples)
     original = seen.pop("original")
     floor: dict[str, Estimate] = {}
@@ -53,7 +56,7 @@ def evaluate_codec(
     if labels is not None and original.logits is not None:
         floor["agreement"] = agreement(original.logits.argmax(dim=1), labels)
 
-    limits = {"psnr": (0.0, float("inf")), "ssim": (-1.0, 1.0)}
+    limits = {"psnr": (0.0, float("inf")), "ssim": (-1.0, 1.0), "lpips": (0.0, float("inf"))}
     found = {name: mean_estimate(each, block, *limits[name.split("_")[0]]) for name, each in quality.items()}
     if counts is not None:
         found |= codebook_estimates(counts, n)
@@ -69,6 +72,8 @@ def evaluate_codec(
         _draw(network, images, quality, counts, report)
     described = {"split": split, "data": images.digest, "num_images": n}
     how: dict[str, Any] = {"detector": detector.identity, "reference": described, "settings": dump(settings)}
+    if settings.lpips is not None:
+        how["lpips"] = settings.lpips.identity
     return {
         "metrics": entries,
         "curve": [],
@@ -78,7 +83,7 @@ def evaluate_codec(
 
 
 def _measure(
-    network: nn.Module, images: ImageSet, detector: Detector, settings: EvaluateConfig
+    network: nn.Module, images: ImageSet, detector: Detector, batch_size: int, looks: Lpips | None
 ) -> tuple[dict[str, Tensor], dict[str, Detected], Tensor | None]:
     """The quality of each image [N] by name; what the detector sees in the originals and in what each way decodes;
     how often each token is used by each block of images, int64 [blocks, K]."""
@@ -88,10 +93,11 @@ def _measure(
     num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
     counts = torch.zeros(NUM_BLOCKS * num_tokens, dtype=torch.int64)
     with torch.inference_mode(), Progress("reconstructions", images.num_samples, "image") as progress:
-        for start in range(0, images.num_samples, settings.batch_size):
-            chosen = np.arange(start, min(start + settings.batch_size, images.num_samples))
+        for start in range(0, images.num_samples, batch_size):
+            chosen = np.arange(start, min(start + batch_size, images.num_samples))
             found = reconstruct(network, images.gather(chosen))
-            for name, each in found.quality().items():
+            distances = {f"lpips_{way}": looks(found.images, y) for way, y in found.decoded.items()} if looks else {}
+            for name, each in (found.quality() | distances).items():
                 quality.setdefault(name, []).append(each.cpu())
             for way, pictures in {"original": found.images, **found.decoded}.items():
                 seen.setdefault(way, []).append(detector(pictures))
