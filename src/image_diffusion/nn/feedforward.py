@@ -5,14 +5,16 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from image_diffusion.nn.linear import Linear
+
 
 class Mlp(nn.Module):
     """Linear, GELU (tanh form), Linear."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = Linear(width, hidden)
+        self.fc2 = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
@@ -25,8 +27,8 @@ class SwiGlu(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.w12 = nn.Linear(width, 2 * hidden)
-        self.w3 = nn.Linear(hidden, width)
+        self.w12 = Linear(width, 2 * hidden)
+        self.w3 = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""

@@ -1,0 +1,44 @@
+"""The linear map of the networks is PyTorch's, in value and in gradient, whatever computes it."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from image_diffusion.nn.linear import Linear, linear
+
+
+@pytest.mark.parametrize("tokens", [3, 300])  # too few to be worth it, and enough
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_pytorch(tokens: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(96, 192, bias=bias), torch.randn(2, tokens, 96)
+    parameters = tuple(layer.parameters())
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, expected = layer(ours), F.linear(theirs, *parameters)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    mask = torch.randn(tokens, 192).expand(2, -1, -1)  # a gradient that is not contiguous
+    for a, b in zip(
+        torch.autograd.grad(got, (ours, *parameters), mask),
+        torch.autograd.grad(expected, (theirs, *parameters), mask),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(128, 96), torch.randn(600, 128)
+    with torch.no_grad():
+        whole = layer(x)
+        assert all(torch.equal(layer(x[:rows]), whole[:rows]) for rows in (2, 7, 64, 333))
+
+
+def test_a_gradient_that_is_not_wanted_is_not_made() -> None:
+    x, weight = torch.randn(4096, 64), torch.randn(64, 64, requires_grad=True)
+    linear(x, weight, None).sum().backward()
+    assert x.grad is None and weight.grad is not None
+
+
+def test_autocast_still_chooses_the_precision() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Linear(64, 64)(torch.randn(4096, 64)).dtype == torch.bfloat16
