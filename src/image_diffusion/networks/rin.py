@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.inputs import check_inputs
 
 
 class RinConfig(Config):
@@ -123,7 +124,7 @@ class Rin(nn.Module):
         norm [B] the root-mean-square of each sample's latents before their last normalisation. A network of unlabelled
         data takes no label. Raises ValueError when shapes do not fit the network.
         """
-        self._check(x, label)
+        check_inputs(self.spec, x, label)
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
             condition = condition + self.label_embedding(label)  # [B, E]
@@ -154,21 +155,6 @@ class Rin(nn.Module):
         line = torch.linspace(0, 1, self.grid_size, device=self.latents.device, dtype=self.latents.dtype)[:, None]
         rows, columns = self.axial_pos_emb_height_mlp(line), self.axial_pos_emb_width_mlp(line)  # [H/p, width] each
         return cast("Tensor", (rows[:, None] + columns[None, :]).flatten(0, 1))
-
-    def _check(self, x: Tensor, label: Tensor | None) -> None:
-        expected = (self.spec.channels, self.spec.resolution, self.spec.resolution)
-        if tuple(x.shape[1:]) != expected:
-            raise ValueError(
-                f"x has {' x '.join(str(n) for n in x.shape[1:])} (channels x height x width) but the network was "
-                f"built for {' x '.join(str(n) for n in expected)}. Use data of the codec and resolution it was "
-                f"trained with."
-            )
-        if (label is None) != (self.spec.num_classes == 0):
-            raise ValueError(
-                f"The network was built for {self.spec.num_classes} classes but was called "
-                f"{'without' if label is None else 'with'} labels. "
-                f"{'Give cond label, int64 [B].' if label is None else 'Leave them out.'}"
-            )
 
 
 class Block(nn.Module):

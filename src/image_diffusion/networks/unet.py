@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.inputs import check_inputs, size_of
 from image_diffusion.nn.sinusoid import sinusoid
 
 GROUPS = 32
@@ -221,25 +222,15 @@ class UNet(nn.Module):
         return out
 
     def _check(self, x: Tensor, label: Tensor | None, low_res: Tensor | None) -> None:
-        channels, resolution, low = self.spec.channels, self.spec.resolution, self.config.low_resolution
-        if tuple(x.shape[1:]) != (channels, resolution, resolution):
-            raise ValueError(
-                f"x has {_size(x)} (channels x height x width) but the network was built for "
-                f"{channels} x {resolution} x {resolution}. Use data of the resolution it was trained with."
-            )
-        if (label is None) != (self.spec.num_classes == 0):
-            raise ValueError(
-                f"The network was built for {self.spec.num_classes} classes but was called "
-                f"{'without' if label is None else 'with'} labels. "
-                f"{'Give cond label, int64 [B].' if label is None else 'Leave them out.'}"
-            )
+        check_inputs(self.spec, x, label)
+        channels, low = self.spec.channels, self.config.low_resolution
         if low is None and low_res is not None:
             raise ValueError("The network makes images from noise alone but was called with low_res. Leave it out.")
         if low is not None and (low_res is None or tuple(low_res.shape[1:]) != (channels, low, low)):
             raise ValueError(
                 f"The network enlarges images of {channels} x {low} x {low} but was called with "
-                f"{'none' if low_res is None else _size(low_res)}. Give cond low_res, float [B, {channels}, {low}, "
-                f"{low}]."
+                f"{'none' if low_res is None else size_of(low_res.shape[1:])}. Give cond low_res, float "
+                f"[B, {channels}, {low}, {low}]."
             )
 
 
@@ -348,7 +339,3 @@ def zero(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module
-
-
-def _size(x: Tensor) -> str:
-    return " x ".join(str(n) for n in x.shape[1:])
