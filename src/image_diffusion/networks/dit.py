@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config import Config
@@ -19,6 +18,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.attention import SelfAttention
 from image_diffusion.nn.feedforward import Mlp, SwiGlu
 from image_diffusion.nn.inputs import check_inputs
+from image_diffusion.nn.linear import Linear, linear
 from image_diffusion.nn.patches import patchify, unpatchify
 from image_diffusion.nn.sinusoid import grid_positions, sinusoid
 
@@ -194,15 +194,14 @@ class Block(nn.Module):
         self.attn = SelfAttention(width, num_heads, (lambda d: _head_norm(config, d)) if config.qk_norm else None)
         self.norm2 = _norm(config, width)
         self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, D]."""
         modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
-        x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)  # [B, N, D]
-        out: Tensor = x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)  # [B, N, D]
-        return out
+        x = torch.addcmul(x, gate1, self.attn(torch.addcmul(shift1, self.norm1(x), 1 + scale1)))  # [B, N, D]
+        return torch.addcmul(x, gate2, self.mlp(torch.addcmul(shift2, self.norm2(x), 1 + scale2)))  # [B, N, D]
 
 
 class FinalLayer(nn.Module):
@@ -212,13 +211,13 @@ class FinalLayer(nn.Module):
         super().__init__()
         width = config.shape.width
         self.norm_final = _norm(config, width)
-        self.linear = nn.Linear(width, out_features)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+        self.linear = Linear(width, out_features)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(width, 2 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, out_features]."""
         shift, scale = self.adaLN_modulation(c)[:, None, :].chunk(2, dim=2)  # each [B, 1, D]
-        out: Tensor = self.linear(self.norm_final(x) * (1 + scale) + shift)
+        out: Tensor = self.linear(torch.addcmul(shift, self.norm_final(x), 1 + scale))
         return out
 
 
@@ -233,7 +232,7 @@ class PatchEmbedder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, N, D]. A matrix product: unlike a convolution's, its gradient is reproducible."""
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p · p · C]
-        tokens: Tensor = F.linear(patchify(x, self.patch), weight, self.proj.bias)
+        tokens: Tensor = linear(patchify(x, self.patch), weight, self.proj.bias)
         return tokens
 
 
@@ -243,7 +242,7 @@ class TimeEmbedder(nn.Module):
     def __init__(self, width: int, endpoint: bool) -> None:
         super().__init__()
         self.endpoint = endpoint
-        self.mlp = nn.Sequential(nn.Linear(TIME_CHANNELS, width), nn.SiLU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(Linear(TIME_CHANNELS, width), nn.SiLU(), Linear(width, width))
 
     def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         """[B] -> [B, D] of the given type. The sines are computed in float32 whatever the precision of the weights."""
