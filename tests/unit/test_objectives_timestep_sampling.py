@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossHistory, LossSecondMoment
 from image_diffusion.process import Discrete
@@ -144,3 +144,17 @@ def test_processes_hold_the_history_that_one_process_would(tmp_path: Path) -> No
 
 if __name__ == "__main__":
     worker(Path(sys.argv[1]))
+
+
+def test_validation_draws_and_weighs_as_if_there_were_no_history() -> None:
+    objective, plain = (
+        objective_of(),
+        Denoising().build(
+            Discrete(num_timesteps=5, schedule={"type": "cosine"}).build(), DataSpec(channels=1, resolution=2)
+        ),
+    )
+    t = torch.arange(5).repeat_interleave(2)
+    objective.observe(Losses((1 + t).float(), {}, t.double() / 5))
+    ids = torch.arange(64)
+    assert not torch.equal(objective(network, batch_of(ids)).loss, plain(network, batch_of(ids)).loss)
+    assert torch.equal(objective.uniform()(network, batch_of(ids)).loss, plain(network, batch_of(ids)).loss)

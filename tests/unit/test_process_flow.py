@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
 from image_diffusion.process.flow import Flow, LogitNormalTimes, UniformTimes
 
@@ -76,3 +79,12 @@ def test_bad_schedules_are_refused() -> None:
     with pytest.raises(ValueError, match="less than or equal to 1"):
         Continuous(scale=1.5)
     assert math.isclose(Continuous(scale=1).build().levels(torch.tensor([0.5]))[0].item() ** 2, 0.5)
+
+
+@pytest.mark.parametrize("objective", [FlowMatching(), Denoising(prediction="v")])
+def test_a_flow_is_validated_at_uniform_times(objective: FlowMatching | Denoising) -> None:
+    spec, data = DataSpec(channels=1, resolution=1), streams(1000)
+    batch = Batch(torch.zeros(1000, 1, 1, 1), {}, data)
+    uneven = Flow(times={"type": "logit_normal", "mean": 2.0})
+    found = objective.build(uneven.build(), spec).uniform()(lambda x, t: x, batch).time
+    assert torch.equal(found, objective.build(Flow().build(), spec)(lambda x, t: x, batch).time)

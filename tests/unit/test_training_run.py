@@ -207,3 +207,80 @@ def test_compiled_training_gives_the_same_losses(tmp_path: Path) -> None:
     eager, compiled = start(tmp_path / "eager", steps=4), start(tmp_path / "compiled", steps=4, compile=True)
     for name, tensor in eager.items():
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def smallest(folder: Path) -> tuple[float, int]:
+    """The smallest validation loss, and the step it is of."""
+    return min((value, step) for key, step, value in points(folder) if key == "validation/loss")
+
+
+def test_the_best_average_is_what_a_run_to_that_step_ends_with(tmp_path: Path) -> None:
+    """The rate is so high that the loss rises again."""
+    wild = {"optimizer": {"type": "adamw", "lr": 0.3}, "validate_every_steps": 1, "weights": "best"}
+    best = start(tmp_path / "all", steps=14, keep_raw=True, **wild)
+    _, step = smallest(tmp_path / "all")
+    assert step < 14
+    _, model = read_weights(tmp_path / "all" / "train")
+    assert (model["step"], model["examples_seen"], model["ema"]) == (step, 8 * step, "ema-0.5")
+    short = start(tmp_path / "short", steps=step, **wild | {"weights": "ema"})
+    assert all(torch.equal(best[name], short[name]) for name in best)
+    raw, model = read_weights(tmp_path / "all" / "train" / "raw")
+    expected = start(tmp_path / "raw", steps=14, **wild | {"weights": "raw"})
+    assert model["ema"] is None and all(torch.equal(raw[name], expected[name]) for name in raw)
+    start(tmp_path / "all", steps=14, **wild)
+    assert not (tmp_path / "all" / "train" / "raw").exists()
+
+
+def test_the_best_average_outlives_a_new_start(tmp_path: Path) -> None:
+    wild = {"optimizer": {"type": "adamw", "lr": 0.3}, "validate_every_steps": 1, "weights": "best"}
+    once = start(tmp_path / "once", steps=14, **wild)
+    _, step = smallest(tmp_path / "once")
+    for steps in (step + 1, 14):
+        again = start(tmp_path / "twice", steps=steps, **wild)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_best_without_anything_held_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no sample is held out to tell which are"):
+        start(tmp_path, task={"validation": None}, weights="best")
+
+
+def test_the_clock_saves_as_often_as_it_is_asked_and_changes_no_number(tmp_path: Path) -> None:
+    often = {"every_steps": 100, "every_seconds": 1e-9, "keep_last": 100}
+    expected = start(tmp_path / "steps")
+    found = start(tmp_path / "clock", checkpoint=often)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    (state,) = (tmp_path / "clock" / "train" / "state").iterdir()
+    assert len(list(state.glob("step-*"))) == 12
+
+
+class Prefers:
+    """An objective that has learnt to weigh some losses double."""
+
+    weight = 1.0
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        losses = objective(network, batch)
+        return Losses(self.weight * losses.loss, {}, losses.time)
+
+    def uniform(self) -> Any:
+        return objective
+
+
+def test_the_validation_depends_on_nothing_but_the_weights(tmp_path: Path) -> None:
+    still = {"steps": 4, "optimizer": {"type": "adamw", "lr": 1e-30}}
+    values = set()
+    for seed in (0, 1):
+        for prefers in (Prefers(), objective):
+            if isinstance(prefers, Prefers):
+                prefers.weight = 2.0
+            folder = tmp_path / f"{seed}-{type(prefers).__name__}"
+            torch.manual_seed(0)
+            network = Plane()
+            task = Task(network, prefers, prepare, Samples(), Samples())  # type: ignore[arg-type]
+            settings = {"global_batch": 8, "seed": seed, "log_every_steps": 2, "validate_every_steps": 2} | still
+            run(lambda world, task=task: task, TrainConfig.model_validate(settings), MODEL, {}, folder, folder / "j")  # type: ignore[misc]
+            history = read_journal(folder / "j" / "train")
+            assert history is not None
+            values |= {p.value for p in history.points if p.key == "validation/loss"}
+    assert len(values) == 1

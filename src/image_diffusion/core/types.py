@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -63,3 +63,12 @@ class Objective(Protocol):
     """
 
     def __call__(self, network: Any, batch: Batch) -> Losses: ...
+
+
+@runtime_checkable
+class ChoosesTimes(Protocol):
+    """An objective that may train at some times more often than at others."""
+
+    def uniform(self) -> Objective:
+        """The same loss, unweighted, at times uniform over the noise scale: what runs and steps are compared by."""
+        ...

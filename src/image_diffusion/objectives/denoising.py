@@ -6,6 +6,7 @@ prediction goes with every variance.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Literal
 
 import torch
@@ -92,6 +93,12 @@ class DenoisingObjective:
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw a time for each sample and measure there (`at_times`)."""
         return self.at_times(network, batch, self._process.draw(batch.streams))
+
+    def uniform(self) -> DenoisingObjective:
+        """The same at times drawn uniformly."""
+        same = copy(self)
+        same._process = self._process.uniform()
+        return same
 
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
         """Draw noise for each sample, drop labels. Raises ValueError where the network's channels do not fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Literal
 
 from pydantic import Field
@@ -54,6 +55,12 @@ class FlowMatchingObjective:
         t = self._process.draw(batch.streams)
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch))
+
+    def uniform(self) -> FlowMatchingObjective:
+        """The same at times drawn uniformly."""
+        same = copy(self)
+        same._process = self._process.uniform()
+        return same
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
         """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""

@@ -73,6 +73,10 @@ class ImportanceSampled:
         parts = {name: part * weight for name, part in losses.parts.items()}
         return Losses(losses.loss * weight, parts, losses.time)
 
+    def uniform(self) -> Objective:
+        """The objective at timesteps that depend on no history, unweighted."""
+        return self._objective
+
     def observe(self, losses: Losses) -> None:
         """Take in what the last step returned for the global batch, from every process."""
         assert losses.time is not None

@@ -117,6 +117,10 @@ class ContinuousProcess:
         first = self._config.min_time
         return first + (1 - first) * streams.uniform("timestep").double()
 
+    def uniform(self) -> ContinuousProcess:
+        """The same: times are drawn uniformly."""
+        return self
+
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and sigma at times [B]. Float64 [B] each."""
         gamma = self._schedule.gamma(t.double())

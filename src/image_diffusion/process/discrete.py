@@ -63,6 +63,10 @@ class DiscreteProcess:
         """A timestep for each sample, uniform. Int64 [B]."""
         return streams.integers("timestep", self.num_timesteps)
 
+    def uniform(self) -> DiscreteProcess:
+        """The same: timesteps are drawn uniformly."""
+        return self
+
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha and sigma at timesteps [B]. Float64 [B] each."""
         steps = self.steps_on(t.device)

@@ -61,11 +61,15 @@ class FlowProcess:
     """The straight path; t is float64 [B] in [0, 1]."""
 
     def __init__(self, config: Flow) -> None:
-        self._times, self._time_scale = config.times, config.time_scale
+        self._config, self._times, self._time_scale = config, config.times, config.time_scale
 
     def draw(self, streams: Streams) -> Tensor:
         """A time for each sample. Float64 [B]."""
         return self._times.draw(streams)
+
+    def uniform(self) -> FlowProcess:
+        """The same path with times drawn uniformly."""
+        return FlowProcess(self._config.model_copy(update={"times": UniformTimes()}))
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha = 1 - t and sigma = t at times [B]. Float64 [B] each."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -16,6 +16,10 @@ class NoiseProcess(Protocol):
 
     def draw(self, streams: Streams) -> Tensor:
         """A time for each sample, as training draws them. [B]."""
+        ...
+
+    def uniform(self) -> Self:
+        """The same process with times drawn uniformly."""
         ...
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:

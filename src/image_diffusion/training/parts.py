@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, Losses, Network, Objective
+from image_diffusion.core.types import Batch, ChoosesTimes, Losses, Network, Objective
 from image_diffusion.data.batches import Batches, Examples
 from image_diffusion.data.shards import Shards
 from image_diffusion.training.checkpoint import Checkpoint
@@ -127,11 +127,21 @@ class Parts:
         """The objective's losses, in the configured precision. step, part: no other examples of the run have both;
         they seed PyTorch's own generator, which only dropout uses."""
         _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
-        streams = Streams(self.config.seed, examples.epoch, examples.sample)
+        return self._losses(self.task.objective, self.config.seed, step, examples)
+
+    def validation_losses(self, step: int, examples: Examples, part: int) -> Losses:
+        """The same for samples that are not trained on, with numbers that no run, step or earlier loss changes: those
+        of seed 0, at times drawn uniformly."""
+        objective = self.task.objective
+        uniform = objective.uniform() if isinstance(objective, ChoosesTimes) else objective
+        return self._losses(uniform, 0, step, examples)
+
+    def _losses(self, objective: Objective, seed: int, step: int, examples: Examples) -> Losses:
+        streams = Streams(seed, examples.epoch, examples.sample)
         batch = self.task.prepare(examples.stored, examples.label, streams)
         batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)), step=step)
         with self.precision.autocast():
-            return self.task.objective(cast("Network", self.network), batch)
+            return objective(cast("Network", self.network), batch)
 
     def clip(self) -> Tensor:
         """The norm of the gradient, [] on the device, after which it is at most `grad_clip`."""

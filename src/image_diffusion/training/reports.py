@@ -127,7 +127,7 @@ class Reports:
         with parts.averaged():
             sums = self._stop.interruptible(
                 lambda: validation_sums(
-                    data, config.validation_samples, chunk, parts.world, partial(parts.losses, step)
+                    data, config.validation_samples, chunk, parts.world, partial(parts.validation_losses, step)
                 )
             )
         if parts.world.any(sums is None):
