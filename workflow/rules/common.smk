@@ -73,7 +73,7 @@ def small_images(wildcards):
     plan = plan_of(wildcards)
     if plan["small_images_experiment"]:
         return f"{results}/{plan['small_images_experiment']}/samples/samples.npz"
-    return crops(wildcards) if plan["small_images"] == "validation" else plan["small_images"] or []
+    return real_data(wildcards) if plan["small_images"] == "validation" else plan["small_images"] or []
 
 
 def results_of(wildcards):

@@ -65,7 +65,7 @@ rule sweep_evaluate:
         weights=swept_weights,
         samples=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.npz",
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",
-        data=crops,
+        data=real_data,
         detector=detector,
     output:
         metrics=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/metrics.json",
