@@ -38,7 +38,7 @@ bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
 
 soak: .venv/.ready ## the long reliability runs
-	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability
+	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
 
 ui: .venv/.ready ## review every run in MLflow
 	mlflow ui --backend-store-uri sqlite:///mlflow.db

@@ -4,8 +4,8 @@
         --experiment results/demo --dataset results/datasets/digits-32 --output results/demo/tracked.json
 
 The train run is the parent; sample and evaluate are its children, whose headline metrics it shows at the step of the
-checkpoint they used; stages of a data set are runs of their own. With `--follow` the command goes on until it is
-stopped, and shows training while it runs. Training knows nothing of all this: it writes its journal.
+checkpoint they used; stages of a data set are runs of their own. Training knows nothing of all this: it writes its
+journal. `follow` does the same while the stages run.
 """
 
 from __future__ import annotations
@@ -13,30 +13,50 @@ from __future__ import annotations
 import argparse
 import functools
 import getpass
-import signal
-import sys
-import threading
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from image_diffusion.core.command import run
 from image_diffusion.core.files import digest, read_json, sha256_file, write_json
 from image_diffusion.core.history import History, Point, read_journals
+from image_diffusion.data.records import content_digest
 
 if TYPE_CHECKING:
-    from image_diffusion.mlflow_store import Store
+    from image_diffusion.mlflow_connection import Connection
+    from image_diffusion.mlflow_models import FinalWeights
+    from image_diffusion.mlflow_runs import Runs
 
 _PARENT = "train"
+_WEIGHTS = ("weights.safetensors", "model.json")
 _RESULTS = {  # what is shown of a stage, beside what its journal names
-    "train": ("train/model.json", "train/weights.safetensors"),
+    "train": ("train/model.json",),
     "sample": ("samples/samples.json", "samples/grid.png"),
     "evaluate": ("metrics.json",),
 }
 _OWN = ("speed/", "system/", "examples_seen")  # metrics of a child that say nothing about the model
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be sent.
+
+    experiment: results/<experiment>. datasets: results/datasets/<name> of each data set it used. codec_weights: the
+    weights folder of the experiment that trained its codec. best_metric: of evaluate, lower is better. largest: bytes;
+    files above it stay where they are, and their place and sha256 are noted.
+    """
+
+    experiment: Path
+    datasets: Sequence[Path] = ()
+    codec_weights: Path | None = None
+    best_metric: str = "fid"
+    largest: int = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -104,71 +124,86 @@ def plan(experiment: Path, datasets: Sequence[Path]) -> list[PlannedRun]:
 
 
 def send(
-    store: Store, planned: Sequence[PlannedRun], experiment: Path, datasets: Sequence[Path], largest: int, champion: str
+    connection: Connection, runs: Runs, planned: Sequence[PlannedRun], request: Request, live: bool
 ) -> dict[str, str]:
-    """Bring everything planned to the store; returns the MLflow id of every run by its key.
+    """Bring everything planned to the store; returns the MLflow id of every run by its key. live: see Tracker."""
+    from image_diffusion.mlflow_models import Models
 
-    largest: bytes; files above it stay where they are, and their place and sha256 are noted. champion: the metric
-    of evaluate, lower is better, by which the best registered model gets the alias `champion`.
-    """
     ids: dict[str, str] = {}
+    models = Models(connection)
     model: tuple[str, str] | None = None  # of which run, its id
-    data = [item for folder in datasets for item in _data_sets(folder)]
+    data = [item for folder in request.datasets for item in _data_sets(folder)]
     for each in planned:
         history = each.history
-        tags = _tags(each, experiment) | ({"mlflow.parentRunId": ids[each.parent]} if each.parent else {})
-        run_id = ids[history.id] = store.run(history.id, each.name, history.starts[0], tags)
-        small = [file for file in each.files if file.path.stat().st_size <= largest]
+        tags = _tags(each, request.experiment) | ({"mlflow.parentRunId": ids[each.parent]} if each.parent else {})
+        run_id = ids[history.id] = runs.run(history.id, each.name, history.starts[0], tags)
+        small = [file for file in each.files if file.path.stat().st_size <= request.largest]
         for file in each.files:
             if file not in small:
                 tags |= {f"path/{file.name}": str(file.path.resolve()), f"sha256/{file.name}": file.sha256}
-        store.send_tags(run_id, tags)
-        store.send_params(run_id, history.params)
+        runs.send_tags(run_id, tags)
+        runs.send_params(run_id, history.params)
         named = {str(value) for value in (*history.params.values(), *history.tags.values())}
         used = [item for item in data if item.digest in named]
         for item in used:
-            store.send_dataset(run_id, item.name, item.digest, str(item.folder), history.stage)
+            runs.send_dataset(run_id, item.name, item.digest, str(item.folder), history.stage)
         model_id = model[1] if model is not None and each.latest and model[0] == each.parent else None
         if model_id is not None:
-            store.use_model(run_id, model_id)
+            models.use(run_id, model_id)
         about = (used[0].name, used[0].digest) if used else None
-        store.send_points(run_id, each.points, each.superseded, model_id, about)
-        store.send_images(run_id, history.images)
+        runs.send_points(run_id, each.points, each.superseded, model_id, about)
+        runs.send_images(run_id, history.images)
         for file in small:
-            store.send_file(run_id, file.path, file.name, file.sha256)
+            runs.send_file(run_id, file.path, file.name, file.sha256)
         if history.stage == _PARENT and history.status == "finished" and each.latest:
-            made = _send_model(store, each, run_id, experiment, champion)
-            model = (history.id, made) if made is not None else None
-        if history.ended is not None:
-            store.send_end(run_id, _ENDINGS[history.status], history.ended)
+            weights = _final_weights(each, run_id, request)
+            if weights is not None:
+                made = models.log(weights)
+                name = registered_name(connection.project, used, request.best_metric)
+                models.register(name, made, run_id, weights.tags, _score(each, request.best_metric))
+                model = (history.id, made)
+        if history.ended is not None and not (live and history.status == "killed"):
+            runs.send_end(run_id, _ENDINGS[history.status], history.ended)
     return ids
 
 
-def _send_model(store: Store, each: PlannedRun, run_id: str, experiment: Path, champion: str) -> str | None:
-    """Note the final weights as a model made by the run, and register it; they stay where they are."""
-    described = experiment / "train" / "model.json"
-    if not described.is_file():
+def registered_name(project: str, used: Sequence[DataSet], metric: str) -> str:
+    """Under which name models are registered that can be compared: of one data set, by one metric."""
+    data = [used[0].name.partition("/")[0]] if used else []
+    return re.sub(r"[/:]", "_", ".".join([project, *data, metric]))
+
+
+def _score(each: PlannedRun, metric: str) -> float | None:
+    """What evaluate found last."""
+    scores = [(point.step, point.time, point.value) for point in each.points if point.key == f"evaluate/{metric}"]
+    return max(scores)[2] if scores else None
+
+
+def _final_weights(each: PlannedRun, run_id: str, request: Request) -> FinalWeights | None:
+    """The weights that a training ended with, and what it takes to use them; None when they are not there."""
+    from image_diffusion.mlflow_models import FinalWeights
+
+    folder, sampling = request.experiment / "train", request.experiment / "config" / "sample.yaml"
+    if not all((folder / name).is_file() for name in _WEIGHTS):
         return None
-    content = read_json(described)
-    step, sha256 = int(content["step"]), str(content["sha256"])
-    place = str((experiment / "train" / "weights.safetensors").resolve())
+    content = read_json(folder / "model.json")
+    files = {name: folder / name for name in _WEIGHTS}
+    if sampling.is_file():
+        files["sample.yaml"] = sampling
+        weaker = yaml.safe_load(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
+        files |= {f"weaker/{name}": Path(weaker) / name for name in _WEIGHTS if weaker}
+    if request.codec_weights is not None:
+        files |= {f"codec/{name}": request.codec_weights / name for name in _WEIGHTS}
     tags = {
-        "path": place,
-        "sha256": sha256,
-        "step": str(step),
-        "experiment": experiment.name,
-        "system": _system(content),
+        "sha256": str(content["sha256"]),
+        "step": str(content["step"]),
+        "experiment": request.experiment.name,
+        "system": str(content["system"]["type"]),
     }
-    model_id = store.model(f"{each.history.id}/{sha256}", experiment.name, run_id, step, tags)
-    shown = f"evaluate/{champion}"
-    scores = [(point.step, point.time, point.value) for point in each.points if point.key == shown]
-    store.register(model_id, run_id, tags, max(scores)[2] if scores else None)
-    return model_id
-
-
-def _system(content: dict[str, Any]) -> str:
-    system = content.get("system", {})
-    return str(system.get("type", "unknown"))
+    others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # another sampler, another model
+    key = "/".join([each.history.id, tags["sha256"], digest(others)])
+    ended = each.history.ended or each.history.starts[0]
+    return FinalWeights(key, request.experiment.name, run_id, int(content["step"]), ended, tags, files)
 
 
 def _runs_in(folder: Path) -> list[PlannedRun]:
@@ -211,7 +246,8 @@ def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
 
 def _data_sets(folder: Path) -> Iterator[DataSet]:
     for manifest in sorted(folder.glob("*/manifest.json")):
-        yield DataSet(f"{folder.name}/{manifest.parent.name}", digest(read_json(manifest)), manifest.parent.resolve())
+        found = content_digest(read_json(manifest))
+        yield DataSet(f"{folder.name}/{manifest.parent.name}", found, manifest.parent.resolve())
 
 
 def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:
@@ -234,6 +270,7 @@ def _tags(each: PlannedRun, experiment: Path) -> dict[str, str]:
         "config_digest": digest(history.params),
         **history.tags,
         "stage": history.stage,
+        "rule": history.stage,
         "experiment": experiment.name,
         "attempts": str(len(history.starts)),
         "mlflow.runName": each.name,
@@ -241,6 +278,8 @@ def _tags(each: PlannedRun, experiment: Path) -> dict[str, str]:
         "mlflow.source.type": "JOB",
         "mlflow.user": getpass.getuser(),
     }
+    if "digest" in history.params:
+        tags["manifest_digest"] = str(history.params["digest"])
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
     return tags | {f"changed/{key}": str(value) for key, value in history.changed.items()}
@@ -266,45 +305,59 @@ def _summary(each: PlannedRun, run_id: str) -> dict[str, Any]:
     }
 
 
-def track(options: argparse.Namespace, store: Store | None = None) -> dict[str, Any]:
-    """Send once; returns what `tracked.json` holds. store: an open one. Raises OSError when it does not take it."""
-    from image_diffusion.mlflow_store import Store, locked
+class Tracker:
+    """Sends experiments to one MLflow experiment, `project`, of a store. Raises TrackingError, an OSError, when the
+    store does not take it."""
 
-    experiment, datasets = options.experiment, options.dataset
-    folders = sorted({folder / "journal" for folder in (experiment, *datasets) if (folder / "journal").is_dir()})
+    def __init__(self, store: str, project: str) -> None:
+        from image_diffusion.mlflow_connection import Connection
+        from image_diffusion.mlflow_runs import Runs
+
+        self._connection = Connection(store, project)
+        self._runs = Runs(self._connection)
+
+    def send(self, request: Request, live: bool = False) -> dict[str, Any]:
+        """Send what there is; returns what `tracked.json` holds.
+
+        live: stages may be running, also on machines whose locks are not seen here, so that none is called killed.
+        """
+        from image_diffusion.mlflow_connection import locked
+
+        with ExitStack() as stack:
+            for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
+                stack.enter_context(locked(folder / ".lock"))
+            planned = plan(request.experiment, request.datasets)
+            ids = send(self._connection, self._runs, planned, request, live)
+        page = f"/#/experiments/{self._connection.experiment_id}/runs"
+        return {
+            "format": 1,
+            "store": self._connection.shown_uri,
+            "project": self._connection.project,
+            "page": f"{page}?workflowType=machine_learning&compareRunsMode=CHART",
+            "runs": [_summary(each, ids[each.history.id]) for each in planned],
+        }
+
+
+def journals(request: Request) -> list[Path]:
+    """The folders of the journals that there are. Raises ValueError when there is none."""
+    found = {folder / "journal" for folder in (request.experiment, *request.datasets)}
+    folders = sorted(folder for folder in found if folder.is_dir())
     if not folders:
-        raise ValueError(f"{experiment / 'journal'} does not exist. Run a stage of the experiment first.")
-    store = store or Store(options.store, options.project)
-    with ExitStack() as stack:
-        for folder in folders:  # one tracker at a time reads these journals, so that none sends what is superseded
-            stack.enter_context(locked(folder / ".lock"))
-        planned = plan(experiment, datasets)
-        largest = int(options.largest_file_mb * 2**20)
-        ids = send(store, planned, experiment, datasets, largest, options.champion_metric)
-    runs = [_summary(each, ids[each.history.id]) for each in planned]
-    page = f"/#/experiments/{store.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    return {"format": 1, "store": store.shown_uri, "project": options.project, "page": page, "runs": runs}
+        raise ValueError(f"{request.experiment / 'journal'} does not exist. Run a stage of the experiment first.")
+    return folders
 
 
-def follow(options: argparse.Namespace, stop: threading.Event) -> dict[str, Any] | None:
-    """Send every `--follow` seconds until stopped, then once more. A store that fails is told once and tried again."""
-    from image_diffusion.mlflow_store import Store
-
-    told, tracked, store = "", None, None
-    while True:
-        last = stop.is_set()
-        try:
-            store = store or Store(options.store, options.project)
-            tracked, told = track(options, store), ""
-        except (OSError, ValueError) as error:
-            if last:
-                raise
-            if str(error) != told:
-                told = str(error)
-                print(f"warning: {told} Trying again every {options.follow:g} s.", file=sys.stderr, flush=True)
-        if last:
-            return tracked
-        stop.wait(options.follow)
+def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
+    """What there is to send: files with their sizes and times. None: nothing since `tracked.json` was written."""
+    folders = (request.experiment, *request.datasets)
+    results = [request.experiment / name for names in _RESULTS.values() for name in names]
+    found = [*results, *(path for folder in folders for path in folder.glob("journal/*/attempt-*.jsonl"))]
+    states = {path: path.stat() for path in found if path.is_file()}
+    newest = max((state.st_mtime_ns for state in states.values()), default=0)
+    tracked = request.experiment / "tracked.json"
+    if not states or (tracked.is_file() and tracked.stat().st_mtime_ns > newest):
+        return None
+    return frozenset((path, state.st_size, state.st_mtime_ns) for path, state in states.items())
 
 
 def main() -> None:
@@ -313,23 +366,26 @@ def main() -> None:
     parser.add_argument("--project", required=True, help="the MLflow experiment that holds the runs")
     parser.add_argument("--experiment", required=True, type=Path, help="folder: results/<experiment>")
     parser.add_argument("--dataset", action="extend", nargs="+", type=Path, default=[], help="results/datasets/<name>")
-    parser.add_argument("--output", type=Path, help="summary to write when everything was sent: tracked.json")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument("--best-metric", default="fid", help="the registered model with the lowest is `best`")
     parser.add_argument("--largest-file-mb", type=float, default=64.0, help="larger files are noted, not copied")
-    parser.add_argument("--champion-metric", default="fid", help="the registered model with the lowest is `champion`")
-    parser.add_argument("--follow", type=float, metavar="SECONDS", help="go on until stopped, sending this often")
+    parser.add_argument("--output", type=Path, help="summary to write when everything was sent: tracked.json")
     options = parser.parse_args()
-    if options.follow is None:
-        tracked: dict[str, Any] | None = track(options)
-    else:
-        stop = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        tracked = follow(options, stop)
-    if tracked is not None:
-        if options.output is not None:
-            write_json(options.output, tracked)
-        runs, points = tracked["runs"], sum(run["points"] for run in tracked["runs"])
-        print(f"track: {len(runs)} runs and {points:,} points are in {tracked['store']}, page {tracked['page']}")
+    request = Request(
+        options.experiment,
+        options.dataset,
+        options.codec_weights.parent if options.codec_weights else None,
+        options.best_metric,
+        int(options.largest_file_mb * 2**20),
+    )
+    journals(request)  # before a store is made for nothing
+    tracked = Tracker(options.store, options.project).send(request)
+    if options.output is not None:
+        write_json(options.output, tracked)
+    points = sum(run["points"] for run in tracked["runs"])
+    print(f"track: {len(tracked['runs'])} runs and {points:,} points are in {tracked['store']}, page {tracked['page']}")
 
 
 if __name__ == "__main__":

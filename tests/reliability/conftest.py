@@ -1,8 +1,12 @@
 """Modules beside the tests of this folder can be imported by their names; one server starts all their trainings."""
 
+import http.server
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +14,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attempts import Attempts
 
+QUICK = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="kill trainings 500 times instead of 120")
+    parser.addoption("--soak", action="store_true", help="train for long where the length of a training is tested")
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +34,65 @@ def attempts() -> Iterator[Attempts]:
 
 
 @pytest.fixture(scope="session")
-def kills(request: pytest.FixtureRequest) -> int:
+def kills() -> int:
     """SIGKILLs of trainings in all."""
-    return 500 if request.config.getoption("--soak") else 120
+    return int(os.environ.get("IMAGE_DIFFUSION_KILLS", "120"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow gives up soon."""
+    for name, value in QUICK.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment to send, with everything that there can be."""
+    from tracked import make_experiment
+
+    return make_experiment(tmp_path_factory.mktemp("results") / "demo")
+
+
+@pytest.fixture(scope="session")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with nothing in it yet."""
+    from image_diffusion import mlflow_connection, pyfunc  # noqa: F401 - what is forked later has it imported
+
+    database = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    mlflow_connection.create_database(database)
+    return database
+
+
+@pytest.fixture(scope="session")
+def sent(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A database to which the experiment was sent once, in one go."""
+    from tracked import track
+
+    database = tmp_path_factory.mktemp("store with space") / "mlflow.db"
+    return database, track(f"sqlite:///{database}", finished)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real MLflow server."""
+    from breaking import Server
+
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def proxy(server: Any) -> Iterator[str]:
+    """The address of a proxy before that server, which breaks requests."""
+    from breaking import BreakingProxy
+
+    BreakingProxy.target = server.port
+    front = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BreakingProxy)
+    thread = threading.Thread(target=front.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{front.server_address[1]}"
+    front.shutdown()
+    front.server_close()

@@ -5,7 +5,6 @@ Screenshots are kept in the test's temporary folder, or where IMAGE_DIFFUSION_SC
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import fcntl
@@ -27,9 +26,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal
-from image_diffusion.track import track
+from image_diffusion.track import Request, Tracker
+from tiny_models import write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
@@ -141,9 +140,7 @@ def make_experiment(results: Path, name: str, decay: float) -> Path:
                 tile = np.add.outer(np.arange(512) // 64, np.arange(512) // 64)[..., None] * [16, 10, 4]
                 Image.fromarray(np.clip(tile + noise, 0, 255).astype(np.uint8)).save(experiment / "grid.png")
                 journal.image("samples/ema", experiment / "grid.png", step=step)
-    (experiment / "train" / "weights.safetensors").write_bytes(b"weights")
-    described = {"format": 1, "system": {"type": "dit"}, "step": 400, "sha256": f"{decay:f}"}
-    write_json(experiment / "train" / "model.json", described)
+    write_model(experiment, 400, seed=round(1000 * decay))
     with Journal.open(experiment / "journal", "evaluate") as journal:
         journal.params({"seed": 0})
         journal.metrics({"fid": 5 / decay, "recall": 0.5}, step=400)
@@ -156,9 +153,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("ui")
     for name, decay in (("small", 0.01), ("large", 0.02)):
         experiment = make_experiment(folder / "results", name, decay)
-        options = {"dataset": [], "output": None, "largest_file_mb": 64.0, "champion_metric": "fid", "follow": None}
-        store = f"sqlite:///{folder / 'mlflow.db'}"
-        track(argparse.Namespace(store=store, project="shapes", experiment=experiment, **options))
+        Tracker(f"sqlite:///{folder / 'mlflow.db'}", "shapes").send(Request(experiment))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -232,10 +227,10 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
     browser.screenshot(shots / "6-run-files.png")
 
 
-def test_models_and_the_champion(address: str, browser: Browser, shots: Path) -> None:
+def test_models_and_the_best_one(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
     browser.wait_for("small", "large", "fid", "250", "500")
     browser.screenshot(shots / "7-models.png")
-    browser.open(f"{address}/#/models/shapes?workflowType=machine_learning")
-    browser.wait_for("Version 1", "Version 2", "champion")
+    browser.open(f"{address}/#/models/shapes.fid?workflowType=machine_learning")
+    browser.wait_for("Version 1", "Version 2", "best")
     browser.screenshot(shots / "8-registered.png")

@@ -1,0 +1,90 @@
+"""Send what stages log to MLflow while they run, until standard input ends; then all that is left.
+
+    python -m image_diffusion.follow --store sqlite:///mlflow.db --project demo --results results --experiments demo
+
+The workflow keeps one of these beside itself. It looks at journals only: training does not know of it, and a store that
+is down or slow delays nothing but what is shown. A Snakemake that dies closes the pipe to it, so that it ends as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from image_diffusion.core.command import run
+from image_diffusion.core.files import read_json
+from image_diffusion.track import Request, Tracker, watched
+
+_SHARE = 10  # a tenth of the time at most is spent sending
+
+
+def follow(connect: Callable[[], Tracker], requests: Sequence[Request], every_s: float, stop: threading.Event) -> None:
+    """Send what is new every `every_s` seconds until stopped, then once more.
+
+    A store that fails is told of once and tried again; the last time its TrackingError is raised.
+    """
+    tracker: Tracker | None = None
+    sent: dict[Path, object] = {}
+    told, pause_s = "", every_s
+    while True:
+        last = stop.wait(pause_s)
+        started = time.monotonic()
+        try:
+            for request in requests:
+                state = watched(request)
+                if state is None or (sent.get(request.experiment) == state and not last):
+                    continue
+                tracker = tracker or connect()
+                tracker.send(request, live=not last)
+                sent[request.experiment] = state
+            told = ""
+        except (OSError, ValueError) as error:
+            if last:
+                raise
+            if str(error) != told:
+                told = str(error)
+                print(f"warning: {told} Trying again every {every_s:g} s.", file=sys.stderr, flush=True)
+        if last:
+            return
+        pause_s = max(every_s, (_SHARE - 1) * (time.monotonic() - started))
+
+
+def request_of(results: Path, experiment: str) -> Request:
+    """What to send of an experiment, from the plan that `configure` wrote."""
+    plan = read_json(results / experiment / "config" / "plan.json")
+    codec = plan["codec_experiment"]
+    weights = results / codec / "train" if codec else None
+    return Request(results / experiment, [results / "datasets" / plan["dataset"]], weights, plan["headline"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.follow", description=__doc__.split("\n")[0])
+    parser.add_argument("--store", required=True, help="MLflow tracking URI, e.g. sqlite:///mlflow.db")
+    parser.add_argument("--project", required=True, help="the MLflow experiment that holds the runs")
+    parser.add_argument("--results", required=True, type=Path, help="the folder of all results")
+    parser.add_argument("--experiments", required=True, nargs="+", help="names of configured experiments")
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="how often to look (10)")
+    options = parser.parse_args()
+    os.nice(19)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    def wait_for_end() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    requests = [request_of(options.results, name) for name in options.experiments]
+    follow(lambda: Tracker(options.store, options.project), requests, options.every, stop)
+
+
+if __name__ == "__main__":
+    run(main)

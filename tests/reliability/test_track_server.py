@@ -1,0 +1,109 @@
+"""Tracking loses nothing and doubles nothing, through a proxy that breaks requests and a server that dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from breaking import BreakingProxy, Server, free_port
+from tracked import check_whole, contents, forked, status_of, track
+
+from image_diffusion.follow import follow
+from image_diffusion.mlflow_connection import Connection
+from image_diffusion.mlflow_models import FinalWeights, Models
+from image_diffusion.mlflow_runs import Runs
+from image_diffusion.track import Request, Tracker
+from tiny_models import write_model
+
+
+def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
+    finished: Path, server: Server, proxy: str
+) -> None:
+    BreakingProxy.broken = 0.25
+    rng, passes = random.Random(3), 0
+    for passes in range(1, 200):
+        child = forked(lambda: track(proxy, finished))
+        if passes <= 5:
+            time.sleep(rng.random())
+            os.kill(child, signal.SIGKILL)
+        if passes == 3:
+            server.kill()
+            server.start()
+        if status_of(child) == 0:
+            break
+    BreakingProxy.broken = 0.0
+    track(proxy, finished)  # healthy again: what lost answers left behind is put right
+    assert passes > 5 and all(BreakingProxy.faults[name] for name in ("500", "503", "reset", "lost", "slow"))
+    held = contents(server.database)
+    check_whole(held, finished)
+    track(proxy, finished)
+    assert contents(server.database) == held
+
+
+def test_lost_answers_leave_no_twins(
+    server: Server, proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BreakingProxy.broken = 0.0
+    connection = Connection(proxy, "twins")
+    runs, models = Runs(connection), Models(connection)
+    lost = {"runs/create": 2, "logged-models": 1, "model-versions/create": 2}
+    hand_on = BreakingProxy.answer
+
+    def answer(self: BreakingProxy, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        ending = next((name for name in lost if self.command == "POST" and self.path.endswith(name)), None)
+        if ending is not None and lost[ending] > 0:
+            lost[ending] -= 1
+            self.cut()
+        else:
+            hand_on(self, status, headers, content)
+
+    monkeypatch.setattr(BreakingProxy, "answer", answer)
+    run_id = runs.run("key", "twin", 1000, {})
+    write_model(tmp_path, 1)
+    files = {name: tmp_path / "train" / name for name in ("model.json", "weights.safetensors")}
+    model_id = models.log(FinalWeights("model", "twin", run_id, 1, 1000, {}, files))
+    models.register("twins", model_id, run_id, {}, 1.0)
+    assert lost == {"runs/create": 0, "logged-models": 0, "model-versions/create": 0}
+    client = connection.client
+    assert [run.info.run_id for run in client.search_runs([connection.experiment_id])] == [run_id]
+    assert [model.model_id for model in client.search_logged_models([connection.experiment_id])] == [model_id]
+    assert len(client.search_model_versions("name = 'twins'")) == 1
+
+
+def test_a_server_that_is_down_is_told_in_one_line_and_everything_is_kept(finished: Path, tmp_path: Path) -> None:
+    uri = f"http://someone:s3cr3t@127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "image_diffusion.track", "--store", uri, "--project", "faults"]
+    command += ["--experiment", str(finished), "--output", str(tmp_path / "tracked.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: MLflow at http://127.0.0.1:") and "s3cr3t" not in line
+    assert not (tmp_path / "tracked.json").exists()
+    database = tmp_path / "mlflow.db"
+    track(f"sqlite:///{database}", finished)
+    check_whole(contents(database), finished)
+
+
+def test_a_follower_outlives_a_dead_server_and_sends_all_in_the_end(
+    finished: Path, server: Server, proxy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BreakingProxy.broken = 1.0
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: follow(lambda: Tracker(proxy, "live"), [Request(finished)], 0.05, stop))
+    thread.start()
+    time.sleep(3)
+    BreakingProxy.broken = 0.0
+    time.sleep(0.5)
+    stop.set()
+    thread.join()
+    client = Connection(proxy, "live").client
+    held = client.search_runs([client.get_experiment_by_name("live").experiment_id])
+    assert [run.info.status for run in held] == ["FINISHED"] * 3
+    assert capsys.readouterr().err.count("warning: MLflow at") >= 1

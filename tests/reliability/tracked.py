@@ -1,0 +1,158 @@
+"""What the tests of tracking share: an experiment to send, and what MLflow should hold of it and holds.
+
+What MLflow should hold is worked out from what was logged; what it holds is read from its database and folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from image_diffusion.core.journal import Journal
+from image_diffusion.track import Request, Tracker
+from tiny_models import write_model
+
+STEPS = 360
+
+
+def make_experiment(folder: Path, steps: int = STEPS) -> Path:
+    """An experiment as the stages leave it: three stages, two attempts of the first, pictures, weights, a plot."""
+    rng = np.random.default_rng(0)
+    picture = folder / "picture.png"
+    folder.mkdir(parents=True)
+    Image.fromarray(rng.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(picture)
+    for resume, first, last in ((None, 1, steps // 2 + 50), (steps // 2, steps // 2 + 1, steps)):
+        with Journal.open(folder / "journal", "train", resume_step=resume, tags={"fingerprint": "f"}) as journal:
+            journal.params({"train": {"steps": steps, "lr": 1e-4}, **{f"p{i}": i for i in range(120)}})
+            for step in range(first, last + 1):
+                journal.metrics({"loss": 1 / step, "odd": float("nan")}, step=step, examples_seen=64 * step)
+                if step % (steps // 3) == 0:
+                    journal.image("samples/ema", picture, step=step)
+            journal.artifact(picture, "plots/picture.png")
+    write_model(folder, steps)
+    for stage in ("sample", "evaluate"):
+        with Journal.open(folder / "journal", stage) as journal:
+            journal.params({"seed": 0})
+            journal.metrics({"fid": 12.5} if stage == "evaluate" else {"speed/images_per_s": 3.0}, step=steps)
+    return folder
+
+
+def track(store: str, experiment: Path) -> dict[str, Any]:
+    """Send an experiment once."""
+    return Tracker(store, "faults").send(Request(experiment))
+
+
+def contents(database: Path) -> dict[str, Any]:
+    """Everything active in an MLflow database and its folder of files, ids and times of sending left out."""
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+
+        def rows(query: str) -> list[tuple[Any, ...]]:
+            return connection.execute(query).fetchall()
+
+        active = "SELECT run_uuid FROM runs WHERE lifecycle_stage = 'active'"
+        names = dict(rows("SELECT run_uuid, name FROM runs WHERE lifecycle_stage = 'active'"))
+        metrics = rows(
+            f"SELECT run_uuid, key, timestamp, step, value, is_nan FROM metrics WHERE run_uuid IN ({active})"
+        )
+        params = rows(f"SELECT run_uuid, key, value FROM params WHERE run_uuid IN ({active})")
+        tags = rows(f"SELECT run_uuid, key, value FROM tags WHERE run_uuid IN ({active})")
+        files = [path for path in (database.parent / "mlruns").rglob("*") if path.is_file()]
+        return {
+            "runs": sorted(
+                rows("SELECT name, status, start_time, end_time FROM runs WHERE lifecycle_stage = 'active'")
+            ),
+            "metrics": Counter((names[run], *row) for run, *row in metrics),
+            "params": Counter((names[run], *row) for run, *row in params),
+            "tags": {(names[run], key, names.get(value, value)) for run, key, value in tags},
+            "files": Counter(
+                (
+                    names[run],
+                    path.relative_to(database.parent).as_posix().partition("/artifacts/")[2],
+                    path.read_bytes(),
+                )
+                for path in files
+                for run in names
+                if run in path.parts
+            ),
+            "models": rows("SELECT name, status FROM logged_models WHERE lifecycle_stage = 'active'"),
+            "model_files": Counter(
+                (path.relative_to(database.parent).as_posix().partition("/artifacts/")[2], path.read_bytes())
+                for (model,) in rows("SELECT model_id FROM logged_models WHERE lifecycle_stage = 'active'")
+                for path in files
+                if model in path.parts and path.name != "MLmodel"
+            ),
+            "model_metrics": Counter(
+                rows(
+                    "SELECT experiments.name, metric_name, metric_step, metric_value, dataset_name FROM "
+                    "logged_model_metrics JOIN experiments USING (experiment_id)"
+                )
+            ),
+            "versions": rows("SELECT count(*) FROM model_versions WHERE current_stage != 'Deleted_Internal'"),
+            "aliases": rows("SELECT name, alias FROM registered_model_aliases"),
+        }
+
+
+def expected_points(experiment: Path) -> dict[str, Counter[tuple[str, int]]]:
+    """(metric, step) of every run, from the journals as they were written, without the reader under test."""
+    steps = range(1, STEPS + 1)
+    train = Counter({(key, step): 1 for key in ("loss", "odd", "examples_seen") for step in steps})
+    return {
+        experiment.name: train + Counter({("evaluate/fid", STEPS): 1}),
+        f"evaluate {experiment.name}": Counter({("fid", STEPS): 1}),
+        f"sample {experiment.name}": Counter({("speed/images_per_s", STEPS): 1}),
+    }
+
+
+def check_whole(held: dict[str, Any], experiment: Path) -> None:
+    by_run: dict[str, Counter[tuple[str, int]]] = {}
+    for (run, key, _, step, _, _), count in held["metrics"].items():
+        by_run.setdefault(run, Counter())[key, step] += count
+    assert by_run == expected_points(experiment)
+    assert [run[:2] for run in held["runs"]] == [
+        (experiment.name, "FINISHED"),
+        (f"evaluate {experiment.name}", "FINISHED"),
+        (f"sample {experiment.name}", "FINISHED"),
+    ]
+    names = [name for _, name, _ in held["files"].elements()]
+    pictures = [name for name in names if name.endswith(".png") and name.startswith("images/samples~ema+step+")]
+    assert sorted(int(name.split("+")[2]) for name in pictures) == [STEPS // 3, 2 * STEPS // 3, STEPS]
+    assert len([name for name in names if name.endswith("+compressed.webp")]) == 3
+    assert {"plots/picture.png", "train/model.json"} <= set(names)
+    assert len(names) == len(set(names)) == 8
+    assert (held["models"], held["versions"]) == ([(experiment.name, 0)], [(1,)])
+    assert held["aliases"] == [("faults.fid", "best")]
+    assert held["model_metrics"] == {
+        ("faults", "fid", STEPS, 12.5, None): 1,
+        ("faults", "speed/images_per_s", STEPS, 3.0, None): 1,
+    }
+    weights = (experiment / "train" / "weights.safetensors").read_bytes()
+    assert held["model_files"]["data/model/weights.safetensors", weights] == 1
+    assert len(held["model_files"]) == 7
+    assert ("sample " + experiment.name, "mlflow.parentRunId", experiment.name) in held["tags"]
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Run `work` in a child process, which has everything imported already; returns its process id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def status_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
