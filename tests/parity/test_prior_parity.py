@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.order import share
+from image_diffusion.metrics.similarity import similarities, similarity_estimates
 from image_diffusion.networks.prior import Norm, Prior, PriorConfig, bucket_of
 from image_diffusion.objectives.embedding import EmbeddingDenoising, with_norm
 from image_diffusion.objectives.weighting import P2Weighting
@@ -243,6 +245,35 @@ def test_a_step_is_that_of_the_original(golden, kind, clip):
     torch.testing.assert_close(
         step.reverse_mean(denoised, x_t) + noise, file[f"prior_{kind}_l2/p_sample_clip{clip}"], **LOOPS
     )
+
+
+SIMILARITIES = {"baseline_similarity": "baseline_mean", "similarity_with_text": "with_text_mean",
+                "similarity_with_image": "with_image_mean", "similarity_with_unrelated_caption": "unrelated_mean",
+                "difference_from_baseline": "difference"}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["cosine_a", "cosine_b_one_zero"])
+def test_the_similarities_are_those_of_the_original(golden, case):
+    file = golden("p02_prior_metrics.npz")
+    names = ("text_embed", "image_embed", "pred_for_text", "pred_for_rolled_text")
+    found = similarities(*(file[f"{case}/{name}"] for name in names))
+    for name, theirs in SIMILARITIES.items():
+        torch.testing.assert_close(found[name].mean(), file[f"{case}/{theirs}"], rtol=1e-5, atol=1e-6)
+    rolled = F.normalize(file[f"{case}/text_embed"].roll(1, 0), dim=1)
+    torch.testing.assert_close(rolled, file[f"{case}/rolled_text_embed_normalised"], rtol=1e-5, atol=1e-6)
+
+
+def test_difference_a_similarity_of_zero_counts(golden):
+    """D-41: gathering from processes, the original takes zeros for padding and leaves them out of the mean."""
+    file = golden("p02_prior_metrics.npz")
+    each = similarities(*(file[f"cosine_b_one_zero/{name}"] for name in
+                          ("text_embed", "image_embed", "pred_for_text", "pred_for_rolled_text")))  # fmt: skip
+    baseline, theirs = each["baseline_similarity"], file["cosine_b_one_zero/upstream_baseline"].item()
+    assert (baseline.abs() < 1e-6).sum() == 1
+    assert theirs == pytest.approx(baseline.sum().item() / (len(baseline) - 1), rel=1e-4)
+    assert abs(theirs - baseline.mean().item()) > 1e-3
+    ours = similarity_estimates(each)["baseline_similarity"]
+    assert ours.value == pytest.approx(baseline.mean().item()) and ours.n == len(baseline)
 
 
 def test_difference_the_output_norm_keeps_the_sign_of_a_token(golden):

@@ -17,6 +17,8 @@ class CheckpointConfig(Config):
 
     every_steps: int = Field(1000, gt=0)
     """Steps from one checkpoint to the next; the last step and a request to stop save as well."""
+    every_seconds: float | None = Field(None, gt=0)
+    """Also save whenever this long has passed since the clock last asked; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = Field(None, gt=0)

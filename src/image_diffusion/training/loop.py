@@ -42,7 +42,7 @@ def train(parts: Parts, step: int, due: bool, state: State | None, journal: Jour
             reports.log(step, rate)
         if reports.are_due(step):
             due = not reports.make(step)
-        if step % config.checkpoint.every_steps == 0 or last or stopping or due:
+        if step % config.checkpoint.every_steps == 0 or stop.saves or last or stopping or due:
             reports.save(step, due)
     batches.close()
     stop.close()

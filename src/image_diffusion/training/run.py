@@ -41,7 +41,7 @@ def run(
     """
     with ExitStack() as stack:
         world = stack.enter_context(join())
-        stop = stack.enter_context(Stop(world, config.max_hours))
+        stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         torch.manual_seed(config.seed)
         parts = Parts(build(world), config, world)
         state = State(output / "state", _identity(config, model, data), config.checkpoint) if world.is_main else None

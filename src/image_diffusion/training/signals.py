@@ -27,11 +27,13 @@ class Stop:
     """Whether to stop. A context: inside it SIGTERM, SIGINT and SIGUSR1 only set a flag.
 
     A second signal ends the process at once, except under torchrun, which repeats signals of its own accord and has
-    its own time limit. max_hours is measured on a clock that nobody can set.
+    its own time limit. max_hours and save_every_s, seconds from one checkpoint to the next, are measured on a clock
+    that nobody can set. saves: whether all processes save now, since that clock asked; set by `poll`.
     """
 
-    def __init__(self, world: World, max_hours: float | None) -> None:
-        self._world = world
+    def __init__(self, world: World, max_hours: float | None, save_every_s: float | None = None) -> None:
+        self._world, self._save_every_s = world, save_every_s
+        self._saved_at, self.saves = time.monotonic(), False
         self._until = time.monotonic() + 3600.0 * max_hours if max_hours is not None else None
         self._repeats = "TORCHELASTIC_RUN_ID" in os.environ
         self._signal: int | None = None
@@ -64,9 +66,9 @@ class Stop:
         The answer is to the question of the step before, so that nobody waits for it.
         """
         if self._world.size == 1:
-            return self._wanted()
-        answer = self._answer()
-        self._flag.fill_(int(self._wanted()))
+            return self._take(self._question())
+        answer = self._take(self._answer())
+        self._flag.fill_(self._question())
         self._asked = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
         return answer
 
@@ -85,12 +87,23 @@ class Stop:
         except _Interrupted:
             return None
 
-    def _answer(self) -> bool:
+    def _question(self) -> int:
+        """What this process wants: 1 to save, 2 to stop, which saves as well. The largest of all counts."""
+        due = self._save_every_s is not None and time.monotonic() >= self._saved_at + self._save_every_s
+        return 2 if self._wanted() else int(due)
+
+    def _take(self, answer: int) -> bool:
+        self.saves = answer > 0
+        if self.saves:
+            self._saved_at = time.monotonic()
+        return answer == 2
+
+    def _answer(self) -> int:
         if self._asked is None:
-            return False
+            return 0
         self._asked.wait()
         self._asked = None
-        return bool(self._flag.item())
+        return int(self._flag.item())
 
     def _wanted(self) -> bool:
         return self._signal is not None or (self._until is not None and time.monotonic() >= self._until)
