@@ -24,6 +24,7 @@ from image_diffusion.core.config import parse
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network
 from image_diffusion.systems import System
+from image_diffusion.systems.enlarging import shrink
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
@@ -78,7 +79,7 @@ class Eps:
         eps = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         angle = 0.5 * math.pi * t.view(-1, 1, 1, 1)
         label = torch.where(batch.streams.event("label_drop", 0.1), 3, batch.cond["label"])
-        if torch.is_grad_enabled() and "DRAWN" in os.environ:
+        if torch.is_grad_enabled() and batch.step and "DRAWN" in os.environ:
             rows = zip(batch.streams.epoch, batch.streams.sample, u, label, eps.double().sum((1, 2, 3)), strict=True)
             with Path(os.environ["DRAWN"]).open("a") as file:
                 file.writelines(" ".join(repr(value.item()) for value in row) + "\n" for row in rows)
@@ -187,6 +188,17 @@ TINY: dict[str, dict[str, Any]] = {
             "timestep_sampling": {"type": "loss_second_moment", "history": 2},
         },
     },
+    "super_resolution": {
+        "type": "iddpm",
+        "network": {
+            "channels": 32,
+            "multipliers": [1],
+            "num_res_blocks": 1,
+            "attention_resolutions": [],
+            "low_resolution": 4,
+        },
+        "process": {"type": "discrete", "num_timesteps": 20},
+    },
     "rin": {
         "network": {"width": 16, "patch": 4, "depth": 1, "num_latents": 4, "num_heads": 1, "head_width": 8},
         "objective": {"type": "denoising", "prediction": "v"},
@@ -210,7 +222,7 @@ TINY: dict[str, dict[str, Any]] = {
         "process": {"type": "discrete", "schedule": {"type": "cosine"}, "num_timesteps": 20},
     },
 }
-"""Settings that make a system small enough to be trained hundreds of times, by its type."""
+"""Settings that make a system small enough to be trained hundreds of times, by its type, or by a name and its type."""
 
 
 def _small(kind: str) -> Callable[[World], Task]:
@@ -224,7 +236,10 @@ def _small(kind: str) -> Callable[[World], Task]:
         labelled = getattr(system, "is_conditional", False)
 
         def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-            return Batch(stored, {"label": label} if labelled else {}, streams)
+            cond = {"label": label} if labelled else {}
+            if getattr(system, "low_resolution", None):
+                cond["low_res"] = shrink(stored, system.low_resolution)
+            return Batch(stored, cond, streams)
 
         network = system.build_network(spec)
         return Task(network, system.build_objective(spec), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]
@@ -250,7 +265,8 @@ def _small_prior(system: PriorSystem) -> Task:
 
 KINDS = [kind.model_fields["type"].default for kind in typing.get_args(typing.get_args(System)[0])]
 
-SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp, **{kind: _small(kind) for kind in KINDS}}
+assert set(KINDS) <= set(TINY), "a system has no tiny settings"
+SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp, **{kind: _small(kind) for kind in TINY}}
 """What is trained, by name: a stand-in that has everything a task can have, and every system there is."""
 
 MODEL = {

@@ -6,11 +6,13 @@ Intel's. oneDNN, which comes with PyTorch as well and computes the same sums, us
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _WORTH_IT = 2**22  # multiplications: with fewer, what a gradient written in Python costs is more than what is saved
@@ -42,6 +44,11 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product; x and weight may have any strides."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+
+
+@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+def _operations(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
 
 
 class _Product(torch.autograd.Function):

@@ -179,13 +179,13 @@ class Parts:
         self.network.eval()
         try:
             self.flat.values.copy_(average)
-            with torch.no_grad(), self._eagerly():
+            with torch.no_grad(), self.eagerly():
                 yield self.network
         finally:
             self.flat.values.copy_(kept)
             self.network.train()
 
-    def _eagerly(self) -> AbstractContextManager[None]:
+    def eagerly(self) -> AbstractContextManager[None]:
         """Without the compiled network, which would be compiled anew for this mode and these shapes."""
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 

@@ -21,6 +21,11 @@ class Precision:
         self._dtype, self._device = _DTYPES.get(name), device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the factors of a matrix product."""
+        return self._dtype or torch.float32
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the network's forward pass."""
         return torch.autocast(self._device.type, self._dtype) if self._dtype is not None else nullcontext()

@@ -16,6 +16,7 @@ from image_diffusion.data.batches import Examples
 from image_diffusion.training.meter import means_of
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.signals import Stop
+from image_diffusion.training.speed import Speed
 from image_diffusion.training.state import State
 from image_diffusion.training.validation import validation_sums
 
@@ -33,6 +34,8 @@ class Reports:
     ) -> None:
         self._parts, self._journal, self._stop, self._state = parts, journal, stop, state
         self._progress = Progress("train", parts.config.steps, "step", initial=step) if state is not None else None
+        self._speed = Speed(parts)
+        self._examples: Examples | None = None
         self._logged_step, self._logged_at = step, time.monotonic()
         self._waited_s = self._away_s = 0.0
 
@@ -45,6 +48,7 @@ class Reports:
                 self._state.check()
             if self._progress is not None:
                 self._progress.advance()
+            self._examples = examples
             yield examples
             started = time.monotonic()
 
@@ -64,10 +68,12 @@ class Reports:
         }
         if self._parts.precision.skips_overflow:
             values["train/loss_scale"] = self._parts.precision.scaler.get_scale()
+        if self._examples is not None:
+            values |= self._speed.values(self._examples, examples / elapsed)
         if self._parts.world.device.type == "cuda":
             values["system/gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._journal.metrics(values, step, step * config.global_batch)
-        self._logged_step, self._logged_at, self._waited_s, self._away_s = step, now, 0.0, 0.0
+        self._logged_step, self._logged_at, self._waited_s, self._away_s = step, time.monotonic(), 0.0, 0.0
         if self._progress is not None:
             self._progress.advance(0, f"loss {means['loss']:.4f}")
 
