@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from attempts import Attempts, finished
 from comparison import points, results
+from tiny_runs import TINY
 
 WORLDS = [1, 2, 4, 3, 1]
 """Processes of one start after the other, four steps each; 53 samples in batches of 12: always within an epoch."""
@@ -47,3 +48,19 @@ def test_any_number_of_processes_mid_epoch(attempts: Attempts, tmp_path: Path, d
     else:
         for (key, step, value), (_, _, other) in zip(elastic, steady, strict=True):
             assert value == pytest.approx(other, rel=1e-6), (key, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", TINY)
+def test_every_system_ends_alike_on_any_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    changes = {
+        "schedule": {"type": "constant", "warmup_steps": 3},
+        "deterministic": "strict",
+        "validate_every_steps": 8,
+    }
+    for name, worlds in {"elastic": [3, 1], "steady": [1, 1]}.items():
+        for i, processes in enumerate(worlds, start=1):
+            steps = {"steps": 4 * i}
+            finished(attempts, tmp_path / name, system=system, processes=processes, changes=changes | steps)
+    assert results(tmp_path / "elastic") == results(tmp_path / "steady")
+    assert points(tmp_path / "elastic") == points(tmp_path / "steady")
