@@ -53,6 +53,7 @@ def test_any_number_of_processes_mid_epoch(attempts: Attempts, tmp_path: Path, d
 @pytest.mark.slow
 @pytest.mark.parametrize("system", TINY)
 def test_every_system_ends_alike_on_any_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    """The averages too: D-37, in RIN's original they are updated in the first process only, on their own count."""
     changes = {
         "schedule": {"type": "constant", "warmup_steps": 3},
         "deterministic": "strict",

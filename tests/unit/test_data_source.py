@@ -131,3 +131,10 @@ def test_asking_imports_no_torch(source: Folder, tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", code, source.path, str(tmp_path / "source.json")]
     subprocess.run(arguments, check=True, capture_output=True)
     assert json.loads((tmp_path / "source.json").read_text())["files"] == 3
+
+
+def test_d38_images_are_listed_in_one_order_whatever_their_extension(tmp_path: Path) -> None:
+    """D-38: RIN's original takes files in the disk's order, and only those whose extension is in lower case."""
+    for name in ("b.JPG", "a.png", "c.TIFF", "A.Png"):
+        (tmp_path / name).write_bytes(b"")
+    assert [item.name for item in Folder(path=str(tmp_path)).listing().items] == ["A.Png", "a.png", "b.JPG", "c.TIFF"]
