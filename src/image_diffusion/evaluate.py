@@ -4,7 +4,8 @@
         --samples samples.npz --data crops --detector detector --output metrics.json --report evaluation
 
 What is measured follows from the model's system. Without --weights, samples from anywhere are judged; with them and
-evaluate.likelihood, but without --samples, the bits per dimension alone are measured.
+evaluate.likelihood, but without --samples, the bits per dimension alone are measured. Where torchrun starts several
+processes, they share the images and the numbers stay the same.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.likelihood import ImageBound
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.prior_evaluation import evaluate_prior
+from image_diffusion.training.distributed import join
 from image_diffusion.training.model import Model, load_model
 
 
@@ -52,7 +54,14 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder for this stage's journal")
     parser.add_argument("--output", type=Path, required=True, help="metrics.json to write")
     arguments = parser.parse_args()
+    with join() as world:
+        if not world.is_main:  # it shares the work, and writes nothing
+            arguments.report = arguments.journal = None
+        evaluate(arguments, world.is_main)
 
+
+def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
+    """Measure; write metrics.json and print the numbers, where this process is the one that `writes`."""
     stage = load(EvaluateStage, arguments.config)
     data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
     model = load_model(arguments.weights.parent) if arguments.weights else None
@@ -68,8 +77,9 @@ def main() -> None:
             journal.metrics(values, point["step"])
         for picture in sorted(arguments.report.glob("*.png")) if arguments.report else []:
             journal.image(picture.stem, picture, step)
-        write_json(arguments.output, result)
-    tell(result["metrics"])
+        if writes:
+            write_json(arguments.output, result)
+            tell(result["metrics"])
 
 
 def measure(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.together import gathered, share
 from image_diffusion.metrics.moments import check_finite
 
 
@@ -80,17 +81,18 @@ def detect(
 ) -> Detected:
     """What the detector sees in every image of a set, in the set's order; or in `limit` of them, drawn once for all.
 
+    Where a launcher started several processes, they share the images, and each returns what all have seen.
     Raises ValueError for features that are not finite.
     """
     order = np.arange(images.num_samples)
     if limit is not None and limit < len(order):
         order = np.sort(np.random.default_rng(0).permutation(order)[:limit])
-    parts = []
-    with Progress(title, len(order), "image") as progress:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
+    mine, parts = share(order), []
+    with Progress(title, len(mine), "image") as progress:
+        for start in range(0, len(mine), batch_size):
+            chosen = mine[start : start + batch_size]
             parts.append(detector(images.gather(chosen)))
             progress.advance(len(chosen))
-    detected = Detected.join(parts)
+    detected = Detected.join([part for each in gathered(parts) for part in each])
     check_finite(detected.features)
     return detected

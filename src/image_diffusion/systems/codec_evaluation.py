@@ -13,6 +13,7 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.files import digest
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.together import gathered, share
 from image_diffusion.metrics.classes import agreement
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluation import RealImages
@@ -92,9 +93,10 @@ def _measure(
     seen: dict[str, list[Detected]] = {}
     num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
     counts = torch.zeros(NUM_BLOCKS * num_tokens, dtype=torch.int64)
-    with torch.inference_mode(), Progress("reconstructions", images.num_samples, "image") as progress:
-        for start in range(0, images.num_samples, batch_size):
-            chosen = np.arange(start, min(start + batch_size, images.num_samples))
+    mine = share(np.arange(images.num_samples))
+    with torch.inference_mode(), Progress("reconstructions", len(mine), "image") as progress:
+        for start in range(0, len(mine), batch_size):
+            chosen = mine[start : start + batch_size]
             found = reconstruct(network, images.gather(chosen))
             distances = {f"lpips_{way}": looks(found.images, y) for way, y in found.decoded.items()} if looks else {}
             for name, each in (found.quality() | distances).items():
@@ -105,14 +107,13 @@ def _measure(
                 tokens = found.tokens.flatten(1).cpu() + num_tokens * block[torch.from_numpy(chosen)].unsqueeze(1)
                 counts += tokens.flatten().bincount(minlength=len(counts))
             progress.advance(len(chosen))
-    joined = {way: Detected.join(parts) for way, parts in seen.items()}
+    shares = gathered((quality, seen, counts))  # of all processes
+    of_each = {name: torch.cat([part for each in shares for part in each[0].get(name, [])]) for name in shares[0][0]}
+    joined = {way: Detected.join([part for each in shares for part in each[1].get(way, [])]) for way in shares[0][1]}
     for each_way in joined.values():
         check_finite(each_way.features)
-    return (
-        {name: torch.cat(parts) for name, parts in quality.items()},
-        joined,
-        counts.view(NUM_BLOCKS, num_tokens) if num_tokens else None,
-    )
+    total = sum((each[2] for each in shares), torch.zeros_like(counts))
+    return of_each, joined, total.view(NUM_BLOCKS, num_tokens) if num_tokens else None
 
 
 def _check(network: nn.Module, images: ImageSet) -> None:
@@ -128,10 +129,10 @@ def _check(network: nn.Module, images: ImageSet) -> None:
 def _draw(
     network: nn.Module, images: ImageSet, quality: dict[str, Tensor], counts: Tensor | None, report: Path
 ) -> None:
-    first = np.arange(min(_SHOWN, images.num_samples))
-    save_picture(reconstruct(network, images.gather(first)).picture(), report / "reconstructions.png")
+    spread = np.linspace(0, images.num_samples - 1, min(_SHOWN, images.num_samples)).astype(np.int64)
+    save_picture(reconstruct(network, images.gather(spread)).picture(), report / "reconstructions.png")
     last_way = [each for name, each in quality.items() if name.startswith("psnr_")][-1]
-    worst = last_way.argsort(stable=True)[: len(first)].numpy()
+    worst = last_way.argsort(stable=True)[: len(spread)].numpy()
     save_picture(reconstruct(network, images.gather(worst)).picture(), report / "worst.png")
     if counts is not None:
         plot_codebook(counts.sum(dim=0), report / "codebook.png")

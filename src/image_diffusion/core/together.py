@@ -1,0 +1,28 @@
+"""Work that the processes of one command share, where a launcher started several; alone, each does all of it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+
+def share(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows of this process: consecutive ones, in the order of the processes."""
+    if not dist.is_initialized():
+        return rows
+    shares: list[NDArray[np.int64]] = np.array_split(rows, dist.get_world_size())
+    return shares[dist.get_rank()]
+
+
+def gathered(value: T) -> list[T]:
+    """A value of each process, tensors on the CPU, in the order of the processes; the same list in all of them."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return [each for each in values if each is not None]

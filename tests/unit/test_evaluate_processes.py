@@ -1,0 +1,98 @@
+"""The command `evaluate` gives the same numbers for any batch and any number of processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from image_diffusion import evaluate
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.arrays import save_samples
+from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import save_weights
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.shards import open_shards
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
+from image_diffusion.networks.dvae import DVAEConfig
+from image_diffusion.systems.dvae import DVAESystem
+
+SPEC = DataSpec(channels=3, resolution=16, num_classes=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Crops, a detector, a set of samples, and an untrained discrete VAE."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    rng = np.random.default_rng(0)
+    for number in range(330):
+        path = folder / "in" / ("light" if number % 2 else "dark") / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        low = 100 * (number % 2)
+        Image.fromarray(rng.integers(low, low + 128, (16, 16, 3), dtype=np.uint8)).save(path)
+    source = {"type": "folder", "path": str(folder / "in")}
+    data = DataConfig(name="x", source=source, resolution=16, num_shards=2, validation_fraction=0.35)  # type: ignore[arg-type]
+    crop_dataset(data, folder / "crops")
+    train, held_out = open_shards(folder / "crops", "train"), open_shards(folder / "crops", "validation")
+    assert held_out.num_samples > 100
+    train_detector(train, held_out, DetectorTraining(least_examples=1_000, epochs=1), folder / "detector")
+    images = torch.from_numpy(rng.integers(0, 256, (130, 3, 16, 16), dtype=np.uint8))
+    save_samples(folder / "samples.npz", images, torch.arange(130) % 2)
+    torch.manual_seed(0)
+    config = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
+    codec = {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None}
+    model = {"system": dump(DVAESystem(network=config)), "spec": dump(SPEC), "codec": codec}
+    model |= {"classes": ["dark", "light"], "step": 1, "examples_seen": 1}
+    network = config.build(SPEC)
+    with torch.no_grad():
+        network.encoder[-1].bias.zero_()  # type: ignore[union-attr, operator]
+    save_weights(folder / "train", network.state_dict(), model)
+    return folder
+
+
+def judged(folder: Path, what: list[str], processes: int, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (folder / "evaluate.yaml").write_text(to_yaml({"evaluate": dump(EvaluateConfig(batch_size=batch_size))}))
+    output = folder / "metrics.json"
+    output.unlink(missing_ok=True)
+    given = ["--config", "evaluate.yaml", "--data", "crops", "--detector", "detector", "--output", "metrics.json"]
+    given += ["--report", "report", *what]
+    if processes == 1:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["evaluate", *given])
+        evaluate.main()
+    else:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [*launch, "-m", "image_diffusion.evaluate", *given]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text())["metrics"]
+
+
+def same(first: Any, second: Any) -> bool:
+    return first is second is None or first == pytest.approx(second, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "what", [["--samples", "samples.npz"], ["--weights", "train/weights.safetensors"]], ids=["samples", "codec"]
+)
+def test_the_same_numbers_for_any_batch_and_any_number_of_processes(
+    folder: Path, what: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = judged(folder, what, 1, 256, monkeypatch)
+    assert any(entry["interval"] for entry in expected.values())
+    for processes, batch_size in ((1, 1), (1, 7), (1, 64), (2, 7), (3, 64)):
+        found = judged(folder, what, processes, batch_size, monkeypatch)
+        assert list(found) == list(expected)
+        for name, entry in expected.items():
+            for number in ("value", "debiased", "floor", "ratio", "interval"):
+                assert same(found[name][number], entry[number]), (name, number, processes, batch_size)
