@@ -158,28 +158,29 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
         return {"samples": picture}
 
     weights = start(tmp_path, task={"grid": grid}, grid_every_steps=6)
-    assert len(shown) == 2
+    assert len(shown) == 3
     assert torch.equal(shown[-1], weights["hidden.weight"])
     history = read_journal(tmp_path / "journal/train")
     assert history is not None
-    assert [(image.key, image.step) for image in history.images] == [("samples", 6), ("samples", 12)]
+    assert [(image.key, image.step) for image in history.images] == [("samples", step) for step in (0, 6, 12)]
 
 
-def test_a_stop_inside_the_grid_is_made_up_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_stop_inside_the_grid_is_made_up_for(tmp_path: Path, at: int) -> None:
     calls: list[int] = []
 
     def grid(network: nn.Module, step: int) -> dict[str, Path]:
         calls.append(step)
-        if len(calls) == 1:
+        if calls.count(at) == 1 and step == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
     handlers = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(Stopped, match="asked by SIGTERM; step 6 of 12 is saved"):
+    with pytest.raises(Stopped, match=f"asked by SIGTERM; step {at} of 12 is saved"):
         start(tmp_path, task={"grid": grid}, grid_every_steps=6)
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
     start(tmp_path, task={"grid": grid}, grid_every_steps=6)
-    assert calls == [6, 6, 12]
+    assert calls == sorted([0, 6, 12, at])
     assert points(tmp_path) == points_of_one_start(tmp_path / "once")
 
 

@@ -148,6 +148,7 @@ def _read_attempt(path: Path) -> _Attempt | None:
             print(f"warning: journal {path}: line {number} is damaged and left out.", file=sys.stderr, flush=True)
     if not records or records[0]["type"] != "attempt":
         return None
+    counted: set[int] = set()
     attempt = _Attempt(header=records[0], alive=alive, last_time=records[-1]["time"])
     for record in records[1:]:
         match record["type"]:
@@ -156,7 +157,8 @@ def _read_attempt(path: Path) -> _Attempt | None:
             case "metrics":
                 step, at = record["step"], record["time"]
                 attempt.points += [Point(key, float(value), step, at) for key, value in record["values"].items()]
-                if "examples_seen" in record:
+                if "examples_seen" in record and step not in counted:  # once a step
+                    counted.add(step)
                     attempt.points.append(Point("examples_seen", float(record["examples_seen"]), step, at))
             case "image":
                 where = path.parent / record["path"]

@@ -22,7 +22,7 @@ def train(parts: Parts, step: int, due: bool, state: State | None, journal: Jour
     config = parts.config
     reports = Reports(parts, journal, stop, state, step)
     stopping = stop.poll()
-    if due:
+    if due or (step == 0 and reports.are_due(step)):
         due = not reports.make(step)
         reports.save(step, due)
     batches = reports.timed(parts.batches(step))

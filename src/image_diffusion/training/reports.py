@@ -7,12 +7,12 @@ from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.batches import Examples
+from image_diffusion.training.machine import Machine
 from image_diffusion.training.meter import means_of
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.signals import Stop
@@ -33,6 +33,7 @@ class Reports:
         self, parts: Parts, journal: Journal | NullJournal, stop: Stop, state: State | None, step: int
     ) -> None:
         self._parts, self._journal, self._stop, self._state = parts, journal, stop, state
+        self._machine = Machine(parts.world.device) if state is not None else None
         self._progress = Progress("train", parts.config.steps, "step", initial=step) if state is not None else None
         self._speed = Speed(parts)
         self._examples: Examples | None = None
@@ -70,8 +71,8 @@ class Reports:
             values["train/loss_scale"] = self._parts.precision.scaler.get_scale()
         if self._examples is not None:
             values |= self._speed.values(self._examples, examples / elapsed)
-        if self._parts.world.device.type == "cuda":
-            values["system/gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if self._machine is not None:
+            values |= self._machine.readings()
         self._journal.metrics(values, step, step * config.global_batch)
         self._logged_step, self._logged_at, self._waited_s, self._away_s = step, time.monotonic(), 0.0, 0.0
         if self._progress is not None:
@@ -123,7 +124,9 @@ class Reports:
     def _draws(self, step: int) -> bool:
         config = self._parts.config
         every = config.grid_every_steps
-        return self._parts.task.grid is not None and every is not None and _at(step, every, config.steps)
+        if self._parts.task.grid is None or every is None:
+            return False
+        return step == 0 or _at(step, every, config.steps)
 
     def _validate(self, step: int) -> bool:
         parts, config = self._parts, self._parts.config
@@ -143,7 +146,8 @@ class Reports:
             for rows in sums.values():
                 dist.all_reduce(rows)  # every row is one process's and zero elsewhere: no rounding
         means = means_of({key: rows.sum(0) for key, rows in sums.items()})
-        self._journal.metrics({f"validation/{key}": value for key, value in means.items()}, step)
+        values = {f"validation/{key}": value for key, value in means.items()}
+        self._journal.metrics(values, step, step * config.global_batch)
         parts.validated(step, means["loss"])
         return True
 
@@ -162,7 +166,7 @@ class Reports:
                 else:
                     numbers[f"validation/{key}"] = what
             if numbers:
-                self._journal.metrics(numbers, step)
+                self._journal.metrics(numbers, step, step * self._parts.config.global_batch)
         return not world.any(not done)
 
 
