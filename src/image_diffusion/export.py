@@ -3,10 +3,10 @@
     python -m image_diffusion.export --config export.yaml --weights weights.safetensors --output results/x/diffusers
     python -m image_diffusion.export --read DiT-XL-2-256x256.pt --output results/dit/train
 
-The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec. The second reads the published DiT weights, a
-training checkpoint of the original, a diffusers folder of a DiT, the published U-Nets of improved-diffusion and
-guided-diffusion, or a prior of DALLE2-pytorch, and writes weights.safetensors and model.json, from which `sample` makes
-images without training and `evaluate` judges a prior.
+The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, with a model card beside it. The second reads the
+published DiT weights, a training checkpoint of the original, a diffusers folder of a DiT, the published U-Nets of
+improved-diffusion and guided-diffusion, or a prior of DALLE2-pytorch, and writes weights.safetensors and model.json, from
+which `sample` makes images without training and `evaluate` judges a prior.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, load
+from image_diffusion.core.files import read_json, write_bytes, write_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import ExportStage, load_experiment
@@ -42,6 +43,7 @@ from image_diffusion.systems.iddpm import IddpmSystem
 from image_diffusion.systems.iddpm_published import read_iddpm
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.prior_published import is_prior, read_prior
+from image_diffusion.training.card import model_card
 from image_diffusion.training.model import Model, load_codec, load_model
 
 
@@ -162,6 +164,9 @@ def main() -> None:
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
+    parser.add_argument("--metrics", type=Path, help="metrics.json, for the model's card")
+    parser.add_argument("--grid", type=Path, help="a picture of samples, for the model's card")
+    parser.add_argument("--data-name", default="unknown", help="name of the data set, for the model's card")
     parser.add_argument(
         "--read", type=Path, help="foreign weights to read: a .pt or .safetensors file, or a diffusers folder"
     )
@@ -182,7 +187,15 @@ def main() -> None:
     if stage.export.format == "none":
         raise ValueError("export.format is none: there is nothing to write. Set it to diffusers.")
     codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
-    write_diffusers(load_model(arguments.weights.parent), codec_weights, arguments.output)
+    model = load_model(arguments.weights.parent)
+    write_diffusers(model, codec_weights, arguments.output)
+    pictures = {}
+    if arguments.grid is not None:
+        write_bytes(arguments.output / "grid.png", arguments.grid.read_bytes())
+        pictures["grid.png"] = "Samples"
+    measured = read_json(arguments.metrics) if arguments.metrics else None
+    name = arguments.output.resolve().parent.name
+    write_text(arguments.output / "README.md", model_card(name, arguments.data_name, model, measured, pictures))
     print(f"export: {arguments.output} is a folder for diffusers")
 
 

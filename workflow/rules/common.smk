@@ -94,10 +94,10 @@ def results_of_experiment(name):
 
 
 def pair_sources(wildcards):
-    """What pairs of embeddings are made from: crops, or the note of files that others have embedded."""
+    """What pairs of embeddings are made from: crops and captions, or the note of files that others have embedded."""
     plan = plan_of(wildcards)
     name = "crops/manifest.json" if plan["pairs_of_images"] else "source.json"
-    return f"{results}/datasets/{plan['dataset']}/{name}"
+    return [f"{results}/datasets/{plan['dataset']}/{name}", *([plan["captions"]] if plan["captions"] else [])]
 
 
 def pair_options(wildcards):
@@ -123,6 +123,17 @@ def samples(wildcards):
     """The images that are judged, and how they were made; a codec is judged by what it leaves of real ones."""
     folder = f"{results}/{wildcards.experiment}/samples"
     return [f"{folder}/samples.npz", f"{folder}/samples.json"] if plan_of(wildcards)["makes_samples"] else []
+
+
+def sample_grid(wildcards):
+    """A picture of the images that an experiment makes, where it makes any."""
+    makes = plan_of(wildcards)["makes_samples"]
+    return f"{results}/{wildcards.experiment}/samples/grid.png" if makes else []
+
+
+def sample_grid_option(wildcards):
+    """How `export` is told where that lies."""
+    return ["--grid", sample_grid(wildcards)] if sample_grid(wildcards) else []
 
 
 def samples_option(wildcards):

@@ -8,6 +8,8 @@ rule export:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
         codec=codec_weights,
+        metrics=f"{results}/{{experiment}}/metrics.json",
+        grid=sample_grid,
     output:
         folder=directory(f"{results}/{{experiment}}/diffusers"),
     log:
@@ -25,6 +27,9 @@ rule export:
     params:
         code=code["export"],
         codec=codec_option,
+        grid=sample_grid_option,
+        data=lambda wildcards: plan_of(wildcards)["dataset"],
     shell:
         "logged {log:q} python -m image_diffusion.export --config {input.config:q} --weights {input.weights:q}"
-        " {params.codec:q} --output {output.folder:q}"
+        " {params.codec:q} --metrics {input.metrics:q} {params.grid:q} --data-name {params.data:q}"
+        " --output {output.folder:q}"

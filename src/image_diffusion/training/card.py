@@ -1,0 +1,86 @@
+"""The page that goes with an exported model: a README.md as the Hugging Face Hub reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from image_diffusion.systems import CodecSystem
+from image_diffusion.training.model import Model
+
+_USE = """```python
+from diffusers import {pipeline}
+
+{line}
+```"""
+
+
+def model_card(
+    name: str, data: str, model: Model, measured: Mapping[str, Any] | None, pictures: Mapping[str, str]
+) -> str:
+    """The card's text: YAML for the Hub, then what a reader wants to know.
+
+    name: of the experiment. data: of the data set. measured: what metrics.json holds; None: nothing was measured.
+    pictures: what they show, by their path beside the card.
+    """
+    is_codec = isinstance(model.system, CodecSystem)
+    metrics = [] if measured is None else [(key, e) for key, e in measured["metrics"].items() if e["value"] is not None]
+    task = {"type": "image-to-image" if is_codec else "unconditional-image-generation"}
+    found = [{"type": key, "name": key, "value": float(entry["value"])} for key, entry in metrics]
+    front: dict[str, Any] = {
+        "library_name": "diffusers",
+        "pipeline_tag": task["type"],
+        "tags": ["image-diffusion", model.system.type],
+    }
+    if found:
+        result = {"task": task, "dataset": {"type": data, "name": data}, "metrics": found}
+        front["model-index"] = [{"name": name, "results": [result]}]
+    parameters = sum(parameter.numel() for parameter in model.network.parameters())
+    facts = {
+        "System": model.system.type,
+        "Parameters": f"{parameters:,}",
+        "Data": data,
+        "Works on": f"{model.spec.channels} x {model.spec.resolution} x {model.spec.resolution} values an image",
+        "Classes": ", ".join(model.classes) or "none",
+        "Trained for": f"{model.step:,} steps, {model.examples_seen:,} examples",
+        "SHA-256 of the weights": f"`{model.sha256}`",
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {name}",
+        *(f"![{title}]({path})" for path, title in pictures.items()),
+        _table(("", ""), facts.items()),
+        "## Use",
+        _usage(is_codec),
+        *_results(metrics, measured),
+        "## Limits",
+        "It makes images like those that it was trained on, with their gaps and their bias. Whether and for what it "
+        "may be used follows from the licence of those images.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(is_codec: bool) -> str:
+    if is_codec:
+        return _USE.format(pipeline="AutoencoderKL", line='vae = AutoencoderKL.from_pretrained(".")')
+    line = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_labels=[0]).images[0]'
+    return _USE.format(pipeline="DiTPipeline", line=line)
+
+
+def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, Any] | None) -> list[str]:
+    if measured is None or not metrics:
+        return []
+    rows = []
+    for key, entry in metrics:
+        interval = " to ".join(f"{bound:.4g}" for bound in entry["interval"] or [])
+        rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", entry["note"]))
+    detector = measured["protocol"].get("detector", {}).get("name")
+    how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
+    return ["## Results", _table(("Metric", "Value", "95 % interval", "Images", ""), rows), *([how] if how else [])]
+
+
+def _table(head: tuple[str, ...], rows: Any) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,47 @@
+"""The model card: the Hub reads its front matter, and it says what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from image_diffusion.training.card import model_card
+from image_diffusion.training.model import load_model
+from tiny_models import write_model
+
+MEASURED = {
+    "metrics": {
+        "inpipe_fd": {"value": 1.5, "interval": [1.0, 2.0], "n": 300, "note": "few | samples"},
+        "accuracy": {"value": None, "interval": None, "n": 0, "note": "no classes"},
+    },
+    "protocol": {"detector": {"name": "inpipe"}},
+}
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> ModelCard:
+    write_model(tmp_path, step=10)
+    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), MEASURED, {"grid.png": "Samples"})
+    (tmp_path / "README.md").write_text(text)
+    return ModelCard.load(tmp_path / "README.md")
+
+
+def test_the_hub_reads_it(card: ModelCard) -> None:
+    assert card.data.library_name == "diffusers"
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("flowers-64", "inpipe_fd", 1.5)
+    assert card.data.model_name == "mine"
+
+
+def test_it_says_what_a_reader_wants_to_know(card: ModelCard) -> None:
+    for part in ("# mine", "![Samples](grid.png)", "10 steps, 640 examples", "dark, light", "1 to 2", "DiTPipeline"):
+        assert part in card.text, part
+    assert r"few \| samples" in card.text
+
+
+def test_without_metrics_it_claims_none(tmp_path: Path) -> None:
+    write_model(tmp_path, step=10)
+    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), None, {})
+    assert "model-index" not in text and "## Results" not in text
