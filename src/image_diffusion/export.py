@@ -5,8 +5,8 @@
 
 The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, with a model card beside it. The second reads the
 published DiT weights, a training checkpoint of the original, a diffusers folder of a DiT, the published U-Nets of
-improved-diffusion and guided-diffusion, or a prior of DALLE2-pytorch, and writes weights.safetensors and model.json, from
-which `sample` makes images without training and `evaluate` judges a prior.
+improved-diffusion and guided-diffusion, or a prior of DALLE2-pytorch, and writes weights.safetensors and model.json,
+from which `sample` makes images without training and `evaluate` judges a prior.
 """
 
 from __future__ import annotations
