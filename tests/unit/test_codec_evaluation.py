@@ -121,5 +121,8 @@ def test_what_cannot_be_judged_is_told(data: RealImages) -> None:
     )
     with pytest.raises(ValueError, match=r"shape \[3, 16, 16\] but the network was built for \[4, 16, 16\]"):
         evaluate_codec(other, data, Brightness(), EvaluateConfig())
+    small = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(DataSpec(channels=3, resolution=32))
+    with pytest.raises(ValueError, match=r"the network was built for \[3, 32, 32\]"):
+        evaluate_codec(small, data, Brightness(), EvaluateConfig())
     with pytest.raises(ValueError, match="0 images"):
         evaluate_codec(dvae(), RealImages(images(0, 0), images(0, 1)), Brightness(), EvaluateConfig())

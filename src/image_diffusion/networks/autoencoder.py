@@ -55,6 +55,7 @@ class Autoencoder(nn.Module):
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         num_blocks = len(config.block_channels)
+        self.image_shape = (spec.channels, spec.resolution, spec.resolution)
         self.vae: Any = AutoencoderKL(
             in_channels=spec.channels,
             out_channels=spec.channels,

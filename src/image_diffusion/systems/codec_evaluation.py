@@ -24,6 +24,7 @@ from image_diffusion.metrics.lpips import Lpips
 from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each, check_finite
 from image_diffusion.metrics.panel import with_floor
 from image_diffusion.metrics.reconstruction import codebook_estimates, reconstruction_estimates
+from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
 from image_diffusion.systems.reconstruction import plot_codebook, reconstruct
 
@@ -119,9 +120,10 @@ def _measure(
 def _check(network: nn.Module, images: ImageSet) -> None:
     if images.num_samples < 2:
         raise ValueError(f"The data set has {images.num_samples} images. A codec is judged on at least 2.")
-    if isinstance(network, DVAE) and tuple(images.shape) != network.image_shape:
+    built_for = network.image_shape if isinstance(network, DVAE | Autoencoder) else images.shape
+    if tuple(images.shape) != tuple(built_for):
         raise ValueError(
-            f"The images have shape {list(images.shape)} but the network was built for {list(network.image_shape)} "
+            f"The images have shape {list(images.shape)} but the network was built for {list(built_for)} "
             "(channels, height, width). Evaluate on the data set it was trained on."
         )
 
