@@ -19,6 +19,7 @@ from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
 from image_diffusion.core.files import to_json, write_if_changed
+from image_diffusion.data.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
     EmbedStage,
@@ -34,7 +35,7 @@ from image_diffusion.experiment import (
 from image_diffusion.systems import CodecSystem
 from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.enlarging import SamplesOf
-from image_diffusion.systems.pairs import HashedPairs
+from image_diffusion.systems.pairs import HashedPairs, PairsConfig
 from image_diffusion.systems.prior import PriorSystem
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
@@ -96,11 +97,17 @@ def _check_shared_data(found: dict[str, tuple[Path, Experiment]]) -> None:
                 )
 
 
+def caption_table(pairs: PairsConfig | None) -> str | None:
+    """The table that captions are read from, where there is one."""
+    captions = getattr(pairs, "captions", None)
+    return captions.path if isinstance(captions, TableCaptions) else None
+
+
 def embed_stage(experiment: Experiment) -> EmbedStage:
     """What `embed` runs with, for an experiment that has pairs."""
     assert experiment.pairs is not None
     data = experiment.data
-    source = data.source if isinstance(data.source, Embeddings) else None
+    source = data.source if experiment.pairs.needs_source else None
     return EmbedStage(name=data.name, num_shards=data.num_shards, pairs=experiment.pairs, source=source)
 
 
@@ -156,6 +163,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "pairs": pairs.name if pairs is not None else None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
         "pairs_of_detector": isinstance(pairs, HashedPairs),
+        "captions": caption_table(pairs),
         "makes_samples": not isinstance(experiment.system, CodecSystem | PriorSystem),
         "sample_jobs": experiment.sample.num_jobs,
         "global_batch": experiment.train.global_batch,

@@ -14,6 +14,7 @@ from image_diffusion.core.config import Config, load
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
+from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
@@ -93,12 +94,12 @@ class EncodeStage(Config):
 
 
 class EmbedStage(Config):
-    """What `embed` runs with. source: where the files are, for pairs of type files."""
+    """What `embed` runs with. source: where files are, for pairs or captions that are read from there."""
 
     name: str
     num_shards: int
     pairs: PairsConfig
-    source: Embeddings | None
+    source: Source | None
 
 
 class TrainStage(Config):

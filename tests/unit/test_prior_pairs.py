@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from torch.nn import functional as F
 from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.core.config import parse
 from image_diffusion.crop import crop_dataset
+from image_diffusion.data import captions as captions_module
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.pairs import Splits, write_pairs
 from image_diffusion.data.shards import Shards, open_shards
@@ -228,6 +232,40 @@ def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
         write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["folder", "webdataset"])
+def test_captions_from_files_beside_the_images_and_a_missing_one(crops, tmp_path, kind):
+    folder, extensions = tmp_path / "in", (".txt", ".json")
+    folder.mkdir()
+    for number in range(12):
+        name = f"{number:02d}"
+        (folder / f"{name}.ppm").write_bytes(b"P6 8 8 255\n" + bytes([20 * number] * 192))
+        text = f"number {name}" if number % 2 else f'{{"caption": "number {name}", "url": "x"}}'
+        (folder / (name + extensions[number % 2 == 0])).write_text(text)
+
+    def made(where: Path) -> tuple[Any, Any]:
+        source = {"type": kind, "path": str(folder)}
+        if kind == "webdataset":
+            with tarfile.open(folder / "a.tar", "w") as tar:
+                for path in sorted(folder.glob("[0-9]*")):
+                    tar.add(path, path.name)
+            source |= {"path": str(folder / "a.tar"), "labels": False}
+        config = DataConfig(name="x", source=source, resolution=8, num_shards=1)  # type: ignore[arg-type]
+        cropped = crop_dataset(config, where)
+        assert cropped.manifest["quarantined"] == 0 and cropped.manifest["num_samples"] == 12
+        pairs = HashedPairs(captions={"type": "beside"}, dtype="float32")
+        return pairs, pairs.build(where, config.source, 1, crops / "detector", CPU)
+
+    pairs, found = made(tmp_path / "crops")
+    for row, sample in enumerate(found.samples(0)):
+        name = Path(sample.path).stem if kind == "folder" else sample.path[-2:]
+        np.testing.assert_array_equal(found.rows(0, row, row + 1)[0, 1], HashingText(128)([f"number {name}"])[0][0])
+    (folder / "03.txt").unlink()
+    captions_module._beside.cache_clear()
+    pairs, found = made(tmp_path / "again")
+    with pytest.raises(ValueError, match="no caption for 1 of 12 images, the first is .*03"):
+        write_pairs(found, "x", pairs.splits, pairs.dtype, tmp_path / "out")
+
+
 def test_the_hashing_encoder_is_fixed_and_knows_words_and_their_order():
     encode = HashingText(64, 3)
     texts, tokens = encode(["a red house", "A red house!", "a house red", "something else entirely", "one"])
@@ -248,6 +286,110 @@ FIXED = [0.057920648, -0.030352317, -0.059305854]
 
 def test_a_clip_that_is_not_there_is_told_in_one_line(crops, monkeypatch):
     pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="pip install transformers"):
         pairs.build(crops / "crops", None, 1, None, CPU)
+
+
+def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(source, tmp_path):
+    written(source, tmp_path / "once")
+    pairs = FilePairs()
+    made = pairs.build(None, source, 5, None, CPU)
+    whole = made.rows
+
+    def killed(shard: int, start: int, stop: int) -> np.ndarray:
+        if shard == 2:
+            raise KeyboardInterrupt
+        return whole(shard, start, stop)
+
+    made.rows = killed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path / "twice")
+    with pytest.raises(ValueError, match=r"manifest.json does not exist"):
+        open_shards(tmp_path / "twice")
+    assert written(source, tmp_path / "twice")[1] == 3
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("once", "twice")]
+    assert files[0] == files[1]
+
+
+class FakeClip(torch.nn.Module):
+    """A CLIP of a few numbers, with the parts of transformers' that are used."""
+
+    def __init__(self, width: int = 8, dim: int = 8) -> None:
+        super().__init__()
+        vision, text = SimpleNamespace(image_size=4), SimpleNamespace(max_position_embeddings=7, hidden_size=width)
+        self.config = SimpleNamespace(projection_dim=dim, vision_config=vision, text_config=text)
+        self.visual_projection = torch.nn.Linear(48, dim, bias=False)
+        self.table = torch.nn.Embedding(100, width)
+        self.text_projection = torch.nn.Linear(width, dim, bias=False)
+
+    def vision_model(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(pooler_output=pixel_values.flatten(1))
+
+    def text_model(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        hidden = self.table(input_ids)
+        return SimpleNamespace(last_hidden_state=hidden, pooler_output=(hidden * attention_mask[..., None]).sum(1))
+
+
+class FakeTokens(dict[str, torch.Tensor]):
+    def to(self, device: torch.device) -> FakeTokens:
+        return self
+
+
+def fake_tokenizer(captions: list[str], max_length: int, **options: Any) -> FakeTokens:
+    assert options == {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    ids, mask = torch.zeros(2, len(captions), max_length, dtype=torch.int64)
+    for i, caption in enumerate(captions):
+        words = caption.split()[:max_length]
+        ids[i, : len(words)] = torch.tensor([len(word) for word in words])
+        mask[i, : len(words)] = 1
+    return FakeTokens(input_ids=ids, attention_mask=mask)
+
+
+def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
+    fake = SimpleNamespace(
+        CLIPModel=SimpleNamespace(from_pretrained=lambda name: FakeClip()),
+        CLIPTokenizerFast=SimpleNamespace(from_pretrained=lambda name: fake_tokenizer),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    pairs = parse(PairsConfig, {"type": "clip", "num_tokens": 6, "dtype": "float32"}, "pairs")
+    torch.manual_seed(0)
+    made = pairs.build(crops / "crops", None, 1, None, CPU)
+    manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
+    rows = torch.from_numpy(everything(open_shards(tmp_path, "all")))
+    assert rows.shape == (40, 8, 8) and manifest["pairs"]["shared_space"] is True
+    torch.testing.assert_close(rows[:, :2].norm(dim=2), torch.ones(40, 2))
+    assert rows[:, 2:7].any(dim=2).all() and not rows[:, 7].any(), "a caption has five words"
+
+    fake.CLIPModel.from_pretrained = lambda name: FakeClip(width=5)
+    with pytest.raises(ValueError, match="encodes tokens in 5 dimensions but embeds in 8"):
+        pairs.build(crops / "crops", None, 1, None, CPU)
+
+
+def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, monkeypatch):
+    fake = SimpleNamespace(
+        CLIPModel=SimpleNamespace(from_pretrained=lambda name: FakeClip(dim=6)),
+        CLIPTokenizerFast=SimpleNamespace(from_pretrained=lambda name: fake_tokenizer),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    captions_only = source.model_copy(update={"texts": None})
+    written(captions_only, tmp_path / "out", clip={"weights": "x"}, dtype="float32")
+    rows = everything(open_shards(tmp_path / "out", "all"))
+    np.testing.assert_array_equal(rows[:, 0], write_parts(tmp_path / "in")[:, 0].astype("float32"))
+    np.testing.assert_allclose(np.linalg.norm(rows[:, 1], axis=1), 1, rtol=1e-5)
+    fake.CLIPModel.from_pretrained = lambda name: FakeClip(dim=5)
+    refused(captions_only, tmp_path / "other", "6 dimensions but pairs.clip embeds captions in 5", clip={"weights": "x"})
+
+
+def test_a_clip_whose_weights_are_not_at_hand_is_told_in_one_line(crops, monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name} is not a local folder.\nMore lines.")
+
+    monkeypatch.setitem(
+        sys.modules, "transformers", SimpleNamespace(CLIPModel=SimpleNamespace(from_pretrained=missing))
+    )
+    with pytest.raises(
+        ValueError, match="could not be loaded: .* is not a local folder. .* pairs.clip.weights"
+    ) as caught:
+        parse(PairsConfig, {"type": "clip"}, "pairs").build(crops / "crops", None, 1, None, CPU)
+    assert len(str(caught.value).splitlines()) == 1

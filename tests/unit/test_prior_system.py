@@ -15,7 +15,7 @@ from image_diffusion.configure import load_all
 from image_diffusion.core.config import parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.export import read_foreign
-from image_diffusion.metrics.similarity import similarities
+from image_diffusion.metrics.similarity import other_captions, similarities
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
@@ -91,6 +91,16 @@ def test_no_number_depends_on_the_size_of_a_batch():
 def test_a_single_pair_is_not_compared_with_itself():
     names = judged(1)["metrics"]
     assert "similarity_with_image_5" in names and not any("unrelated" in name for name in names)
+
+
+def test_an_unrelated_caption_is_another_one_of_the_whole_set():
+    captions = torch.eye(5)[torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4])]
+    others = other_captions(captions)
+    assert others is not None
+    assert not (captions[torch.from_numpy(others)] == captions).all(dim=1).any()
+    assert len(set(others.tolist())) > 3
+    assert other_captions(captions[:3]) is None and other_captions(captions[:1]) is None
+    assert other_captions(captions[2:4]).tolist() == [1, 0]
 
 
 def test_similarities_of_zero_count():

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """An experiment on one page: results/x -> results/x/report/index.html, with every picture inside the file.
 
-python workflow/scripts/report.py --experiment results/x --data results/datasets/d-32/latents --output index.html
+python workflow/scripts/report.py --experiment results/x --data results/datasets/d-32/latents \
+    --benchmarks benchmarks --output index.html
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import csv
 import html
 import io
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 from image_diffusion.core import command
-from image_diffusion.core.files import read_json, write_text
+from image_diffusion.core.files import digest, read_json, write_text
 from image_diffusion.core.history import History, read_journal
 
 STYLE = """
@@ -32,15 +35,18 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px } su
 """
 
 
-def page(experiment: Path, data: Path) -> str:
-    """The HTML of one experiment. data: the folder of what it was trained on."""
+def page(experiment: Path, data: Path, benchmarks: Path) -> str:
+    """The HTML of one experiment. data: the folder of what it was trained on. benchmarks: of what Snakemake measured."""
     parts = [
         *metrics(experiment / "metrics.json"),
         *pictures(experiment),
         *sweeps(experiment / "sweep"),
         *training(experiment / "journal" / "train"),
         *examples(data),
+        *quarantine(data.parent / "crops" / "quarantine.csv"),
         *model(experiment / "train" / "model.json"),
+        *runtimes(benchmarks / "datasets" / data.parent.name, benchmarks / experiment.name),
+        *provenance(data.parent / "journal", experiment / "journal"),
         *configurations(experiment / "config", data.parent / "config"),
     ]
     name = html.escape(experiment.name)
@@ -48,6 +54,7 @@ def page(experiment: Path, data: Path) -> str:
     return head + f"<h1>{name}</h1>\n" + "\n".join(parts) + "\n</html>\n"
 
 
+QUARANTINED = 50
 PICTURES = {
     "samples/grid.png": "Samples",
     "samples/steps.png": "From noise to image",
@@ -60,16 +67,23 @@ PICTURES = {
     "evaluation/reconstructions.png": "Held-out images, and what is decoded from their latents",
     "evaluation/worst.png": "The worst reconstructions",
     "evaluation/codebook.png": "Use of the codebook",
+    "evaluation/similarities.png": "Predicted and real image embeddings",
 }
 
 
 def pictures(experiment: Path) -> Iterator[str]:
     """What `sample` and `evaluate` drew."""
     for name, title in PICTURES.items():
-        path = experiment / name
-        if path.is_file():
-            encoded = base64.b64encode(path.read_bytes()).decode()
-            yield f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{encoded}">'
+        if (experiment / name).is_file():
+            yield f"<h2>{title}</h2>"
+            yield from picture(experiment / name, title)
+
+
+def picture(path: Path, title: str) -> Iterator[str]:
+    """A PNG, inside the page."""
+    if path.is_file():
+        encoded = base64.b64encode(path.read_bytes()).decode()
+        yield f'<img alt="{title}" src="data:image/png;base64,{encoded}">'
 
 
 def sweeps(folder: Path) -> Iterator[str]:
@@ -91,12 +105,11 @@ def metrics(path: Path) -> Iterator[str]:
     result = read_json(path)
     yield "<h2>Metrics</h2>"
     heads = ["", "value", "95 % interval", "real images", "samples", ""]
-    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
+    lines = []
     for name, metric in result["metrics"].items():
         interval = " to ".join(f"{bound:.4g}" for bound in metric["interval"] or [])
-        cells = [name, metric["value"], interval, metric.get("floor"), metric["n"], metric["note"]]
-        lines.append("<tr>" + "".join(map(cell, cells)) + "</tr>")
-    yield "<table>\n" + "\n".join(lines) + "\n</table>"
+        lines.append([name, metric["value"], interval, metric.get("floor"), metric["n"], metric["note"]])
+    yield rows(heads, lines)
     yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
 
 
@@ -135,7 +148,50 @@ def examples(folder: Path) -> Iterator[str]:
     if (folder / "manifest.json").is_file():
         manifest = read_json(folder / "manifest.json")
         yield "<h2>Data</h2>"
+        for name, title in (("sheet.png", "Training images"), ("histograms.png", "Sizes and classes")):
+            yield from picture(folder.parent / "crops" / name, title)
         yield table({key: value for key, value in manifest.items() if isinstance(value, str | int | float)})
+
+
+def quarantine(path: Path) -> Iterator[str]:
+    """The files that could not be used, and why; of many, the first."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", newline="") as file:
+        head, *bad = csv.reader(file)
+    if bad:
+        yield f"<h3>Quarantined: {len(bad):,} files</h3>"
+        yield rows(head, bad[:QUARANTINED])
+    else:
+        yield "<p>No file was quarantined.</p>"
+
+
+def runtimes(*folders: Path) -> Iterator[str]:
+    """What Snakemake measured of every stage."""
+    found = []
+    for path in sorted(path for folder in folders for path in folder.rglob("*.tsv")):
+        with path.open(encoding="utf-8", newline="") as file:
+            measured = list(csv.DictReader(file, delimiter="\t"))
+        name = path.relative_to(path.parents[1] if path.parents[1] in folders else path.parent).with_suffix("")
+        found += [[str(name), each["h:m:s"], each["max_rss"], each["mean_load"]] for each in measured]
+    if found:
+        yield "<h2>Runtimes</h2>"
+        yield rows(["stage", "time", "most memory (MB)", "mean load (%)"], found)
+
+
+def provenance(*folders: Path) -> Iterator[str]:
+    """Where each stage's results come from: when it began, in how many starts, from which code, as which job."""
+    found = []
+    for folder in sorted(path for folder in folders for path in folder.glob("*") if path.is_dir()):
+        history = read_journal(folder)
+        if history is not None:
+            began = datetime.fromtimestamp(history.starts[0] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+            commit = history.tags.get("git_commit", "")[:12] + (" +" if history.tags.get("git_dirty") == "true" else "")
+            job = history.tags.get("slurm_job_id", "")
+            found.append([history.stage, began, str(len(history.starts)), commit, job, digest(history.params)[:12]])
+    if found:
+        yield "<h2>Provenance</h2>"
+        yield rows(["stage", "began", "starts", "code (+: changed since)", "Slurm job", "configuration"], found)
 
 
 def model(path: Path) -> Iterator[str]:
@@ -157,6 +213,13 @@ def table(rows: dict[str, Any]) -> str:
     """Two columns: a name, a value."""
     lines = (f"<tr><td>{html.escape(name)}</td>{cell(value)}</tr>" for name, value in rows.items())
     return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def rows(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
+    """A table with a head."""
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = ("<tr>" + "".join(map(cell, line)) + "</tr>" for line in lines)
+    return "<table>\n" + "\n".join([f"<tr>{heads}</tr>", *body]) + "\n</table>"
 
 
 def cell(value: object) -> str:
@@ -189,9 +252,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", type=Path, required=True, help="folder: results/<experiment>")
     parser.add_argument("--data", type=Path, required=True, help="folder of what the experiment was trained on")
+    parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     arguments = parser.parse_args()
-    write_text(arguments.output, page(arguments.experiment, arguments.data))
+    write_text(arguments.output, page(arguments.experiment, arguments.data, arguments.benchmarks))
 
 
 if __name__ == "__main__":

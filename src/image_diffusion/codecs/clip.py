@@ -79,6 +79,8 @@ class Clip:
             captions, padding="max_length", truncation=True, max_length=self._length, return_tensors="pt"
         ).to(device)
         found = self._model.text_model(input_ids=read["input_ids"], attention_mask=read["attention_mask"])
-        texts = F.normalize(self._model.text_projection(found.pooler_output).float(), dim=1)
+        texts = F.normalize(self._model.text_projection(found.pooler_output).float(), dim=1).cpu()
+        if not self.num_tokens:
+            return texts, texts.new_zeros(len(texts), 0, self.dim)
         tokens = found.last_hidden_state.float() * read["attention_mask"][..., None]
-        return texts.cpu(), F.pad(tokens, (0, 0, 0, self.num_tokens - tokens.shape[1])).cpu()
+        return texts, F.pad(tokens, (0, 0, 0, self.num_tokens - tokens.shape[1])).cpu()

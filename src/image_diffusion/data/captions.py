@@ -1,17 +1,20 @@
-"""Captions of images: made from their classes, or read from a table."""
+"""Captions of images: made from their classes, read from a table, or from files beside the images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from image_diffusion.core.config import Config
 from image_diffusion.data.records import Sample
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.table import read_columns
+from image_diffusion.data.sources.webdataset import Webdataset
 
 
 class ClassCaptions(Config):
@@ -29,12 +32,12 @@ class ClassCaptions(Config):
             raise ValueError(f"{value!r} must hold {{}} once, where the name of the class goes.")
         return value
 
-    def of(self, samples: Sequence[Sample], classes: Sequence[str]) -> list[str]:
+    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[str]:
         """The caption of each sample. Raises ValueError without classes."""
         if not classes:
             raise ValueError(
                 "pairs.captions.type is classes, but the data have no classes. Put images into class folders, or set "
-                "it to table."
+                "it to beside or table."
             )
         names = [self.template.replace("{}", name.replace("_", " ")) for name in classes]
         return [names[sample.label or 0] for sample in samples]
@@ -52,19 +55,50 @@ class TableCaptions(Config):
     caption_column: str = "caption"
     """Name of the column of captions."""
 
-    def of(self, samples: Sequence[Sample], classes: Sequence[str]) -> list[str]:
+    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[str]:
         """The caption of each sample. Raises ValueError, naming the first, where one is missing."""
         known = _read(self.path, self.path_column, self.caption_column)
-        missing = [sample.path for sample in samples if sample.path not in known]
-        if missing:
+        return _complete([known.get(sample.path) for sample in samples], samples, self.path)
+
+
+class BesideCaptions(Config):
+    """Captions in files beside the images, as img2dataset writes them."""
+
+    type: Literal["beside"] = "beside"
+    """A `.txt` beside each image, or the key "caption" of a `.json`; for the sources folder and webdataset."""
+
+    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[str]:
+        """The caption of each sample. Raises ValueError, naming the first, where one is missing."""
+        if not isinstance(source, Folder | Webdataset):
             raise ValueError(
-                f"{self.path} has no {self.caption_column} for {len(missing):,} of {len(samples):,} images, the first "
-                f"is {missing[0]}. Give every image a caption, or take it out of the data set."
+                "pairs.captions.type is beside, but only the sources folder and webdataset have files beside their "
+                "images. Set it to classes or table."
             )
-        return [known[sample.path] for sample in samples]
+        known = _beside(source)
+        found = [
+            known.get(sample.path, known.get(PurePosixPath(sample.path).with_suffix("").as_posix()))
+            for sample in samples
+        ]
+        return _complete(found, samples, source.path)
 
 
-Captions = Annotated[ClassCaptions | TableCaptions, Field(discriminator="type")]
+Captions = Annotated[ClassCaptions | TableCaptions | BesideCaptions, Field(discriminator="type")]
+
+
+def _complete(captions: list[str | None], samples: Sequence[Sample], where: str) -> list[str]:
+    """The captions, if there is one for each sample."""
+    missing = [sample.path for sample, caption in zip(samples, captions, strict=True) if caption is None]
+    if missing:
+        raise ValueError(
+            f"{where} has no caption for {len(missing):,} of {len(samples):,} images, the first is {missing[0]}. Give "
+            f"every image a caption, or take it out of the data set."
+        )
+    return [caption for caption in captions if caption is not None]
+
+
+@lru_cache(maxsize=1)
+def _beside(source: Folder | Webdataset) -> dict[str, str]:
+    return source.captions()
 
 
 @lru_cache(maxsize=1)

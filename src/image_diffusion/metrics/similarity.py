@@ -1,11 +1,14 @@
 """How near predicted image embeddings are to their captions and to the real ones: cosines, a number a pair.
 
 Where it differs from DALLE2-pytorch: means are over every pair, those of similarity 0 among them, which the original
-drops as padding; unrelated captions come from the whole set, not from the same batch.
+drops as padding; an unrelated caption is another one, from anywhere in the set, where the original takes that of the
+neighbour in the batch, even in a batch of one.
 """
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,6 +40,25 @@ def similarities(text: Tensor, image: Tensor, predicted: Tensor, unrelated: Tens
         "unrelated_similarity_with_image": cosine(image, unrelated),
         "difference_from_baseline": with_text - baseline,
     }
+
+
+def other_captions(text: Tensor) -> NDArray[np.int64] | None:
+    """For each of N pairs another pair whose caption is not the same, int64 [N]; None where there is only one caption.
+
+    text: [N, dim]. In an order drawn once and for all, the next pair with another caption, round the whole set.
+    """
+    count = len(text)
+    _, caption = np.unique(text.numpy(), axis=0, return_inverse=True)
+    order = np.random.default_rng(0).permutation(count)
+    twice = np.concatenate([caption.reshape(-1)[order]] * 2)  # a second round, for those that find nothing in the first
+    ends_run = np.append(twice[:-1] != twice[1:], False)
+    if not ends_run.any():
+        return None
+    last = np.where(ends_run, np.arange(2 * count), 2 * count)  # of the run of equal captions that each is in
+    last = np.minimum.accumulate(last[::-1])[::-1][:count]
+    others = np.empty(count, dtype=np.int64)
+    others[order] = order[(last + 1) % count]
+    return others
 
 
 def similarity_estimates(found: dict[str, Tensor]) -> dict[str, Estimate]:

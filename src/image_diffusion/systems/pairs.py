@@ -25,6 +25,7 @@ from image_diffusion.data.captions import Captions, ClassCaptions
 from image_diffusion.data.pairs import PairSet, Splits
 from image_diffusion.data.records import Sample, key_prefix, read_record
 from image_diffusion.data.shards import open_shards
+from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.data.tar import KEY_DIGITS
 from image_diffusion.metrics.detector import FEATURES, load_detector
@@ -39,27 +40,31 @@ class _Pairs(Config):
     """Encodings of single tokens kept of each caption, beside its embedding; 0: none."""
 
 
-class HashedPairs(_Pairs):
+class _OfCrops(_Pairs):
+    captions: Captions = ClassCaptions()
+    """What the captions are."""
+
+    @property
+    def needs_source(self) -> bool:
+        """Whether files of the data's source are read."""
+        return self.captions.type == "beside"
+
+
+class HashedPairs(_OfCrops):
     """Pairs of the crops and their classes, without any download."""
 
     type: Literal["hashed"] = "hashed"
     """Image embeddings from the classifier that `detect` trains, text embeddings from a hashing encoder."""
-    captions: Captions = ClassCaptions()
-    """What the captions are."""
 
     @property
     def name(self) -> str:
         """The folder of the pairs."""
         return "pairs-hashed"
 
-    def dimension(self) -> int:
-        """Of an embedding."""
-        return FEATURES
-
     def build(
         self,
         crops: Path | None,
-        source: Embeddings | None,
+        source: Source | None,
         num_shards: int,
         detector: Path | None,
         device: torch.device,
@@ -68,31 +73,26 @@ class HashedPairs(_Pairs):
         if crops is None or detector is None:
             raise ValueError("Hashed pairs are made from crops and their detector: give --data and --detector.")
         seen = load_detector(detector, str(device))
-        return CropPairs(crops, _Detected(seen), HashingText(FEATURES, self.num_tokens), self.captions)
+        return CropPairs(crops, _Detected(seen), HashingText(FEATURES, self.num_tokens), self.captions, source)
 
 
-class ClipPairs(_Pairs):
+class ClipPairs(_OfCrops):
     """Pairs of the crops and their captions, by a CLIP."""
 
     type: Literal["clip"] = "clip"
     """Image and text embeddings from a CLIP."""
     clip: ClipConfig = ClipConfig()
     """Which CLIP."""
-    captions: Captions = ClassCaptions()
-    """What the captions are."""
 
     @property
     def name(self) -> str:
         """The folder of the pairs."""
         return "pairs-clip"
 
-    def dimension(self) -> None:
-        """Of an embedding: known once the CLIP is loaded."""
-
     def build(
         self,
         crops: Path | None,
-        source: Embeddings | None,
+        source: Source | None,
         num_shards: int,
         detector: Path | None,
         device: torch.device,
@@ -101,7 +101,7 @@ class ClipPairs(_Pairs):
         if crops is None:
             raise ValueError("Pairs by a CLIP are made from crops: give --data.")
         clip = self.clip.build(device, self.num_tokens)
-        return CropPairs(crops, clip, clip, self.captions)
+        return CropPairs(crops, clip, clip, self.captions, source)
 
 
 class FilePairs(_Pairs):
@@ -117,19 +117,21 @@ class FilePairs(_Pairs):
         """The folder of the pairs."""
         return "pairs-files"
 
-    def dimension(self) -> None:
-        """Of an embedding: known once the files are read."""
+    @property
+    def needs_source(self) -> bool:
+        """Files of the data's source are all there is."""
+        return True
 
     def build(
         self,
         crops: Path | None,
-        source: Embeddings | None,
+        source: Source | None,
         num_shards: int,
         detector: Path | None,
         device: torch.device,
     ) -> PairSet:
         """What makes the pairs. Raises ValueError for what is missing."""
-        if source is None:
+        if not isinstance(source, Embeddings):
             raise ValueError("Pairs of files need their source. Set data.source.type to embeddings.")
         needs_text = source.texts is None or self.num_tokens > 0
         if needs_text and (self.clip is None or source.metadata is None):
@@ -182,14 +184,16 @@ class _Detected:
 class CropPairs:
     """Pairs made from crops, a shard from each of theirs."""
 
-    def __init__(self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions) -> None:
+    def __init__(
+        self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions, source: Source | None
+    ) -> None:
         if images.dim != texts.dim:
             raise ValueError(
                 f"Image embeddings have {images.dim} dimensions but text embeddings {texts.dim}. Use those of one "
                 f"model."
             )
         self._folder, self._crops = crops, open_shards(crops, "all")
-        self._images, self._texts, self._captions = images, texts, captions
+        self._images, self._texts, self._captions, self._source = images, texts, captions, source
         self.dim, self.num_tokens = images.dim, texts.num_tokens
         self.identity: dict[str, Any] = {
             "image": images.identity,
@@ -219,7 +223,7 @@ class CropPairs:
         return rows
 
     def _of(self, samples: list[Sample]) -> list[str]:
-        return self._captions.of(samples, self._crops.classes)
+        return self._captions.of(samples, self._crops.classes, self._source)
 
 
 class StoredPairs:

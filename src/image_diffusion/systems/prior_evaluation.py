@@ -16,12 +16,13 @@ from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.files import digest
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.together import gathered, share
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.pairs import IMAGE
 from image_diffusion.data.shards import Shards
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.moments import block_of_each
-from image_diffusion.metrics.similarity import similarities, similarity_estimates
+from image_diffusion.metrics.similarity import other_captions, similarities, similarity_estimates
 from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
 from image_diffusion.systems.prior import PriorSystem
 
@@ -72,7 +73,7 @@ def evaluate_prior(
     "online" for the weights without average. splits: by name; empty ones are left out. Metrics: loss_<split> with fixed
     noise and nothing dropped, and for each number of steps n the similarities (`metrics.similarity`) as <name>_<n>,
     over the test split, or the last one that is not empty. report: a folder for similarities.png. Raises ValueError
-    where the data do not fit the network.
+    where the data do not fit the network. Where a launcher started several processes, they share the pairs.
     """
     settings.check(system)
     sets = {name: data for name, data in splits.items() if data.num_samples}
@@ -116,36 +117,38 @@ def _losses(
 ) -> Tensor:
     """The loss of each pair, float64 [N], with noise and timestep that belong to the pair."""
     device, objective = next(network.parameters()).device, system.build_objective(spec)
-    parts, count = [], _count(data, settings)
-    with Progress("losses", count, "pair") as progress:
-        for start in range(0, count, settings.batch_size):
-            rows = np.arange(start, min(start + settings.batch_size, count))
+    parts: list[Tensor] = []
+    mine = share(np.arange(_count(data, settings)))
+    with Progress("losses", len(mine), "pair") as progress:
+        for start in range(0, len(mine), settings.batch_size):
+            rows = mine[start : start + settings.batch_size]
             sample = torch.from_numpy(rows).to(device)
             streams = Streams(settings.seed, torch.full_like(sample, _EPOCH), sample)
             batch = system.batch(data.gather(rows).to(device), streams)
             parts.append(objective(network, batch).loss.double().cpu())
             progress.advance(len(rows))
-    return torch.cat(parts)
+    return torch.cat([part for each in gathered(parts) for part in each])
 
 
 def _similarities(
     network: nn.Module, system: PriorSystem, spec: DataSpec, data: Shards, settings: PredictionConfig, num_steps: int
 ) -> dict[str, Tensor]:
-    """Of each pair, by name. The unrelated caption of a pair is that of the one before it, round the whole split."""
+    """Of each pair, by name; without what is unrelated where all have the same caption (`other_captions`)."""
     generator = EmbeddingGenerator(network, system, spec, settings.at(num_steps))
-    numbers = np.arange(_count(data, settings))
-    predicted: dict[str, list[Tensor]] = {"own": [], "other": []}
-    with Progress(f"predictions in {num_steps} steps", 2 * len(numbers), "embedding") as progress:
-        for start in range(0, len(numbers), settings.batch_size):
-            rows = numbers[start : start + settings.batch_size]
-            for which, captions in (("own", rows), ("other", (rows - 1) % len(numbers))):
-                cond = system.caption(data.gather(captions))
-                predicted[which].append(generator(cond, torch.from_numpy(rows)))
-                progress.advance(len(rows))
-    pairs = data.gather(numbers)
-    text = system.caption(pairs)["text_embed"]
-    found = similarities(text, pairs[:, IMAGE].float(), torch.cat(predicted["own"]), torch.cat(predicted["other"]))
-    if len(numbers) == 1:  # there is no other caption
+    count = _count(data, settings)
+    others = other_captions(system.caption(data.gather(np.arange(count)))["text_embed"])
+    mine, parts = share(np.arange(count)), []
+    with Progress(f"predictions in {num_steps} steps", len(mine), "pair") as progress:
+        for start in range(0, len(mine), settings.batch_size):
+            rows = mine[start : start + settings.batch_size]
+            pairs = data.gather(rows)
+            own, other = system.caption(pairs), system.caption(data.gather(rows if others is None else others[rows]))
+            predicted, unrelated = (generator(cond, torch.from_numpy(rows)) for cond in (own, other))
+            parts.append(similarities(own["text_embed"], pairs[:, IMAGE].float(), predicted, unrelated))
+            progress.advance(len(rows))
+    every = [part for each in gathered(parts) for part in each]
+    found = {name: torch.cat([part[name] for part in every]) for name in every[0]}
+    if others is None:
         found = {name: each for name, each in found.items() if "unrelated" not in name}
     return found
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, class_name, number_classes, plain_text
+from image_diffusion.data.sources.listing import (
+    Item,
+    Listing,
+    Stamp,
+    caption_in,
+    class_name,
+    number_classes,
+    plain_text,
+)
 
+_CAPTIONS = (".txt", ".json")
 _NOT_DATA = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 
 
@@ -20,7 +29,8 @@ class Folder(Config):
     """Images in a folder. Each folder at the first level is a class, with everything below it; images that lie in
     the folder itself, with no folders beside them, have no class.
 
-    Files are judged by what they hold, not by their extension. Hidden files are ignored. Symbolic links are
+    Files are judged by what they hold, not by their extension. Hidden files are ignored, and so are a `.txt` and a
+    `.json` beside an image of the same name, which may be its caption. Symbolic links are
     followed wherever they point, since many data sets are folders of links; a link back to a folder that holds it is
     rejected.
     """
@@ -40,6 +50,9 @@ class Folder(Config):
             raise ValueError(
                 f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
             )
+        beside = _beside_images(name for name, _ in names)
+        names = [(name, relative) for name, relative in names if name not in beside]
+        walk.ignored += len(beside)
         rejected = sorted(walk.rejected)
         in_folders = [name for name, _ in names if "/" in name]
         if self.classes == "none" or not in_folders:
@@ -58,6 +71,20 @@ class Folder(Config):
         """The bytes of one file. Raises OSError."""
         return (Path(self.path) / str(item.address[0])).read_bytes()
 
+    def captions(self) -> dict[str, str]:
+        """The captions beside the images, by the name of the image without its extension: in `.txt`, or the key
+        "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
+        root, found = self._root(), {}
+        for name in sorted(_beside_images(plain_text(name) for name in _Walk(root).files())):
+            stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
+            try:
+                caption = caption_in((Path(root) / name).read_bytes(), extension[1:].lower())
+            except ValueError as error:
+                raise ValueError(f"{root}/{name} is no caption: {error}. Repair or remove it.") from None
+            if caption is not None:
+                found[stem] = caption
+        return found
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""
         root = self._root()
@@ -74,6 +101,13 @@ class Folder(Config):
         if not Path(self.path).is_dir():
             raise ValueError(f"data.source.path: {self.path} is not a folder. Give the folder that holds the images.")
         return self.path
+
+
+def _beside_images(names: Iterable[str]) -> set[str]:
+    """Those of the names that end in `.txt` or `.json` and differ from another in that alone."""
+    parts = [os.path.splitext(name) for name in names]  # noqa: PTH122
+    stems = {stem for stem, extension in parts if extension.lower() not in _CAPTIONS}
+    return {stem + extension for stem, extension in parts if extension.lower() in _CAPTIONS and stem in stems}
 
 
 class _Walk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
 from collections.abc import Iterable
@@ -54,6 +55,16 @@ class ImageSource(Protocol):
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The files the images come from: by name, path and stamp. Raises ValueError when there are none."""
         ...
+
+
+def caption_in(data: bytes, extension: str) -> str | None:
+    """The caption in a file beside an image: the text of a `txt`, the key "caption" of a `json`; None where there is
+    none. Raises UnicodeDecodeError or json.JSONDecodeError."""
+    if extension == "txt":
+        return data.decode("utf-8").strip() or None
+    content = json.loads(data) if extension == "json" else None
+    caption = content.get("caption") if isinstance(content, dict) else None
+    return str(caption).strip() or None if caption is not None else None
 
 
 def plain_text(name: str) -> str:

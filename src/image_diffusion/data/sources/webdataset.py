@@ -10,7 +10,15 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, number_labels, plain_text, stamp_of
+from image_diffusion.data.sources.listing import (
+    Item,
+    Listing,
+    Stamp,
+    caption_in,
+    number_labels,
+    plain_text,
+    stamp_of,
+)
 
 _LABELS = ("cls", "txt", "json")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2")
@@ -27,6 +35,8 @@ class Webdataset(Config):
     """Tar files of images and their classes."""
     path: str = Field(min_length=1)
     """A tar file, or a folder: every `.tar` in it is read."""
+    labels: bool = True
+    """Whether `.cls`, `.txt` and `.json` tell classes; false: unconditional data, whose `.txt` may be captions."""
 
     def listing(self) -> Listing:
         """Every sample of every tar, sorted by tar and key. Raises ValueError for a tar that cannot be read."""
@@ -34,7 +44,7 @@ class Webdataset(Config):
         rejected: list[tuple[str, str]] = []
         ignored = 0
         for name, (path, _) in self.files().items():
-            images, labels, hidden = _read_members(Path(path))
+            images, labels, _, hidden = _read_members(Path(path), self.labels)
             ignored += hidden
             found += [(f"{name}/{key}", labels.get(key), (path, *place)) for key, place in images.items()]
             rejected += [(f"{name}/{key}", "a class without an image") for key in labels.keys() - images.keys()]
@@ -56,6 +66,14 @@ class Webdataset(Config):
             file.seek(int(start))
             return file.read(int(size))
 
+    def captions(self) -> dict[str, str]:
+        """The captions beside the images, by the name of the image: in `.txt`, or the key "caption" of `.json`."""
+        found: dict[str, str] = {}
+        for name, (path, _) in self.files().items():
+            _, _, captions, _ = _read_members(Path(path), labelled=False)
+            found |= {f"{name}/{key}": caption for key, caption in captions.items()}
+        return found
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The tars. Raises ValueError when there are none."""
         path = Path(self.path)
@@ -67,10 +85,12 @@ class Webdataset(Config):
         return {plain_text(tar.name): (str(tar), stamp_of(tar)) for tar in tars}
 
 
-def _read_members(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str], int]:
-    """Of one tar: the place (offset, size) of each image and the class of each sample by key; hidden files."""
+def _read_members(path: Path, labelled: bool) -> tuple[dict[str, tuple[int, int]], dict[str, str], dict[str, str], int]:
+    """Of one tar, by key: the place (offset, size) of each image, the classes of a labelled set or else the captions;
+    hidden files."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, str] = {}
+    captions: dict[str, str] = {}
     hidden, end = 0, 0
     try:
         with tarfile.open(path, "r:") as tar:
@@ -97,16 +117,18 @@ def _read_members(path: Path) -> tuple[dict[str, tuple[int, int]], dict[str, str
                     images[key] = (member.offset_data, member.size)
                 elif extension.lower() in _LABELS:
                     file = tar.extractfile(member)
-                    label = _label(file.read() if file else b"", extension.lower())
-                    if label is not None:
+                    data = file.read() if file else b""
+                    if labelled and (label := _label(data, extension.lower())) is not None:
                         labels[key] = label
+                    elif not labelled and (caption := caption_in(data, extension.lower())) is not None:
+                        captions[key] = caption
     except (tarfile.TarError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as a tar file: {error}. Download or write it again.") from None
     with path.open("rb") as file:
         file.seek(end)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise ValueError(f"{path} is cut short: the empty block that ends a tar is missing. Download it again.")
-    return images, labels, hidden
+    return images, labels, captions, hidden
 
 
 def _label(data: bytes, extension: str) -> str | None:

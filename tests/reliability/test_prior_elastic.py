@@ -1,0 +1,29 @@
+"""The prior on any number of processes, killed and not: the same bytes as on one, with a fixed order of additions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attempts import Attempt, Attempts, finished
+from comparison import points, results
+
+
+def test_the_number_of_processes_is_no_part_of_the_result(attempts: Attempts, tmp_path: Path) -> None:
+    """53 pairs in batches of 12: the numbers of processes change in the middle of epochs."""
+    expected = None
+    for name, worlds in (("steady", [1, 1, 1]), ("elastic", [1, 3, 2])):
+        folder = tmp_path / name
+        folder.mkdir()
+        for steps, processes in zip((5, 9, 14), worlds, strict=True):
+            changes = {
+                "steps": steps,
+                "schedule": {"type": "constant"},
+                "deterministic": "strict",
+                "validate_every_steps": 7,
+                "log_every_steps": 1,
+            }
+            attempts(Attempt(str(folder), "prior", processes, changes, kill_at_operation=12))
+            finished(attempts, folder, system="prior", processes=processes, changes=changes)
+        found = results(folder), [each for each in points(folder) if each[1] <= 14]
+        expected = expected or found
+        assert found == expected

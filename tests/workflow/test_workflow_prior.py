@@ -1,0 +1,90 @@
+"""One graph from images, or from the embeddings of others, to a judged prior."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from projects import ROOT, Project, make_project
+
+from image_diffusion.data.shards import open_shards
+
+pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+
+AFTER_TRAIN = {"evaluate", "track", "report"}
+
+
+@pytest.fixture(scope="module")
+def prior(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project in which `micro_prior` has been made. Its tests leave it as it was."""
+    project = make_project(tmp_path_factory.mktemp("prior") / "project")
+    shutil.copy(ROOT / "tests" / "workflow" / "micro_prior.yaml", project / "config/experiments")
+    config = project / "config/config.yaml"
+    config.write_text(config.read_text().replace("experiments: [micro]", "experiments: [micro_prior]"))
+    project.run()
+    return project
+
+
+def test_everything_was_made_and_nothing_is_left_to_do(prior: Project) -> None:
+    pairs = open_shards(prior / "results/datasets/dots-16/pairs-hashed", "all", verify=True)
+    assert pairs.num_samples == 64 and pairs.shape == (7, 128)
+    assert (prior / "results/micro_prior/train/raw/weights.safetensors").is_file()
+    assert not (prior / "results/micro_prior/samples").exists()
+    assert prior.planned() == set()
+
+
+def test_the_prior_is_judged_by_losses_and_similarities(prior: Project) -> None:
+    result = json.loads((prior / "results/micro_prior/metrics.json").read_text())
+    names = {"loss_train", "loss_validation", "loss_test", "loss_online_test", "baseline_similarity"}
+    names |= {f"similarity_with_{what}_{n}" for what in ("image", "text", "unrelated_caption") for n in (2, 3)}
+    assert names <= result["metrics"].keys() and result["protocol"]["split"] == "test"
+    assert result["protocol"]["weights"]["system"] == "prior"
+    page = (prior / "results/micro_prior/report/index.html").read_text()
+    assert "similarity_with_image_3" in page and "Predicted and real image embeddings" in page
+
+
+def test_an_edit_makes_its_own_stage_and_those_after_it_again(prior: Project) -> None:
+    path = prior / "config/experiments/micro_prior.yaml"
+    before = path.read_text()
+    try:
+        prior.edit(lambda experiment: experiment["prediction"].update(num_steps=[4]), "micro_prior")
+        assert prior.planned() == AFTER_TRAIN
+        prior.edit(lambda experiment: experiment["pairs"].update(num_tokens=3), "micro_prior")
+        assert prior.planned() == {"embed", "train"} | AFTER_TRAIN
+    finally:
+        path.write_text(before)
+        prior.planned()
+
+
+def test_embeddings_of_others_need_no_crops_and_a_changed_file_makes_them_again(prior: Project) -> None:
+    folder, rows = prior / "embeddings", np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
+    path, before = (
+        prior / "config/experiments/micro_prior.yaml",
+        (prior / "config/experiments/micro_prior.yaml").read_text(),
+    )
+    for name in ("img_emb", "text_emb"):
+        (folder / name).mkdir(parents=True)
+        np.save(folder / name / f"{name}_0.npy", rows)
+    source = {"type": "embeddings", "path": str(folder), "metadata": None}
+    try:
+        prior.edit(
+            lambda experiment: experiment.update(
+                data={"name": "others", "source": source, "resolution": 1, "num_shards": 2}, pairs={"type": "files"}
+            ),
+            "micro_prior",
+        )
+        target = "results/datasets/others-1/pairs-files/manifest.json"
+        assert prior.planned() == {"embed", "train"} | AFTER_TRAIN
+        prior.run(target)
+        assert prior.planned(target) == set()
+        np.save(folder / "img_emb" / "img_emb_0.npy", rows + 1)
+        assert prior.planned(target) == {"embed"}
+        np.save(folder / "img_emb" / "img_emb_0.npy", rows[:63])
+        done = prior.snakemake("--dry-run", target)
+        assert done.returncode and "img_emb_0.npy has 63 rows but" in done.stdout
+    finally:
+        path.write_text(before)
+        shutil.rmtree(folder)
+        prior.planned()
