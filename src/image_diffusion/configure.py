@@ -116,6 +116,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     dataset = results / "datasets" / experiment.data.folder
     codec = experiment.codec.name
     own = results / name / "config"
+    prediction = experiment.prediction if isinstance(experiment.system, PriorSystem) else None
     stages: dict[str, tuple[Path, Config]] = {
         "crop": (dataset / "config" / "crop.yaml", experiment.data),
         "train": (
@@ -129,10 +130,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
             ),
         ),
         "sample": (own / "sample.yaml", SampleStage(sample=experiment.sample)),
-        "evaluate": (
-            own / "evaluate.yaml",
-            EvaluateStage(evaluate=experiment.evaluate, prediction=experiment.prediction),
-        ),
+        "evaluate": (own / "evaluate.yaml", EvaluateStage(evaluate=experiment.evaluate, prediction=prediction)),
         "export": (own / "export.yaml", ExportStage(export=experiment.export)),
     }
     if codec is not None:

@@ -35,7 +35,7 @@ from image_diffusion.systems.codec_evaluation import evaluate_codec
 from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.likelihood import ImageBound
 from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.prior_evaluation import evaluate_prior
+from image_diffusion.systems.prior_evaluation import PredictionConfig, evaluate_prior
 from image_diffusion.training.distributed import join
 from image_diffusion.training.model import Model, load_model
 
@@ -101,7 +101,8 @@ def measure(
         names: tuple[Split, ...] = ("train", "validation", "test")
         splits: dict[str, Shards] = {name: open_shards(arguments.data, name) for name in names}
         networks = {"": model.network.to(best_device())} | online(arguments.weights.parent)
-        result = evaluate_prior(networks, model.system, model.spec, splits, stage.prediction, report)
+        prediction = stage.prediction or PredictionConfig()
+        result = evaluate_prior(networks, model.system, model.spec, splits, prediction, report)
 
     elif model is not None and isinstance(model.system, CodecSystem):
         network = model.network.to(best_device())

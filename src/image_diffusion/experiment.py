@@ -119,10 +119,10 @@ class SampleStage(Config):
 
 
 class EvaluateStage(Config):
-    """What `evaluate` runs with."""
+    """What `evaluate` runs with. prediction: for a prior."""
 
     evaluate: EvaluateConfig
-    prediction: PredictionConfig = PredictionConfig()
+    prediction: PredictionConfig | None = None
 
 
 class ExportStage(Config):

@@ -223,7 +223,7 @@ def test_published_weights_are_read_by_name_and_rebuilt(wrapped, tmp_path):
     prior = {f"net.{name}": each for name, each in tensors.items()} | {"noise_scheduler.betas": torch.zeros(50)}
     other = {name: each + 1 for name, each in prior.items()}
     content = {"bare": tensors, "prior": prior, "trainer": {"ema_model": prior, "model": other, "step": 3}}[wrapped]
-    path = tmp_path / "prior_laion_vitl14.pt"
+    path = tmp_path / "prior_aes_finetune.pth"
     torch.save(content, path)
     read_foreign(path, "", None, tmp_path / "out")
     model = load_model(tmp_path / "out")

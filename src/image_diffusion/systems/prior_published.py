@@ -17,13 +17,14 @@ from image_diffusion.systems.prior import PriorSystem
 
 _QUERY, _LAYER = "learned_query", "causal_transformer.layers"
 
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "prior_laion_vitl14": {
-        "network": {"attention_dropout": 0.05, "ff_dropout": 0.05},
-        "objective": {"text_drop_probability": 0.1, "image_drop_probability": 0.1},
-    },
+_LAION = {
+    "network": {"attention_dropout": 0.05, "ff_dropout": 0.05},
+    "objective": {"text_drop_probability": 0.1, "image_drop_probability": 0.1},
 }
-"""How a published prior was trained, by the name that its file is given."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {"prior_aes_finetune": _LAION, "ema472M": _LAION}
+"""How a published prior was trained, by the name of its file without suffix. LAION's conditioned-prior: the first for
+ViT-L/14 and ViT-B/32, whose shapes tell them apart, the second for ViT-B/32."""
 
 
 def is_prior(content: Mapping[str, Any]) -> bool:
@@ -47,7 +48,7 @@ def read_prior(
             raise ValueError(
                 f"{path} is a prior, but of no published name, and its tensors do not tell how it was trained. Give "
                 f"--experiment, the experiment file that describes it, or the file its published name: "
-                f"{', '.join(f'{name}.pt' for name in PUBLISHED)}."
+                f"{', '.join(f'{name}.pth' for name in PUBLISHED)}."
             )
         recipe = PUBLISHED[path.stem]
         network = network_of_shapes(tensors).model_copy(update=recipe["network"])
