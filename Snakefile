@@ -16,6 +16,7 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/sweep.smk"
 include: "workflow/rules/export.smk"
 include: "workflow/rules/track.smk"
+include: "workflow/rules/follow.smk"
 include: "workflow/rules/report.smk"
 
 

@@ -25,6 +25,8 @@ class BreakingProxy(http.server.BaseHTTPRequestHandler):
     target = 0
     broken = 0.0
     delay_s = 0.3
+    all_names = ("500", "503", "reset", "lost", "slow")
+    names = all_names
     rng = random.Random(2)
     faults: ClassVar[Counter[str]] = Counter()
 
@@ -35,8 +37,7 @@ class BreakingProxy(http.server.BaseHTTPRequestHandler):
                 body += self.rfile.read(size)
                 self.rfile.readline()
             self.rfile.readline()
-        names = ("500", "503", "reset", "lost", "slow")
-        fault = self.rng.choice(names) if self.rng.random() < self.broken else "none"
+        fault = self.rng.choice(self.names) if self.rng.random() < self.broken else "none"
         self.faults[fault] += 1
         if fault in ("500", "503"):
             self.answer(int(fault), [], b"broken")
@@ -45,10 +46,14 @@ class BreakingProxy(http.server.BaseHTTPRequestHandler):
         else:
             skipped = ("transfer-encoding", "content-length", "connection")
             headers = {name: value for name, value in self.headers.items() if name.lower() not in skipped}
-            connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=60)
-            connection.request(self.command, self.path, body, headers)
-            answer = connection.getresponse()
-            content = answer.read()
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=60)
+                connection.request(self.command, self.path, body, headers)
+                answer = connection.getresponse()
+                content = answer.read()
+            except (OSError, http.client.HTTPException):  # the server is dead, or dies now
+                self.cut()
+                return
             connection.close()
             if fault == "lost":
                 self.cut()
@@ -104,6 +109,9 @@ class Server:
                 return
             time.sleep(0.1)
         raise AssertionError((self.folder / "server.log").read_text())
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

@@ -64,9 +64,9 @@ class Project:
 def make_project(folder: Path, images: int = 64) -> Project:
     """A fresh project with a folder of images in two classes."""
     shutil.copytree(ROOT / "config", folder / "config", ignore=shutil.ignore_patterns("*.yaml"))
-    (folder / "config" / "config.yaml").write_text(
-        (ROOT / "config" / "config.yaml").read_text().replace("experiments: [demo]", "experiments: [micro]")
-    )
+    settings = (ROOT / "config" / "config.yaml").read_text()
+    settings = settings.replace("experiments: [demo]", "experiments: [micro]").replace("every_s: 10", "every_s:")
+    (folder / "config" / "config.yaml").write_text(settings)
     shutil.copy(ROOT / "tests" / "workflow" / "micro.yaml", folder / "config" / "experiments")
     generator = np.random.default_rng(0)
     for number in range(images):

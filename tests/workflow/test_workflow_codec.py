@@ -13,7 +13,7 @@ from image_diffusion.data.shards import open_shards
 
 pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
 
-FROM_THE_CODEC_ON = {"train", "evaluate", "encode", "sample", "track", "report"}
+FROM_THE_CODEC_ON = {"train", "evaluate", "encode", "sample", "track", "report", "summary"}
 
 
 @pytest.fixture(scope="module")

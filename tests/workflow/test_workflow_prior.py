@@ -13,7 +13,7 @@ from image_diffusion.data.shards import open_shards
 
 pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
 
-AFTER_TRAIN = {"evaluate", "track", "report"}
+AFTER_TRAIN = {"evaluate", "track", "report", "summary"}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from projects import Project
 
 pytestmark = pytest.mark.xdist_group("workflow")
 
-AFTER_SAMPLE = {"sample", "evaluate", "track", "report"}
+AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 
 
 def test_a_second_run_has_nothing_to_do(finished: Project) -> None:

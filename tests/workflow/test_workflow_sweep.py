@@ -75,7 +75,7 @@ def test_another_value_makes_its_point_and_nothing_else_again(swept: Project) ->
     before = path.read_text()
     try:
         swept.edit(lambda experiment: experiment["sweep"].update(num_steps=[1, 2]))
-        expected = {"sweep_sample", "sweep_evaluate", "sweep", "track", "report"}
+        expected = {"sweep_sample", "sweep_evaluate", "sweep", "track", "report", "summary"}
         assert swept.planned() == expected
     finally:
         path.write_text(before)

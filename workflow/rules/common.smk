@@ -3,6 +3,7 @@
 
 def finals(wildcards):
     """What `snakemake` makes when no file is named."""
+    yield f"{results}/summary.html"
     for name in plans:
         yield from results_of_experiment(name)
         yield f"{results}/{name}/tracked.json"

@@ -68,10 +68,6 @@ def tell_of_unseen_jobs(logs):
         )
 
 
-onerror:
-    tell_of_unseen_jobs(log)
-
-
 if not workflow.remote_exec:
     owner = take_over()
 

@@ -21,4 +21,30 @@ rule report:
         experiment=lambda wildcards: f"{results}/{wildcards.experiment}",
         data=lambda wildcards: data_folder(plan_of(wildcards)),
     shell:
-        "logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q}" " --output {output.page:q}"
+        "logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q} --benchmarks benchmarks"
+        " --output {output.page:q}"
+
+
+# A line for each experiment, on a page and in the terminal.
+rule summary:
+    input:
+        results=[results_of_experiment(name) for name in plans],
+    output:
+        page=report(
+            f"{results}/summary.html",
+            category="Summary",
+            labels={"page": "all experiments"},
+            caption="../report/summary.rst",
+        ),
+    log:
+        "logs/summary.log",
+    localrule: True
+    conda:
+        "../../envs/image-diffusion.yaml"
+    params:
+        script=sha256_file(root / "workflow" / "scripts" / "summary.py"),
+        results=results,
+        experiments=list(plans),
+    shell:
+        "logged {log:q} summary.py --results {params.results:q} --benchmarks benchmarks"
+        " --experiments {params.experiments:q} --output {output.page:q}"

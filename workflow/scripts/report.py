@@ -36,7 +36,7 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px } su
 
 
 def page(experiment: Path, data: Path, benchmarks: Path) -> str:
-    """The HTML of one experiment. data: the folder of what it was trained on. benchmarks: of what Snakemake measured."""
+    """The HTML of one experiment. data: folder of what it was trained on. benchmarks: of what Snakemake measured."""
     parts = [
         *metrics(experiment / "metrics.json"),
         *pictures(experiment),
@@ -169,11 +169,13 @@ def quarantine(path: Path) -> Iterator[str]:
 def runtimes(*folders: Path) -> Iterator[str]:
     """What Snakemake measured of every stage."""
     found = []
-    for path in sorted(path for folder in folders for path in folder.rglob("*.tsv")):
-        with path.open(encoding="utf-8", newline="") as file:
-            measured = list(csv.DictReader(file, delimiter="\t"))
-        name = path.relative_to(path.parents[1] if path.parents[1] in folders else path.parent).with_suffix("")
-        found += [[str(name), each["h:m:s"], each["max_rss"], each["mean_load"]] for each in measured]
+    for folder in folders:
+        for path in sorted(folder.rglob("*.tsv")):
+            with path.open(encoding="utf-8", newline="") as file:
+                measured = list(csv.DictReader(file, delimiter="\t"))
+            name = str(path.relative_to(folder).with_suffix(""))
+            if name != "track":  # it may run after this page is made
+                found += [[name, each["h:m:s"], each["max_rss"], each["mean_load"]] for each in measured]
     if found:
         yield "<h2>Runtimes</h2>"
         yield rows(["stage", "time", "most memory (MB)", "mean load (%)"], found)
@@ -182,8 +184,8 @@ def runtimes(*folders: Path) -> Iterator[str]:
 def provenance(*folders: Path) -> Iterator[str]:
     """Where each stage's results come from: when it began, in how many starts, from which code, as which job."""
     found = []
-    for folder in sorted(path for folder in folders for path in folder.glob("*") if path.is_dir()):
-        history = read_journal(folder)
+    for stage in sorted(path for folder in folders for path in folder.glob("*") if path.is_dir()):
+        history = read_journal(stage)
         if history is not None:
             began = datetime.fromtimestamp(history.starts[0] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
             commit = history.tags.get("git_commit", "")[:12] + (" +" if history.tags.get("git_dirty") == "true" else "")
@@ -191,7 +193,7 @@ def provenance(*folders: Path) -> Iterator[str]:
             found.append([history.stage, began, str(len(history.starts)), commit, job, digest(history.params)[:12]])
     if found:
         yield "<h2>Provenance</h2>"
-        yield rows(["stage", "began", "starts", "code (+: changed since)", "Slurm job", "configuration"], found)
+        yield rows(["stage", "began", "starts", "commit (+: with changes)", "Slurm job", "configuration"], found)
 
 
 def model(path: Path) -> Iterator[str]:
