@@ -20,6 +20,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
 from image_diffusion.core.files import to_json, write_if_changed
 from image_diffusion.data.captions import TableCaptions
+from image_diffusion.core.types import SamplesOf
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
     EmbedStage,
@@ -34,19 +35,20 @@ from image_diffusion.experiment import (
 )
 from image_diffusion.systems import CodecSystem
 from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.enlarging import SamplesOf
 from image_diffusion.systems.pairs import HashedPairs, PairsConfig
 from image_diffusion.systems.prior import PriorSystem
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
+AGAINST = "evaluate.against.experiment"
 
 
 def built_on(experiment: Experiment) -> dict[str, str]:
     """The experiments that have to be made before this one, by the key that names them."""
-    codec, small_images = experiment.codec, experiment.sample.small_images
+    codec, small_images, against = experiment.codec, experiment.sample.small_images, experiment.evaluate.against
     return {
         **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
         **({SMALL_IMAGES: small_images.experiment} if isinstance(small_images, SamplesOf) else {}),
+        **({AGAINST: against.experiment} if isinstance(against, SamplesOf) else {}),
     }
 
 
@@ -71,7 +73,7 @@ def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
     for path, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
         try:
-            check_experiment(experiment, others.get(CODEC), others.get(SMALL_IMAGES))
+            check_experiment(experiment, others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     _check_shared_data(found)
@@ -157,6 +159,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "codec_experiment": built_on(experiment).get(CODEC),
         "small_images": experiment.sample.small_images if isinstance(experiment.sample.small_images, str) else None,
         "small_images_experiment": built_on(experiment).get(SMALL_IMAGES),
+        "against": experiment.evaluate.against if isinstance(experiment.evaluate.against, str) else None,
+        "against_experiment": built_on(experiment).get(AGAINST),
         "tokens": tokens,
         "pairs": pairs.name if pairs is not None else None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),

@@ -113,6 +113,8 @@ def measure(
             raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
         result = {"metrics": {}, "curve": [], "classes": {}, "protocol": {}}
         if arguments.samples is not None:
+            if settings.against is not None and arguments.reference is None:
+                raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
             samples = read_samples(arguments.samples, data.train.classes)
             previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
             result = evaluate_samples(samples, data, detector(), settings, report, arguments.reference, previews)

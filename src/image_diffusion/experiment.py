@@ -137,12 +137,16 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def check_experiment(
-    experiment: Experiment, codec_experiment: Experiment | None, base: Experiment | None = None
+    experiment: Experiment,
+    codec_experiment: Experiment | None,
+    base: Experiment | None = None,
+    against: Experiment | None = None,
 ) -> None:
     """Raise ValueError for what cannot work, before any work is done: sizes that do not fit one another.
 
-    codec_experiment: the experiment that trains the codec, base: that whose samples are enlarged, where there are. The
-    network is built without memory (torch's meta device), so that its own checks speak.
+    codec_experiment: the experiment that trains the codec, base: that whose samples are enlarged, against: that whose
+    samples these are compared with, where there are. The network is built without memory (torch's meta device), so that
+    its own checks speak.
     """
     if isinstance(experiment.system, PriorSystem) or experiment.pairs is not None:
         _check_prior(experiment)
@@ -155,6 +159,7 @@ def check_experiment(
             raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     if isinstance(experiment.system, CodecSystem) and not isinstance(experiment.codec, Rgb):
         raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
+    _check_against(experiment, against)
     check_sweep(experiment.sweep, experiment.sample, experiment.system, experiment.train.keeps)
     if experiment.encode.tokens and not isinstance(experiment.system, DVAESystem):
         raise ValueError(
@@ -172,6 +177,21 @@ def check_experiment(
     with torch.device("meta"):
         experiment.system.build_network(spec)
     _check_small_images(experiment, base)
+
+
+def _check_against(experiment: Experiment, against: Experiment | None) -> None:
+    """Whether the samples of two experiments can be compared."""
+    if experiment.evaluate.against is not None and not isinstance(experiment.system, DiffusionSystem):
+        raise ValueError("evaluate.against is set, but the system makes no samples to compare. Leave it out.")
+    if against is not None:
+        if not isinstance(against.system, DiffusionSystem):
+            raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
+        ours, theirs = ((each.data.channels, each.data.resolution) for each in (experiment, against))
+        if ours != theirs:
+            raise ValueError(
+                f"evaluate.against.experiment makes images of {theirs[0]} x {theirs[1]} x {theirs[1]}, this one of "
+                f"{ours[0]} x {ours[1]} x {ours[1]}. Compare images of one size."
+            )
 
 
 def _check_small_images(experiment: Experiment, base: Experiment | None) -> None:

@@ -198,6 +198,16 @@ def test_what_cannot_be_measured_is_told_before_the_detector_runs(data: RealImag
             evaluate_samples(samples, real, Never(), settings)
 
 
+def test_a_reference_of_another_size_is_told_before_the_detector_runs(data: RealImages, tmp_path: Path):
+    class Never(Brightness):
+        def __call__(self, images: Tensor) -> Detected:
+            raise AssertionError("the detector ran")
+
+    np.savez(tmp_path / "small.npz", np.zeros((50, 8, 8, 3), np.uint8))
+    with pytest.raises(ValueError, match=r"shape \[3, 16, 16\] but those in .*small.npz \[3, 8, 8\]"):
+        evaluate_samples(images(50, 9), data, Never(), EvaluateConfig(), reference_file=tmp_path / "small.npz")
+
+
 def test_features_that_are_not_finite_are_told(data: RealImages):
     class Broken(Brightness):
         def __call__(self, images: Tensor) -> Detected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import yaml
 from PIL import Image
 
-from image_diffusion.configure import load_all
+from image_diffusion.configure import load_all, write_stages
 from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import Experiment
 from image_diffusion.metrics.sweep import plot_sweep, reading, sweep_curve
@@ -82,6 +83,25 @@ def test_a_point_that_cannot_be_had_is_told_before_any_work(
     with pytest.raises(ValueError, match=message) as told:
         experiment(tmp_path, **changes)
     assert len(str(told.value).splitlines()) == 1
+
+
+def test_another_experiment_to_compare_with_is_found_and_must_make_images_of_the_same_size(tmp_path: Path) -> None:
+    against = {"evaluate": {"against": {"experiment": "other"}}}
+    with pytest.raises(ValueError, match="evaluate.against.experiment is other, but .*other.yaml is missing"):
+        experiment(tmp_path, **against)
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(TEXT))
+    found = experiment(tmp_path, **against)
+    write_stages("mine", found, tmp_path)
+    plan = json.loads((tmp_path / "mine/config/plan.json").read_text())
+    assert (plan["against_experiment"], plan["against"]) == ("other", None)
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(TEXT | {"data": TEXT["data"] | {"resolution": 32}}))
+    with pytest.raises(ValueError, match="makes images of 3 x 32 x 32, this one of 3 x 16 x 16"):
+        experiment(tmp_path, **against)
+    (tmp_path / "other.yaml").write_text(
+        yaml.safe_dump(TEXT | {"system": {"type": "dvae", "network": {"num_layers": 2}}})
+    )
+    with pytest.raises(ValueError, match="evaluate.against.experiment makes no samples"):
+        experiment(tmp_path, **against)
 
 
 def point(value: float, interval: tuple[float, float] | None, n: int = 500, detector: str = "a") -> dict[str, Any]:

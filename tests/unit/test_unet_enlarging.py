@@ -18,11 +18,11 @@ import image_diffusion.crop
 import image_diffusion.sample
 import image_diffusion.train
 from image_diffusion.codecs.codec import from_uint8
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples, read_samples
-from image_diffusion.systems.enlarging import SamplesOf, shrink, small_images, small_samples
+from image_diffusion.systems.enlarging import shrink, small_images, small_samples
 from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3)

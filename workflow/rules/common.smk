@@ -69,6 +69,18 @@ def codec_weights(wildcards):
     return f"{results}/{codec}/train/weights.safetensors" if codec else []
 
 
+def reference(wildcards):
+    """What samples are compared with in place of real ones: another experiment's samples, or a file."""
+    plan = plan_of(wildcards)
+    other = plan["against_experiment"]
+    return f"{results}/{other}/samples/samples.npz" if other else plan["against"] or []
+
+
+def reference_option(wildcards):
+    """How `evaluate` is told where that lies."""
+    return ["--reference", reference(wildcards)] if reference(wildcards) else []
+
+
 def small_images(wildcards):
     """What a super-resolution network enlarges: another experiment's samples, the held-out crops, or a file."""
     plan = plan_of(wildcards)

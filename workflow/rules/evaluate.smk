@@ -10,6 +10,7 @@ rule evaluate:
         samples=samples,
         data=real_data,
         detector=detector,
+        reference=reference,
     output:
         metrics=report(
             f"{results}/{{experiment}}/metrics.json",
@@ -41,11 +42,12 @@ rule evaluate:
     params:
         code=code["evaluate"],
         detector=detector_option,
+        reference=reference_option,
         data=lambda wildcards, input: Path(input.data).parent,
         previews=f"{results}/{{experiment}}/train/previews",
         samples=samples_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
-        " {params.samples:q} --data {params.data:q} {params.detector:q} --previews {params.previews:q}"
+        " {params.samples:q} --data {params.data:q} {params.detector:q} {params.reference:q} --previews {params.previews:q}"
         " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

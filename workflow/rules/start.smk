@@ -85,12 +85,12 @@ def plan_file(experiment):
 
 
 def read_plans(names):
-    """The plan of each experiment, and of those that train its codec and make what it enlarges."""
+    """The plan of each experiment, and of those that train its codec, make what it enlarges or is compared with."""
     plans = {}
     for name in names:
         plan = json.loads(Path(plan_file(name)).read_text())
-        others = [plan[key] for key in ("codec_experiment", "small_images_experiment") if plan[key]]
-        plans |= {name: plan, **read_plans(others)}
+        others = [plan[f"{key}_experiment"] for key in ("codec", "small_images", "against")]
+        plans |= {name: plan, **read_plans(filter(None, others))}
     return plans
 
 

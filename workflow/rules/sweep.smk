@@ -67,6 +67,7 @@ rule sweep_evaluate:
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",
         data=real_data,
         detector=detector,
+        reference=reference,
     output:
         metrics=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/metrics.json",
     log:
@@ -86,10 +87,12 @@ rule sweep_evaluate:
     params:
         code=code["evaluate"],
         detector=detector_option,
+        reference=reference_option,
         data=lambda wildcards, input: Path(input.data).parent,
     shell:
         "logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
-        " --samples {input.samples:q} --data {params.data:q} {params.detector:q} --output {output.metrics:q}"
+        " --samples {input.samples:q} --data {params.data:q} {params.detector:q}"
+        " {params.reference:q} --output {output.metrics:q}"
 
 
 rule sweep:

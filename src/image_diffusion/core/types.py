@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
+
+
+class SamplesOf(Config):
+    """The samples of another experiment, which is made first."""
+
+    experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of its file in the same folder, without .yaml."""
 
 
 class DataSpec(Config):

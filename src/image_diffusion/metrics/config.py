@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
+from image_diffusion.core.types import SamplesOf
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.detector import InPipe
 from image_diffusion.metrics.likelihood import LikelihoodConfig
@@ -20,6 +21,9 @@ class EvaluateConfig(Config):
     """What looks at the images. The names of the metrics say which it was."""
     reference: Literal["train", "validation"] = "train"
     """The split that samples are compared with; the other split gives the real-against-real floor."""
+    against: SamplesOf | str | None = None
+    """What samples are compared with in place of that split: the path of an .npz, of statistics (ADM's or EDM's layout)
+    or of samples; or {experiment: name}, another experiment's samples. There is then no real-against-real floor."""
     neighbours: int = Field(3, ge=1, le=50)
     """k of precision, recall, density and coverage."""
     neighbour_references: int = Field(10_000, ge=10)

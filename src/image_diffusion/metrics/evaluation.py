@@ -113,6 +113,13 @@ def _check(samples: Samples, data: RealImages, settings: EvaluateConfig, referen
                 f"Samples have shape {list(samples.shape)} but the reference images {list(real.shape)} "
                 "(channels, height, width). Compare images of one size."
             )
+    if reference_file is not None and not is_statistics(reference_file):
+        other = read_samples(reference_file).shape
+        if samples.shape != other:
+            raise ValueError(
+                f"Samples have shape {list(samples.shape)} but those in {reference_file} {list(other)} "
+                "(channels, height, width). Compare images of one size."
+            )
     if samples.has_labels and data.train.classes and samples.labels.max() >= len(data.train.classes):
         raise ValueError(
             f"A sample has label {samples.labels.max()} but the data set has {len(data.train.classes)} classes. "

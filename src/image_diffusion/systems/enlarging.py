@@ -14,22 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.codecs.codec import from_uint8
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import sha256_file
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards import Shards, open_shards
-
-
-class SamplesOf(Config):
-    """The samples of another experiment, which is made first."""
-
-    experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of its file in the same folder, without .yaml."""
 
 
 @dataclass(frozen=True)

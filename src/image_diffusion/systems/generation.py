@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.process.grid import Denoiser
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.noise import image_streams, initial_noise
 from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.enlarging import SamplesOf
 
 
 class SampleConfig(Config):
