@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 from cluster import Cluster, finish, slurm_project, snakemake, steps_saved, wait_until
@@ -103,18 +102,18 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
     assert not cluster.jobs()
 
 
-def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, project: Project, tmp_path: Path) -> None:
-    steps = 3 * STEPS
-    long_training(project, steps, save_every=1)  # which makes it slow on any machine
-    finish(project, WEIGHTS, "--set-resources", "train:runtime=1", "train:slurm_extra=None")
-    history = read_journal(project / "results/micro/journal/train")
+def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
+    limits = ["--set-resources", "train:runtime=1", "train:slurm_extra=None"]
+    with snakemake(training, WEIGHTS, *limits) as running:
+        for _ in range(2):
+            job = wait_for_training(cluster, training, steps_saved(training))
+            subprocess.run(["scancel", "--signal=STOP", job], check=True)  # so that a minute is not enough
+            wait_until(lambda last=job: cluster.job_of("train") != last, 180)
+        assert running.wait(600) == 0
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    history = read_journal(training / "results/micro/journal/train")
     assert history is not None
     assert len(history.starts) > 2
-
-    alone = slurm_project(tmp_path / "alone")
-    long_training(alone, steps)
-    alone.run(WEIGHTS)
-    assert (alone / WEIGHTS).read_bytes() == (project / WEIGHTS).read_bytes()
 
 
 def printed(project: Project) -> str:
