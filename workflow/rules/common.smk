@@ -175,9 +175,13 @@ def config_of(stage):
 def configs_before(stage):
     """The configurations of the stages before: should one of those fail, nothing after it passes for up to date."""
 
+    before = stages[: stages.index(stage)]
+
     def configs(wildcards):
-        known = plan_of(wildcards)["configs"]
-        return [known[each] for each in stages[: stages.index(stage)] if each in known]
+        plan = plan_of(wildcards)
+        base = plan["small_images_experiment"] if stage in ("sample", "evaluate") else None
+        own = [plan["configs"][each] for each in before if each in plan["configs"]]
+        return own + ([plans[base]["configs"][each] for each in ("train", "sample")] if base else [])
 
     return configs
 
