@@ -21,7 +21,12 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = make_project(tmp_path_factory.mktemp("swept") / "project")
     project.edit(lambda experiment: experiment.update(sweep=SWEEP, sample=SAMPLE | {"images_per_job": 8}))
     project.edit(lambda experiment: experiment.update(preview=SAMPLE))
-    project.edit(lambda experiment: experiment["train"].update(grid_every_steps=4))
+    faster = {
+        "grid_every_steps": 4,
+        "ema": {"type": "exponential", "rates": [0.5]},
+        "optimizer": {"type": "adamw", "lr": 0.01},
+    }
+    project.edit(lambda experiment: experiment["train"].update(faster))
     project.edit(lambda experiment: experiment["train"]["checkpoint"].update(keep_every=4))
     project.run()
     return project
