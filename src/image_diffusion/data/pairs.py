@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,9 +24,10 @@ from image_diffusion.data.records import (
     Sample,
     ShardRecord,
     describe_shards,
+    index_of,
     kept,
     remove_surplus,
-    write_index,
+    write_indices,
     write_record,
 )
 from image_diffusion.data.tar import Layout
@@ -92,7 +94,7 @@ def write_pairs(
     layout = Layout(("npy",), (TOKENS + pairs.num_tokens, pairs.dim), dtype, labelled=False)
     output.mkdir(parents=True, exist_ok=True)
     (output / "manifest.json").unlink(missing_ok=True)  # while shards change, nobody may take the set for whole
-    records, written = [], 0
+    records, indices, written = [], [], 0
     with Progress("embed", pairs.num_shards, "shard") as progress:
         for shard in range(pairs.num_shards):
             made_from = digest(
@@ -102,12 +104,13 @@ def write_pairs(
             if record is None:
                 record = _write(pairs, shard, layout, made_from, output)
                 written += 1
-            records.append(record)
+            indices.append(index_of(record))
+            records.append(replace(record, samples=[]))  # a set may have hundreds of millions
             progress.advance()
     if not sum(record.num_samples for record in records):
         raise ValueError(f"{output} would hold no pair. Look at the data set they are made from.")
     remove_surplus(output, pairs.num_shards)
-    write_index(output / "index.npy", records)
+    write_indices(output / "index.npy", indices)
     manifest = {
         "format": FORMAT,
         "kind": "pairs",

@@ -112,11 +112,20 @@ def kept(folder: Path, shard: int, made_from: str) -> ShardRecord | None:
         return None
 
 
+def index_of(record: ShardRecord) -> NDArray[np.void]:
+    """What a reader needs to know of every sample of a shard, `INDEX` [num_samples]."""
+    return np.array([(each.label or 0, int(each.sha256[:16], 16)) for each in record.samples], dtype=INDEX)
+
+
 def write_index(path: Path, records: Iterable[ShardRecord]) -> None:
     """Write what a reader needs to know of every sample, in the order of the shards, as one `.npy` file."""
-    rows = [(each.label or 0, int(each.sha256[:16], 16)) for record in records for each in record.samples]
+    write_indices(path, map(index_of, records))
+
+
+def write_indices(path: Path, indices: Iterable[NDArray[np.void]]) -> None:
+    """The same from what each shard has, in their order."""
     with atomic_write(path) as file:
-        np.save(file, np.array(rows, dtype=INDEX), allow_pickle=False)
+        np.save(file, np.concatenate([np.empty(0, dtype=INDEX), *indices]), allow_pickle=False)
 
 
 def read_index(path: Path) -> NDArray[np.void]:
