@@ -361,8 +361,11 @@ def test_difference_every_process_has_a_share_and_none_is_empty_by_rounding_up(g
     file = golden("p02_prior_metrics.npz")
     cases, theirs = file["distribute_to_rank/start_stop_world_rank"], file["distribute_to_rank/rank_start_stop"]
     for (start, stop, world, rank), (first, last) in zip(cases.tolist(), theirs.tolist(), strict=True):
-        ours = [share(start, stop, each, world) for each in range(world)]
+        each = -((start - stop) // world)
+        assert (first, last) == (start + rank * each, min(start + (rank + 1) * each, stop))
+        ours = [share(start, stop, process, world) for process in range(world)]
         sizes = [end - begin for begin, end in ours]
-        assert ours[0][0] == start and ours[-1][1] == stop
-        assert all(before[1] == after[0] for before, after in pairwise(ours)) and max(sizes) - min(sizes) <= 1
-        assert last - first <= max(sizes) or rank == world - 1
+        assert ours[0][0] == start and ours[-1][1] == stop and max(sizes) - min(sizes) <= 1
+        assert all(before[1] == after[0] for before, after in pairwise(ours))
+    assert [share(0, 5, process, 4) for process in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 5)]
+    assert 3 * -(-5 // 4) > 5, "of five pairs the original leaves none for the last of four"
