@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from attempts import Attempt, Attempts, finished
@@ -10,7 +11,7 @@ from comparison import points, results
 
 def test_the_number_of_processes_is_no_part_of_the_result(attempts: Attempts, tmp_path: Path) -> None:
     """53 pairs in batches of 12: the numbers of processes change in the middle of epochs."""
-    expected = None
+    expected: tuple[object, object] | None = None
     for name, worlds in (("steady", [1, 1, 1]), ("elastic", [1, 3, 2])):
         folder = tmp_path / name
         folder.mkdir()
@@ -22,7 +23,8 @@ def test_the_number_of_processes_is_no_part_of_the_result(attempts: Attempts, tm
                 "validate_every_steps": 7,
                 "log_every_steps": 1,
             }
-            attempts(Attempt(str(folder), "prior", processes, changes, kill_at_operation=12))
+            killed = attempts(Attempt(str(folder), "prior", processes, changes, kill_at_operation=12))
+            assert -signal.SIGKILL in killed.codes
             finished(attempts, folder, system="prior", processes=processes, changes=changes)
         found = results(folder), [each for each in points(folder) if each[1] <= 14]
         expected = expected or found
