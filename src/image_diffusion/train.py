@@ -9,6 +9,8 @@ Runs in one process as well. Checkpoints are kept in `state` beside the weights.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,28 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
+    output: Path = arguments.output.parent
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, output)
+    run(training.build, training.stage.train, training.model, training.data, output, arguments.journal)
 
-    stage = load(TrainStage, arguments.config)
-    folder = folder_of(arguments.data)
+
+@dataclass(frozen=True)
+class Training:
+    """What a stage trains. build, model, data: what `training.run.run` is given."""
+
+    stage: TrainStage
+    build: Callable[[World], Task]
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+
+def prepare_training(config: Path, data: Path | str, codec_weights: Path | None, output: Path) -> Training:
+    """Put together what the stage of a file trains on the data of a manifest. output: where previews are drawn.
+
+    Raises ValueError where configuration, data and codec do not fit one another.
+    """
+    stage = load(TrainStage, config)
+    folder = folder_of(data)
     training = open_shards(folder, "train")
     validation = open_shards(folder, "validation")
     if training.num_samples < stage.train.global_batch:
@@ -75,8 +96,7 @@ def main() -> None:
             f"{folder} holds {training.manifest['kind']}, from which a {stage.system.type} does not learn. Train a "
             f"prior on pairs, every other system on crops or latents."
         )
-    output: Path = arguments.output.parent
-    codec = codec_of(stage, training, arguments.codec_weights)
+    codec = codec_of(stage, training, codec_weights)
     spec = data_spec(training)
 
     side = stage.system.low_resolution if isinstance(stage.system, DiffusionSystem) else None
@@ -91,7 +111,7 @@ def main() -> None:
         return Batch(x, cond, streams)
 
     def draw_preview(network: nn.Module, step: int) -> dict[str, Path | float]:
-        weights = arguments.codec_weights.parent if arguments.codec_weights else None
+        weights = codec_weights.parent if codec_weights else None
         decoder = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
         generator = Generator(network, stage.system, spec, decoder, stage.preview)
         seeds = torch.arange(stage.preview.first_seed, stage.preview.first_seed + stage.preview.num_samples)
@@ -124,7 +144,7 @@ def main() -> None:
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
         "classes": training.classes,
     }
-    run(build, stage.train, model, {"digest": training.digest}, output, arguments.journal)
+    return Training(stage, build, model, {"digest": training.digest})
 
 
 def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:

@@ -203,6 +203,12 @@ def codec_option(wildcards):
     return ["--codec-weights", f"{results}/{codec}/train/weights.safetensors"] if codec else []
 
 
+def sample_config_option(wildcards):
+    """How `doctor` is told which images will be made, where any are."""
+    known = plan_of(wildcards)["configs"]
+    return ["--sample", known["sample"]] if "sample" in known else []
+
+
 def small_images_option(wildcards, input):
     """How `sample` is told where those lie."""
     if not input.small_images:

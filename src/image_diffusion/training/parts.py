@@ -26,6 +26,7 @@ from image_diffusion.training.gradients import Ordered, Shared, gather_losses, s
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizer import FlatAdam
 from image_diffusion.training.precision import Precision, set_up_machine
+from image_diffusion.training.speed import Speed
 
 
 @runtime_checkable
@@ -94,6 +95,7 @@ class Parts:
         self.optimizer: FlatAdam = config.optimizer.build(self.flat)
         self.precision = Precision(config.precision, world.device)
         self.meter, self.health = Meter(world, strict), Health(world)
+        self.speed = Speed(world, self.precision.dtype)
         self.gradients: Shared | Ordered = (
             Ordered(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scale)
             if strict

@@ -16,11 +16,10 @@ from image_diffusion.training.machine import Machine
 from image_diffusion.training.meter import means_of
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.signals import Stop
-from image_diffusion.training.speed import Speed
 from image_diffusion.training.state import State
 from image_diffusion.training.validation import validation_sums
 
-_VALIDATION_CHUNK = 64
+VALIDATION_CHUNK = 64
 
 
 class Reports:
@@ -35,7 +34,6 @@ class Reports:
         self._parts, self._journal, self._stop, self._state = parts, journal, stop, state
         self._machine = Machine(parts.world.device) if state is not None else None
         self._progress = Progress("train", parts.config.steps, "step", initial=step) if state is not None else None
-        self._speed = Speed(parts)
         self._examples: Examples | None = None
         self._logged_step, self._logged_at = step, time.monotonic()
         self._waited_s = self._away_s = 0.0
@@ -70,7 +68,9 @@ class Reports:
         if self._parts.precision.skips_overflow:
             values["train/loss_scale"] = self._parts.precision.scaler.get_scale()
         if self._examples is not None:
-            values |= self._speed.values(self._examples, examples / elapsed)
+            with self._parts.eagerly():
+                losses_of = partial(self._parts.losses, 0)
+                values |= self._parts.speed.values(examples / elapsed, self._examples, losses_of)
         if self._machine is not None:
             values |= self._machine.readings()
         self._journal.metrics(values, step, step * config.global_batch)
@@ -132,7 +132,7 @@ class Reports:
         parts, config = self._parts, self._parts.config
         data = parts.task.validation
         assert data is not None
-        chunk = min(_VALIDATION_CHUNK, config.microbatch or config.global_batch)
+        chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch)
         with parts.averaged():
             sums = self._stop.interruptible(
                 lambda: validation_sums(

@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
 from image_diffusion.nn.linear import linear
-from image_diffusion.training.parts import Parts
+from image_diffusion.training.distributed import World
+
+LossesOf = Callable[[Examples, int], Losses]
 
 _SIDES = {"cuda": 8192, "cpu": 1024}
 
 
 class Speed:
-    """The rate of a training as a share of its devices'. Measures at the first `values`, which waits for the device."""
+    """The rate of a training as a share of its devices'. dtype: of the factors of its matrix products."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self._world, self._dtype = world, dtype
         self._measured: tuple[int, float] | None = None
 
-    def values(self, examples: Examples, examples_per_second: float) -> dict[str, float]:
-        """For the journal. examples: some of any step; one of them is used."""
+    def values(self, examples_per_second: float, examples: Examples, losses_of: LossesOf) -> dict[str, float]:
+        """For the journal, in every process. examples: some of any step, of which the first call uses one: it leaves
+        its gradient in the network's, and waits for the device."""
         if self._measured is None:
-            self._measured = flops_per_example(self._parts, examples), product_rate(self._parts)
+            self._measured = flops_per_example(examples, losses_of), product_rate(self._world.device, self._dtype)
         flops, peak = self._measured
         rate = flops * examples_per_second
-        return {"speed/tflops": rate / 1e12, "speed/share_of_peak": rate / (peak * self._parts.world.size)}
+        return {"speed/tflops": rate / 1e12, "speed/share_of_peak": rate / (peak * self._world.size)}
 
 
-def flops_per_example(parts: Parts, examples: Examples) -> int:
-    """Floating-point operations of the loss of one example and of its gradient, recomputed ones as well.
+def flops_per_example(examples: Examples, losses_of: LossesOf) -> int:
+    """Floating-point operations of the loss of one example and of its gradient; what is recomputed counts as well."""
+    counter = _Operations()
+    with counter:
+        losses_of(examples.split(1)[0], 0).loss.sum().backward()
+    return counter.total
 
-    Leaves the gradient of that example in the network's.
-    """
-    with FlopCounterMode(display=False) as counter, parts.eagerly():
-        parts.losses(0, examples.split(1)[0], 0).loss.sum().backward()
-    return int(counter.get_total_flops())
+
+class _Operations(TorchDispatchMode):
+    """Adds up the operations of what is computed inside. (PyTorch's `FlopCounterMode` also follows modules, with hooks
+    that fail where a network runs without gradient.)"""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += int(count(*args, **(kwargs or {}), out_val=out))
+        return out
 
 
 @torch.no_grad()
-def product_rate(parts: Parts) -> float:
-    """Operations a second of a large matrix product in the precision of the network: the best of three."""
-    device = parts.world.device
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large matrix product: the best of three."""
     side = _SIDES[device.type]
-    left, right = (torch.ones(side, side, device=device, dtype=parts.precision.dtype) for _ in range(2))
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for _ in range(4):  # one to warm up
         _wait(device)

@@ -1,0 +1,100 @@
+"""`doctor`: measure a few steps of a training and say what all of it takes, before it starts.
+
+    python -m image_diffusion.doctor --config train.yaml --data manifest.json --output doctor.json
+
+Refuses, with one line, what the memory or the disk has no room for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from image_diffusion.core import command
+from image_diffusion.core.config import Config, load
+from image_diffusion.core.files import write_json
+from image_diffusion.data.remote import place
+from image_diffusion.experiment import SampleStage
+from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.generation import SampleConfig
+from image_diffusion.train import prepare_training
+from image_diffusion.training.forecast import Forecast, forecast, free_disk, memory_limit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m image_diffusion.doctor", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the configuration of the stage train, YAML")
+    parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
+    parser.add_argument("--codec-weights", type=Path, help="weights of the experiment that trained the codec")
+    parser.add_argument("--sample", type=Path, help="the configuration of the stage sample, to count it in")
+    parser.add_argument("--nodes", type=int, default=1, help="machines that will train together (1)")
+    parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each (1)")
+    parser.add_argument("--memory-mb", type=int, help="memory that training may use on each machine (all there is)")
+    parser.add_argument("--steps", type=int, default=5, help="steps to measure (5)")
+    parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
+    arguments = parser.parse_args()
+
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.output.parent)
+    per_node = arguments.processes_per_node
+    found = forecast(training.build, training.stage.train, arguments.nodes * per_node, arguments.steps)
+    system, every = training.stage.system, training.stage.train.grid_every_steps
+    previews = -(-found.steps // every) if every else 0
+    previews_s = previews * sampling_seconds(training.stage.preview, system, found)
+    sample_s = 0.0
+    if arguments.sample is not None:
+        sample_s = sampling_seconds(load(SampleStage, arguments.sample).sample, system, found)
+    on_gpu = torch.cuda.is_available()
+    together = found.memory_gib * (1 if on_gpu else per_node)
+    memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
+    print(
+        f"{training.stage.experiment}: {found.parameters:,} parameters, {found.steps:,} steps of "
+        f"{training.stage.train.global_batch} images, {found.processes} of: {found.device}\n"
+        f"time    {duration(found.total_s + previews_s + sample_s)}: steps {duration(found.train_s)} "
+        f"({found.images_per_second:,.0f} images/s, {found.tflops:.3g} TFLOP/s, {found.share_of_peak:.0%} of a large "
+        f"product's rate), validation {duration(found.validation_s)}, previews {duration(previews_s)}, "
+        f"samples {duration(sample_s)}\n"
+        f"memory  {together:.2f} GiB of {memory:.2f} GiB\n"
+        f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB",
+        flush=True,
+    )
+    check(together, memory, found.disk_gib, disk)
+    others = {"previews_s": previews_s, "sample_s": sample_s, "memory_limit_gib": memory, "disk_free_gib": disk}
+    write_json(arguments.output, asdict(found) | others)
+
+
+def sampling_seconds(settings: SampleConfig, system: Config, found: Forecast) -> float:
+    """Seconds in which images are made: so many passes of the network as the one that was timed, one for each step of
+    the sampler, two with guidance. 0 for a system that makes no images from noise."""
+    if not isinstance(system, DiffusionSystem):
+        return 0.0
+    passes = settings.sampler.grid(system.process).num_steps * (2 if settings.guidance.guidance_scale != 1 else 1)
+    return settings.num_samples * passes * found.evaluation_s
+
+
+def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> None:
+    """Raise ValueError for what does not fit. All in GiB."""
+    if memory > memory_limit:
+        raise ValueError(
+            f"Training needs {memory:.2f} GiB of memory, but {memory_limit:.2f} GiB may be used. Make "
+            f"train.microbatch smaller, or give it more (resources.memory_mb, another GPU)."
+        )
+    if disk > disk_free:
+        raise ValueError(
+            f"Training writes {disk:.2f} GiB, but {disk_free:.2f} GiB are free. Make room, or keep fewer "
+            f"checkpoints (train.checkpoint.keep_last, train.checkpoint.keep_every)."
+        )
+
+
+def duration(seconds: float) -> str:
+    """In words: 42 s, 3.1 min, 2.4 h, 12.5 days."""
+    for unit, size, next_size in (("s", 1.0, 60.0), ("min", 60.0, 3600.0), ("h", 3600.0, 86400.0)):
+        if seconds < next_size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:.1f} days"
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,86 @@
+"""The forecast of a training: reckoned from what was measured, and refused where it does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, Losses
+from image_diffusion.doctor import check, duration, sampling_seconds
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.generation import SampleConfig
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.distributed import World
+from image_diffusion.training.forecast import Forecast, forecast
+from image_diffusion.training.parts import Task
+
+
+class Points:
+    num_samples, shape, dtype = 40, (3,), torch.float32
+    labels = np.zeros(40, dtype=np.int64)
+
+    def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
+        return torch.ones(len(indices), 3)
+
+
+def found(**changes: Any) -> Forecast:
+    def objective(network: Any, batch: Batch) -> Losses:
+        return Losses(network(batch.x).square().sum(1), {})
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        return Batch(stored, {}, streams)
+
+    def build(world: World) -> Task:
+        return Task(nn.Linear(3, 1000), objective, prepare, Points(), Points())  # type: ignore[arg-type]
+
+    settings = {"steps": 1000, "global_batch": 8, "checkpoint": {"every_steps": 10}, "validation_samples": 20}
+    return forecast(build, TrainConfig.model_validate(settings | changes), processes=2, steps=2)
+
+
+def test_steps_validations_and_checkpoints_are_counted() -> None:
+    usual = found(validate_every_steps=300)
+    assert usual.parameters == 4000
+    assert usual.train_s == pytest.approx(1000 * usual.step_s)
+    assert usual.validation_s == pytest.approx(4 * 20 * usual.evaluation_s / 2)
+    assert usual.images_per_second == pytest.approx(8 / usual.step_s)
+    assert usual.tflops == pytest.approx(4 * 2 * 2 * 3000 / usual.step_s / 1e12)  # two products: of x no gradient
+    assert usual.checkpoint_gib * 2**30 == pytest.approx(4 * 4 * 4000, rel=0.01)  # weights, average, two moments
+    assert usual.disk_gib == pytest.approx(3 * usual.checkpoint_gib + 4 * 4000 / 2**30, rel=0.01)
+    keeps = found(checkpoint={"every_steps": 10, "keep_every": 100}, validate_every_steps=None)
+    assert keeps.disk_gib == pytest.approx(usual.disk_gib + 10 * usual.checkpoint_gib, rel=0.01)
+    assert keeps.validation_s == 0
+    assert 0 < usual.memory_gib < 64
+
+
+def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
+    one = found(validate_every_steps=None)
+    settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))
+    assert sampling_seconds(settings, DiTSystem(), one) == pytest.approx(10 * 7 * 2 * one.evaluation_s)
+    assert sampling_seconds(settings, AutoencoderSystem(), one) == 0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    check(1.0, 2.0, 1.0, 2.0)
+    with pytest.raises(ValueError, match=r"needs 3\.00 GiB of memory, but 2\.00 GiB may be used\. Make train\.micro"):
+        check(3.0, 2.0, 1.0, 2.0)
+    with pytest.raises(ValueError, match=r"writes 3\.00 GiB, but 2\.00 GiB are free\. Make room"):
+        check(1.0, 2.0, 3.0, 2.0)
+
+
+def test_durations_are_told_in_words() -> None:
+    assert [duration(s) for s in (4.21, 90, 9000, 200_000)] == ["4.21 s", "1.5 min", "2.5 h", "2.3 days"]
+
+
+def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found()
+    assert not list(tmp_path.iterdir())
