@@ -41,7 +41,7 @@ soak: .venv/.ready ## the long reliability runs
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
 
 ui: .venv/.ready ## review every run in MLflow
-	mlflow ui --backend-store-uri sqlite:///mlflow.db
+	sh workflow/scripts/ui.sh
 
 lock: .venv/.ready ## pin the newest packages that envs/requirements.in allows
 	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \

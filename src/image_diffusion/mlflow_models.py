@@ -5,6 +5,7 @@ A logged model carries a key and is looked for before it is made; its files are 
 
 from __future__ import annotations
 
+import json
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ import image_diffusion
 from image_diffusion.mlflow_connection import KEY, Connection, locked
 
 BEST = "best"
+_VERSIONS = "mlflow.modelVersions"
 _LOADER = "image_diffusion_model"
 _LOADER_CODE = '''"""Finds the code that this model was logged with."""
 import sys
@@ -121,6 +123,7 @@ class Models:
             for key, value in score_tags.items():
                 if mine.tags.get(key) != value:
                     self._write(self._client.set_model_version_tag, name, mine.version, key, value)
+            self._show_version(model_id, name, str(mine.version))
             with locked(self._connection.lock):
                 versions = self._client.search_model_versions(f"name = '{name}'")
                 scored = [(float(each.tags["score"]), int(each.version)) for each in versions if "score" in each.tags]
@@ -128,6 +131,13 @@ class Models:
                     best = str(min(scored)[1])
                     if str(self._client.get_registered_model(name).aliases.get(BEST)) != best:
                         self._client.set_registered_model_alias(name, BEST, best)
+
+    def _show_version(self, model_id: str, name: str, version: str) -> None:
+        """Have the page of a logged model name the version that it is."""
+        mine = {"name": name, "version": version}
+        others = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
+        if mine not in others:
+            self._write(self._client.set_logged_model_tags, model_id, {_VERSIONS: json.dumps([*others, mine])})
 
     def _send_files(self, model_id: str, weights: FinalWeights) -> None:
         """Send what lies in the folder of a logged model. Sent again, every file replaces itself."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mlflow.entities import LoggedModelStatus
 from PIL import Image
 
 from image_diffusion.core.journal import Journal
@@ -22,6 +23,7 @@ from image_diffusion.track import Request, Tracker
 from tiny_models import write_model
 
 STEPS = 360
+READY = LoggedModelStatus.READY.to_int()
 
 
 def make_experiment(folder: Path, steps: int = STEPS) -> Path:
@@ -127,8 +129,8 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
     assert sorted(int(name.split("+")[2]) for name in pictures) == [STEPS // 3, 2 * STEPS // 3, STEPS]
     assert len([name for name in names if name.endswith("+compressed.webp")]) == 3
     assert {"plots/picture.png", "train/model.json"} <= set(names)
-    assert len(names) == len(set(names)) == 8
-    assert (held["models"], held["versions"]) == ([(experiment.name, 0)], [(1,)])
+    assert len(names) == len(set(names)) == 9
+    assert (held["models"], held["versions"]) == ([(experiment.name, READY)], [(1,)])
     assert held["aliases"] == [("faults.fid", "best")]
     assert held["model_metrics"] == {
         ("faults", "fid", STEPS, 12.5, None): 1,
@@ -136,7 +138,7 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
     }
     weights = (experiment / "train" / "weights.safetensors").read_bytes()
     assert held["model_files"]["data/model/weights.safetensors", weights] == 1
-    assert len(held["model_files"]) == 7
+    assert len(held["model_files"]) == 8
     assert ("sample " + experiment.name, "mlflow.parentRunId", experiment.name) in held["tags"]
 
 

@@ -45,7 +45,8 @@ class Browser:
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setDeviceMetricsOverride", width=2000, height=1900, deviceScaleFactor=1, mobile=False)
-        closed = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"  # MLflow's chat panel
+        key = "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"  # MLflow's chat panel stays closed
+        closed = f"location.protocol === 'http:' && localStorage.setItem('{key}', 'true')"
         self.call("Page.addScriptToEvaluateOnNewDocument", source=closed)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def wait_until(what: str, condition: object, running: subprocess.Popen[bytes] | 
 
 
 def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) -> None:
-    """Snakemake is killed while it trains; the same command then trains to the end."""
+    """Snakemake is killed while it trains; another training then comes to its end."""
     settings = fresh / "config/config.yaml"
     settings.write_text(settings.read_text().replace("every_s:", "every_s: 1"))
     fresh.edit(lambda experiment: experiment["train"].update(steps=100_000))
@@ -64,12 +64,12 @@ def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) 
         assert len(followers(fresh)) == 1
         os.killpg(running.pid, signal.SIGKILL)
     wait_until("the follower ends", lambda: not followers(fresh))
-    assert points(fresh, "KILLED") > 0
 
-    fresh.edit(lambda experiment: experiment["train"].update(steps=8))
+    fresh.edit(lambda experiment: experiment["train"].update(steps=8, seed=1))
     assert "warning: MLflow" not in fresh.run("results/micro/train/weights.safetensors")
     assert not followers(fresh)
-    assert points(fresh, "FINISHED") > 0, (fresh / "logs/follow.log").read_text()
+    said = (fresh / "logs/follow.log").read_text()
+    assert points(fresh, "FINISHED") > 0 and points(fresh, "KILLED") > 0 and points(fresh, "RUNNING") == 0, said
 
 
 def test_a_store_that_is_down_stops_nothing(fresh: Project) -> None:
