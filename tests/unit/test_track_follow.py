@@ -1,0 +1,76 @@
+"""Following looks at journals and results, sends what is new once, and outlives a store that fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_diffusion.core.files import write_json
+from image_diffusion.core.journal import Journal
+from image_diffusion.follow import follow, request_of
+from image_diffusion.track import Request, watched
+
+
+class Store:
+    """Counts what it is sent; fails the first times."""
+
+    def __init__(self, failures: int, stop: threading.Event, enough: int) -> None:
+        self.failures, self.sent, self._stop, self._enough = failures, [], stop, enough  # type: ignore[var-annotated]
+
+    def send(self, request: Request, live: bool) -> dict[str, Any]:
+        if self.failures > 0:
+            self.failures -= 1
+            raise OSError("MLflow at here did not take the history: it is down.")
+        self.sent.append(live)
+        if len(self.sent) == self._enough:
+            self._stop.set()
+        return {}
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    with Journal.open(tmp_path / "demo" / "journal", "train") as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    return tmp_path / "demo"
+
+
+def test_a_store_that_fails_is_told_of_once(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = threading.Event()
+    store = Store(3, stop, enough=1)
+    follow(lambda: store, [Request(experiment)], 0.01, stop)  # type: ignore[arg-type, return-value]
+    assert store.sent == [True, False]  # live, and the last time not
+    assert capsys.readouterr().err.count("warning: MLflow at here did not take the history") == 1
+
+
+def test_the_last_failure_is_an_error(experiment: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(OSError, match="it is down"):
+        follow(lambda: Store(9, stop, 1), [Request(experiment)], 60, stop)  # type: ignore[arg-type, return-value]
+
+
+def test_nothing_is_sent_that_track_has_sent(experiment: Path) -> None:
+    request = Request(experiment)
+    before = watched(request)
+    assert before is not None
+    with Journal.open(experiment / "journal", "sample"):
+        pass
+    assert watched(request) != before
+    write_json(experiment / "tracked.json", {})
+    os.utime(experiment / "tracked.json", (2e9, 2e9))
+    assert watched(request) is None
+    stop = threading.Event()
+    stop.set()
+    follow(lambda: pytest.fail("no store is needed"), [request], 60, stop)
+
+
+def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:
+    plan = {"codec_experiment": "codec", "dataset": "digits-32", "headline": "inpipe_fd"}
+    write_json(tmp_path / "demo" / "config" / "plan.json", plan)
+    assert request_of(tmp_path, "demo") == Request(
+        tmp_path / "demo", [tmp_path / "datasets/digits-32"], tmp_path / "codec/train", "inpipe_fd"
+    )

@@ -1,0 +1,94 @@
+"""A logged model stands alone: it makes images with the code and the weights that lie in its own folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from image_diffusion.core.config import dump
+from image_diffusion.core.files import read_json, write_json
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import save_weights
+from image_diffusion.mlflow_models import FinalWeights, write_pyfunc, zip_package
+from image_diffusion.pyfunc import _load_pyfunc, signature
+from image_diffusion.systems.autoencoder import AutoencoderSystem
+from tiny_models import write_model
+
+USE = """
+import sys, mlflow, numpy, pandas
+model = mlflow.pyfunc.load_model(sys.argv[1])
+numpy.save(sys.argv[2], model.predict(pandas.DataFrame({"seed": [5, 6, 7], "label": [0, 1, 1]})))
+print(sys.modules["image_diffusion"].__file__)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What lies in `data/model` of a logged model: a weights folder and how it is sampled."""
+    write_model(tmp_path, step=10)
+    (tmp_path / "config" / "sample.yaml").rename(tmp_path / "train" / "sample.yaml")
+    return tmp_path / "train"
+
+
+def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) -> None:
+    files = {path.name: path for path in folder.iterdir()}
+    taken = signature(folder)
+    assert taken is not None
+    write_pyfunc(tmp_path / "model", "m-1", FinalWeights("key", "tiny", "run", 10, 0, {}, files), taken)
+    (tmp_path / "model/data").mkdir(exist_ok=True)
+    folder.rename(tmp_path / "model/data/model")
+    command = [sys.executable, "-c", USE, str(tmp_path / "model"), str(tmp_path / "images.npy")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "model/code/image_diffusion.zip" in done.stdout.splitlines()[-1]
+    images = np.load(tmp_path / "images.npy")
+    assert (images.shape, images.dtype) == ((3, 8, 8, 3), np.uint8)
+    here = _load_pyfunc(str(tmp_path / "model/data/model"))
+    rows = pandas.DataFrame({"seed": [7, 5], "label": [1, 0]})
+    np.testing.assert_allclose(here.predict(rows), images[[2, 0]], atol=1)  # type: ignore[arg-type]
+    assert not [path for path in (tmp_path / "model").rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
+
+
+def test_without_labels_seeds_get_those_of_the_sample_stage(folder: Path) -> None:
+    model = _load_pyfunc(str(folder))
+    given = model.predict(pandas.DataFrame({"seed": [0, 1], "label": [0, 1]}))  # type: ignore[arg-type]
+    assert np.array_equal(model.predict(pandas.DataFrame({"seed": [0, 1]})), given)  # type: ignore[arg-type]
+
+
+def test_a_label_that_is_no_class_is_told(folder: Path) -> None:
+    with pytest.raises(ValueError, match="names the class 2; the model knows 0 to 1: dark, light"):
+        _load_pyfunc(str(folder)).predict(pandas.DataFrame({"seed": [0], "label": [2]}))  # type: ignore[arg-type]
+
+
+def test_a_codec_takes_images(tmp_path: Path) -> None:
+    network = {"block_channels": [4, 8], "latent_channels": 2, "norm_groups": 2}
+    system = AutoencoderSystem.model_validate({"network": network})
+    spec = DataSpec(channels=3, resolution=8)
+    described = {"system": dump(system), "spec": dump(spec), "classes": [], "step": 1, "examples_seen": 1, "codec": {}}
+    save_weights(tmp_path, system.build_network(spec).state_dict(), described)
+    images = torch.arange(2 * 8 * 8 * 3).reshape(2, 8, 8, 3).to(torch.uint8).numpy()
+    decoded = _load_pyfunc(str(tmp_path)).predict(images)  # type: ignore[arg-type]
+    assert (decoded.shape, decoded.dtype) == (images.shape, np.uint8)
+    taken = signature(tmp_path)
+    assert taken is not None and taken.inputs.inputs[0].shape == (-1, 8, 8, 3)
+
+
+def test_a_network_that_enlarges_has_no_signature(folder: Path) -> None:
+    content = read_json(folder / "model.json")
+    content["system"] = {"type": "iddpm", "network": {"low_resolution": 4}}
+    write_json(folder / "model.json", content)
+    assert signature(folder) is None
+
+
+def test_the_same_code_gives_the_same_zip(tmp_path: Path) -> None:
+    for name in ("a.zip", "b.zip"):
+        zip_package(tmp_path / name)
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+    assert "image_diffusion/pyfunc.py" in zipfile.ZipFile(tmp_path / "a.zip").namelist()
