@@ -73,7 +73,7 @@ def sent(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return database, track(f"sqlite:///{database}", finished)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real MLflow server."""
     from breaking import Server
@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     server.kill()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def proxy(server: Any) -> Iterator[str]:
     """The address of a proxy before that server, which breaks requests."""
     from breaking import BreakingProxy

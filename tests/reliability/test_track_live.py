@@ -94,6 +94,7 @@ def test_killed_with_a_server_that_dies_and_breaks(
             killed += follower.kills
             assert results(folders[-1]) == expected, f"after {killed} kills, with a server that is {weather}"
     change_weather("fine", server)
+    assert any(in_mlflow(server.database, folder.name) for folder in folders), "nothing arrived while they ran"
     tracker = Tracker(proxy, "live")
     for folder in folders:
         tracker.send(Request(folder))

@@ -142,13 +142,16 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
     assert ("sample " + experiment.name, "mlflow.parentRunId", experiment.name) in held["tags"]
 
 
-def forked(work: Callable[[], object]) -> int:
-    """Run `work` in a child process, which has everything imported already; returns its process id."""
+def forked(work: Callable[[], object], says: Path = Path(os.devnull)) -> int:
+    """Run `work` in a child process, which has everything imported already; returns its process id.
+
+    says: a file for what it prints.
+    """
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+            sys.stdout = sys.stderr = says.open("w", buffering=1)
             work()
             status = 0
         finally:
