@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from image_diffusion.core.files import digest
 from image_diffusion.core.journal import attempt_number
@@ -39,6 +39,9 @@ class Image:
     step: int
     time: int
     path: Path
+
+
+Entry = TypeVar("Entry", Point, Image)
 
 
 @dataclass(frozen=True)
@@ -178,25 +181,8 @@ def _merge(attempts: list[_Attempt]) -> History:
     for attempt in reversed(attempts):
         limits.insert(0, limit)
         limit = min(limit, -math.inf if attempt.resumed is None else attempt.resumed)
-    points: dict[tuple[str, int], Point] = {}
-    images: dict[tuple[str, int], Image] = {}
-    superseded: list[Point] = []
-    superseded_images: list[Image] = []
-    for attempt, limit in zip(attempts, limits, strict=True):
-        for point in attempt.points:
-            if point.step <= limit:
-                if (point.key, point.step) in points:
-                    superseded.append(points[point.key, point.step])
-                points[point.key, point.step] = point
-            else:
-                superseded.append(point)
-        for image in attempt.images:
-            if image.step <= limit:
-                if (image.key, image.step) in images:
-                    superseded_images.append(images[image.key, image.step])
-                images[image.key, image.step] = image
-            else:
-                superseded_images.append(image)
+    points, superseded = _held([attempt.points for attempt in attempts], limits)
+    images, superseded_images = _held([attempt.images for attempt in attempts], limits)
     first, last = attempts[0], attempts[-1]
     params: dict[str, Any] = {}
     changed: dict[str, Any] = {}
@@ -213,12 +199,27 @@ def _merge(attempts: list[_Attempt]) -> History:
         tags={key: value for attempt in attempts for key, value in attempt.header["tags"].items()},
         params=params,
         changed=changed,
-        points=list(points.values()),
+        points=points,
         superseded=superseded,
-        images=list(images.values()),
+        images=images,
         superseded_images=superseded_images,
         artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
     )
+
+
+def _held(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:
+    """What the attempts wrote: each (key, step) once, by the last attempt that holds at this step; and the rest."""
+    kept: dict[tuple[str, int], Entry] = {}
+    superseded: list[Entry] = []
+    for entries, limit in zip(attempts, limits, strict=True):
+        for entry in entries:
+            if entry.step > limit:
+                superseded.append(entry)
+                continue
+            if (entry.key, entry.step) in kept:
+                superseded.append(kept[entry.key, entry.step])
+            kept[entry.key, entry.step] = entry
+    return list(kept.values()), superseded
 
 
 def _is_locked(file: int) -> bool:
