@@ -228,9 +228,5 @@ def _check_prior(experiment: Experiment) -> None:
             f"pairs.type is {pairs.type} but data.source.type {experiment.data.source.type}. Files of embeddings take "
             f"type files and source embeddings; all other pairs are made from images."
         )
-    if experiment.train.flip_probability > 0:
-        raise ValueError(
-            f"train.flip_probability is {experiment.train.flip_probability}, but embeddings have no mirror image. Set "
-            f"it to 0."
-        )
+    system.check_flips(experiment.train.flip_probability)
     experiment.prediction.check(system)

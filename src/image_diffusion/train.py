@@ -55,7 +55,9 @@ def latent_scale(data: Shards) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.train", description="Shards -> weights.")
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
-    parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
+    parser.add_argument(
+        "--data", type=place, required=True, help="manifest.json of crops, latents or pairs: path or URL"
+    )
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
@@ -96,6 +98,8 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
             f"{folder} holds {training.manifest['kind']}, from which a {stage.system.type} does not learn. Train a "
             f"prior on pairs, every other system on crops or latents."
         )
+    if isinstance(stage.system, PriorSystem):
+        stage.system.check_flips(stage.train.flip_probability)
     codec = codec_of(stage, training, codec_weights)
     spec = data_spec(training)
 

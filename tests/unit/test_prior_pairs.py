@@ -18,7 +18,7 @@ import webdataset
 from torch.nn import functional as F
 
 from image_diffusion.codecs.hashing import HashingText
-from image_diffusion.core.config import parse
+from image_diffusion.core.config import parse, to_yaml
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data import captions as captions_module
 from image_diffusion.data.config import DataConfig
@@ -27,6 +27,7 @@ from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
 from image_diffusion.systems.pairs import FilePairs, HashedPairs, PairsConfig
+from image_diffusion.train import prepare_training
 
 CPU = torch.device("cpu")
 SIZES = (7, 40, 1)
@@ -211,6 +212,24 @@ def test_hashed_pairs_are_the_classifiers_features_and_the_class_captions(crops,
     assert sum(open_shards(tmp_path, name).num_samples for name in ("train", "validation", "test")) == 40
 
 
+def test_training_refuses_what_does_not_learn_from_pairs_and_mirror_images(source, tmp_path):
+    written(source, tmp_path / "pairs")
+    train = {"steps": 1, "global_batch": 4}
+    cases = {
+        "holds pairs, from which a dit does not learn": ({"type": "dit"}, {}),
+        "embeddings have no mirror image": ({"type": "prior"}, {"flip_probability": 0.5}),
+    }
+    path = tmp_path / "train.yaml"
+    for message, (system, changes) in cases.items():
+        stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": train | changes, "preview": {}}
+        path.write_text(to_yaml(stage))
+        with pytest.raises(ValueError, match=message):
+            prepare_training(path, tmp_path / "pairs" / "manifest.json", None, tmp_path)
+    path.write_text(to_yaml(stage | {"train": train | {"flip_probability": 0}}))
+    prepared = prepare_training(path, tmp_path / "pairs" / "manifest.json", None, tmp_path)
+    assert prepared.model["spec"] == {"channels": 6, "resolution": 1, "num_classes": 0}
+
+
 def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
     table = tmp_path / "captions.csv"
     names = [f"{('dark', 'light')[number % 2]}/{number:02d}.ppm" for number in range(40)]
@@ -378,7 +397,9 @@ def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, mo
     np.testing.assert_array_equal(rows[:, 0], write_parts(tmp_path / "in")[:, 0].astype("float32"))
     np.testing.assert_allclose(np.linalg.norm(rows[:, 1], axis=1), 1, rtol=1e-5)
     fake.CLIPModel.from_pretrained = lambda name: FakeClip(dim=5)
-    refused(captions_only, tmp_path / "other", "6 dimensions but pairs.clip embeds captions in 5", clip={"weights": "x"})
+    refused(
+        captions_only, tmp_path / "other", "6 dimensions but pairs.clip embeds captions in 5", clip={"weights": "x"}
+    )
 
 
 def test_a_clip_whose_weights_are_not_at_hand_is_told_in_one_line(crops, monkeypatch):

@@ -55,6 +55,13 @@ class PriorSystem(Config):
         """Labels play no part."""
         return False
 
+    def check_flips(self, probability: float) -> None:
+        """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability)."""
+        if probability > 0:
+            raise ValueError(
+                f"train.flip_probability is {probability}, but embeddings have no mirror image. Set it to 0."
+            )
+
     def scale(self, spec: DataSpec) -> float:
         """What image embeddings are multiplied with."""
         return self.image_scale or math.sqrt(spec.channels)
