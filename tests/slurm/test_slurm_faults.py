@@ -108,7 +108,7 @@ def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, training: P
         for _ in range(2):
             job = wait_for_training(cluster, training, steps_saved(training))
             subprocess.run(["scancel", "--signal=STOP", job], check=True)  # so that a minute is not enough
-            wait_until(lambda last=job: cluster.job_of("train") != last, 180)
+            wait_until(lambda last=job: not any(line.startswith(f"{last} ") for line in cluster.jobs()), 180)
         assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
     history = read_journal(training / "results/micro/journal/train")
