@@ -17,6 +17,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.pairs import write_pairs
 from image_diffusion.experiment import EmbedStage
+from image_diffusion.systems.pairs import Given
 
 
 def main() -> None:
@@ -32,7 +33,8 @@ def main() -> None:
     crops = arguments.data.parent if arguments.data else None
     with Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))
-        pairs = stage.pairs.build(crops, stage.source, stage.num_shards, arguments.detector, best_device())
+        given = Given(crops, stage.source, stage.num_shards, arguments.detector, best_device())
+        pairs = stage.pairs.build(given)
         splits = stage.pairs.splits
         manifest, written = write_pairs(pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent)
         journal.metrics({"pairs": manifest["num_samples"]}, step=0)

@@ -26,7 +26,7 @@ from image_diffusion.data.pairs import Splits, write_pairs
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.systems.pairs import FilePairs, HashedPairs, PairsConfig
+from image_diffusion.systems.pairs import FilePairs, Given, HashedPairs, PairsConfig
 from image_diffusion.train import prepare_training
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def write_captions(folder: Path, number: int, captions: list[str | None]) -> Non
 
 def written(source: Embeddings, output: Path, num_shards: int = 5, **settings: Any) -> tuple[dict[str, Any], int]:
     pairs = FilePairs(**settings)
-    return write_pairs(pairs.build(None, source, num_shards, None, CPU), "x", pairs.splits, pairs.dtype, output)
+    return write_pairs(pairs.build(Given(None, source, num_shards, None, CPU)), "x", pairs.splits, pairs.dtype, output)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_hashed_pairs_are_the_classifiers_features_and_the_class_captions(crops, tmp_path):
     pairs = HashedPairs(num_tokens=4, dtype="float32", splits=Splits(train=0.5, validation=0.25, test=0.25))
-    made = pairs.build(crops / "crops", None, 1, crops / "detector", CPU)
+    made = pairs.build(Given(crops / "crops", None, 1, crops / "detector", CPU))
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
     stored, images = open_shards(tmp_path, "all"), open_shards(crops / "crops", "all")
     rows = torch.from_numpy(everything(stored))
@@ -236,7 +236,7 @@ def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
     table.write_text("path,caption\n" + "".join(f"{name},number {name[-6:-4]}\n" for name in names))
     captions = {"type": "table", "path": str(table)}
     pairs = HashedPairs(captions=captions, dtype="float32")
-    made = pairs.build(crops / "crops", None, 1, crops / "detector", CPU)
+    made = pairs.build(Given(crops / "crops", None, 1, crops / "detector", CPU))
     first = made.samples(0)[0]
     text, _ = HashingText(128)([f"number {first.path[-6:-4]}"])
     np.testing.assert_array_equal(made.rows(0, 0, 1)[0, 1], text[0].numpy())
@@ -246,7 +246,7 @@ def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
         "path,caption\n" + "".join(f"{name},\n" if name == first.path else f"{name},word\n" for name in names)
     )
     pairs = HashedPairs(captions={"type": "table", "path": str(gaps)})
-    made = pairs.build(crops / "crops", None, 1, crops / "detector", CPU)
+    made = pairs.build(Given(crops / "crops", None, 1, crops / "detector", CPU))
     with pytest.raises(ValueError, match=f"no caption for 1 of .* images, the first is {first.path}"):
         write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path / "out")
 
@@ -272,7 +272,7 @@ def test_captions_from_files_beside_the_images_and_a_missing_one(crops, tmp_path
         cropped = crop_dataset(config, where)
         assert cropped.manifest["quarantined"] == 0 and cropped.manifest["num_samples"] == 12
         pairs = HashedPairs(captions={"type": "beside"}, dtype="float32")
-        return pairs, pairs.build(where, config.source, 1, crops / "detector", CPU)
+        return pairs, pairs.build(Given(where, config.source, 1, crops / "detector", CPU))
 
     pairs, found = made(tmp_path / "crops")
     for row, sample in enumerate(found.samples(0)):
@@ -307,13 +307,13 @@ def test_a_clip_that_is_not_there_is_told_in_one_line(crops, monkeypatch):
     pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="pip install transformers"):
-        pairs.build(crops / "crops", None, 1, None, CPU)
+        pairs.build(Given(crops / "crops", None, 1, None, CPU))
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(source, tmp_path):
     written(source, tmp_path / "once")
     pairs = FilePairs()
-    made = pairs.build(None, source, 5, None, CPU)
+    made = pairs.build(Given(None, source, 5, None, CPU))
     whole = made.rows
 
     def killed(shard: int, start: int, stop: int) -> np.ndarray:
@@ -373,7 +373,7 @@ def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", fake)
     pairs = parse(PairsConfig, {"type": "clip", "num_tokens": 6, "dtype": "float32"}, "pairs")
     torch.manual_seed(0)
-    made = pairs.build(crops / "crops", None, 1, None, CPU)
+    made = pairs.build(Given(crops / "crops", None, 1, None, CPU))
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
     rows = torch.from_numpy(everything(open_shards(tmp_path, "all")))
     assert rows.shape == (40, 8, 8) and manifest["pairs"]["shared_space"] is True
@@ -382,7 +382,7 @@ def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
 
     fake.CLIPModel.from_pretrained = lambda name: FakeClip(width=5)
     with pytest.raises(ValueError, match="encodes tokens in 5 dimensions but embeds in 8"):
-        pairs.build(crops / "crops", None, 1, None, CPU)
+        pairs.build(Given(crops / "crops", None, 1, None, CPU))
 
 
 def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, monkeypatch):
@@ -412,5 +412,5 @@ def test_a_clip_whose_weights_are_not_at_hand_is_told_in_one_line(crops, monkeyp
     with pytest.raises(
         ValueError, match="could not be loaded: .* is not a local folder. .* pairs.clip.weights"
     ) as caught:
-        parse(PairsConfig, {"type": "clip"}, "pairs").build(crops / "crops", None, 1, None, CPU)
+        parse(PairsConfig, {"type": "clip"}, "pairs").build(Given(crops / "crops", None, 1, None, CPU))
     assert len(str(caught.value).splitlines()) == 1

@@ -7,6 +7,7 @@ hashing encoder. `clip` embeds both by a CLIP. `files` takes embeddings that oth
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -29,6 +30,21 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.data.tar import KEY_DIGITS
 from image_diffusion.metrics.detector import FEATURES, load_detector
+
+
+@dataclass(frozen=True)
+class Given:
+    """What pairs are made from. crops: their folder. source: of the data, where it is read (`needs_source`).
+
+    num_shards: of a set that is not made from crops, which has a shard for each of theirs. detector: its folder.
+    device: where networks compute.
+    """
+
+    crops: Path | None
+    source: Source | None
+    num_shards: int
+    detector: Path | None
+    device: torch.device
 
 
 class _Pairs(Config):
@@ -61,19 +77,12 @@ class HashedPairs(_OfCrops):
         """The folder of the pairs."""
         return "pairs-hashed"
 
-    def build(
-        self,
-        crops: Path | None,
-        source: Source | None,
-        num_shards: int,
-        detector: Path | None,
-        device: torch.device,
-    ) -> PairSet:
+    def build(self, given: Given) -> PairSet:
         """What makes the pairs. Raises ValueError for what is missing."""
-        if crops is None or detector is None:
+        if given.crops is None or given.detector is None:
             raise ValueError("Hashed pairs are made from crops and their detector: give --data and --detector.")
-        seen = load_detector(detector, str(device))
-        return CropPairs(crops, _Detected(seen), HashingText(FEATURES, self.num_tokens), self.captions, source)
+        seen = _Detected(load_detector(given.detector, str(given.device)))
+        return CropPairs(given.crops, seen, HashingText(FEATURES, self.num_tokens), self.captions, given.source)
 
 
 class ClipPairs(_OfCrops):
@@ -89,19 +98,12 @@ class ClipPairs(_OfCrops):
         """The folder of the pairs."""
         return "pairs-clip"
 
-    def build(
-        self,
-        crops: Path | None,
-        source: Source | None,
-        num_shards: int,
-        detector: Path | None,
-        device: torch.device,
-    ) -> PairSet:
+    def build(self, given: Given) -> PairSet:
         """What makes the pairs. Raises ValueError for what is missing."""
-        if crops is None:
+        if given.crops is None:
             raise ValueError("Pairs by a CLIP are made from crops: give --data.")
-        clip = self.clip.build(device, self.num_tokens)
-        return CropPairs(crops, clip, clip, self.captions, source)
+        clip = self.clip.build(given.device, self.num_tokens)
+        return CropPairs(given.crops, clip, clip, self.captions, given.source)
 
 
 class FilePairs(_Pairs):
@@ -122,15 +124,9 @@ class FilePairs(_Pairs):
         """Files of the data's source are all there is."""
         return True
 
-    def build(
-        self,
-        crops: Path | None,
-        source: Source | None,
-        num_shards: int,
-        detector: Path | None,
-        device: torch.device,
-    ) -> PairSet:
+    def build(self, given: Given) -> PairSet:
         """What makes the pairs. Raises ValueError for what is missing."""
+        source = given.source
         if not isinstance(source, Embeddings):
             raise ValueError("Pairs of files need their source. Set data.source.type to embeddings.")
         needs_text = source.texts is None or self.num_tokens > 0
@@ -139,8 +135,8 @@ class FilePairs(_Pairs):
                 "Captions have to be embedded, since data.source.texts is null or pairs.num_tokens is not 0: set "
                 "pairs.clip, and data.source.metadata to the folder of captions."
             )
-        text = self.clip.build(device, self.num_tokens) if needs_text and self.clip is not None else None
-        return StoredPairs(source, num_shards, text)
+        text = self.clip.build(given.device, self.num_tokens) if needs_text and self.clip is not None else None
+        return StoredPairs(source, given.num_shards, text)
 
 
 PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs, Field(discriminator="type")]
