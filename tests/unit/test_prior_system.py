@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from image_diffusion.configure import load_all
 from image_diffusion.core.config import parse
+from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.export import read_foreign
 from image_diffusion.metrics.similarity import other_captions, similarities
@@ -83,7 +84,7 @@ def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
 def test_no_number_depends_on_the_size_of_a_batch():
     torch.manual_seed(0)
     network = PriorConfig(**SMALL).build(SPEC).eval()
-    one, other = (judged(20, network, batch_size=size)["metrics"] for size in (3, 64))
+    one, other = (judged(20, network, batch_size=size, guidance_scale=1.5)["metrics"] for size in (3, 64))
     for name in one:
         assert one[name]["value"] == pytest.approx(other[name]["value"], rel=1e-4, abs=1e-6), name
 
@@ -251,3 +252,17 @@ class Unsafe:
 def test_an_unknown_key_is_told():
     with pytest.raises(ValueError, match="network.heads is not a known key"):
         parse(PriorSystem, {"type": "prior", "network": {"heads": 8}}, "system")
+
+
+def test_bf16_computes_what_float32_does_up_to_its_precision():
+    torch.manual_seed(0)
+    network = PriorConfig(**SMALL | {"self_cond": True, "normformer": True, "norm_in": True}).build(SPEC)
+    system = system_of()
+    batch = system.batch(Pairs(16).stored, Streams(0, torch.zeros(16).long(), torch.arange(16)))
+    objective = system.build_objective(SPEC)
+    exact = objective(network, batch).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = objective(network, batch).loss
+    rounded.mean().backward()
+    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.05)
+    assert all(each.grad.isfinite().all() for each in network.parameters() if each.grad is not None)
