@@ -68,7 +68,8 @@ class Models:
         experiment = self._connection.experiment_id
 
         def create() -> None:
-            tags = {**weights.tags, KEY: weights.key}
+            source = {"mlflow.source.name": "image_diffusion.train", "mlflow.source.type": "JOB"}
+            tags = {**weights.tags, **source, KEY: weights.key}
             self._client.create_logged_model(experiment, weights.name, weights.run_id, tags, {}, "diffusion")
 
         def search() -> list[Any]:

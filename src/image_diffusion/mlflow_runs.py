@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100  # in one batch
 _MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 8000, 250
+_DIGEST_CHARS = 32  # of a data set's sha256: MLflow takes no more than 36
 _MAX_PICTURE = 1024  # pixels: MLflow's own thumbnails of 256 are too small for a grid
 
 
@@ -101,13 +102,14 @@ class Runs:
         with self._told():
             taken = self._taken(run_id, superseded)
             sent = self._sent.setdefault(run_id, set())
-            names, digest = dataset or (None, None)
+            about, digest = dataset or (None, "")
+            shown = digest[:_DIGEST_CHARS] or None
             batch: list[tuple[tuple[str, int, int, str], Metric]] = []
             for point in points:
                 key = _name(point.key)
                 identity = (key, point.time, point.step, repr(point.value))
                 if identity not in sent and (key, point.step) not in taken:
-                    metric = Metric(key, point.value, point.time, point.step, model_id, names, digest, run_id)
+                    metric = Metric(key, point.value, point.time, point.step, model_id, about, shown, run_id)
                     batch.append((identity, metric))
             for part in _batches(batch, _MAX_METRICS):
                 metrics = [metric for _, metric in part]
@@ -156,11 +158,11 @@ class Runs:
             self.send_tags(run_id, {tag: sha256})
 
     def send_dataset(self, run_id: str, name: str, digest: str, source: str, context: str) -> None:
-        """Note which data a run used. digest: sha256 in hexadecimal, of which MLflow keeps 32 characters."""
+        """Note which data a run used. digest: sha256 in hexadecimal, of which MLflow keeps a part."""
         with self._told():
-            data = Dataset(name, digest[:32], "local", json.dumps({"uri": source}))
+            data = Dataset(name, digest[:_DIGEST_CHARS], "local", json.dumps({"uri": source}))
             inputs = self._known[run_id].inputs.dataset_inputs
-            if any((each.dataset.name, each.dataset.digest) == (name, digest[:32]) for each in inputs):
+            if any((each.dataset.name, each.dataset.digest) == (name, data.digest) for each in inputs):
                 return
             entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
             self._write(self._client.log_inputs, run_id, datasets=[entry])

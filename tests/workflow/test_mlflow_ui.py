@@ -138,7 +138,7 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
 
 def test_models_and_the_best_one(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
-    browser.wait_for("small", "large", "fid", "250", "500")
+    browser.wait_for("small", "large", "fid", "250", "500", "shapes.fid", "image_diffusion.train")
     browser.screenshot(shots / "7-models.png")
     browser.open(f"{address}/#/models/shapes.fid?workflowType=machine_learning")
     browser.wait_for("Version 1", "Version 2", "best")
