@@ -2,11 +2,12 @@
 
 import importlib
 import sys
-import types
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
-for name in ("yaml", "tqdm"):
+for name in ("yaml", "tqdm", "psutil"):
     try:
         importlib.import_module(name)
     except ImportError:
-        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name] = module_from_spec(ModuleSpec(name, None))  # PyTorch looks for tqdm's specification
         sys.modules[name].tqdm = None  # type: ignore[attr-defined]

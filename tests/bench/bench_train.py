@@ -4,9 +4,11 @@
     python tests/bench/bench_train.py --size DiT-XL/2 --batch 256 --precision bf16 --compile
     python tests/bench/bench_train.py --size demo --peer DiT --peer fast-DiT
 
-A step is the product's own loop: batches, noise, loss, backward, norm, AdamW, average, log. The matrix product is
-measured in turn with the steps, in the same precision. A peer is a checkout of facebookresearch/DiT, or of one that
-kept its interface: its network and its diffusion in the loop of its train.py, on the same latents, also in turn.
+A step is the product's own loop: batches, noise, loss, backward, norm, AdamW, average, log. Two large matrix products
+are measured in turn with the steps, in the same precision: PyTorch's (sgemm, on a CPU), and that of the networks'
+linear maps. With one CPU thread the processor's clock counts, so that a busy machine disturbs little. A peer is a
+checkout of facebookresearch/DiT, or of one that kept its interface: its network and its diffusion in the loop of its
+train.py, on the same latents, also in turn.
 Needs torch, torchvision, numpy, pillow, safetensors and pydantic, and nothing else.
 """
 
@@ -34,6 +36,7 @@ from image_diffusion.core.journal import NullJournal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
+from image_diffusion.nn.linear import linear
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.training.config import TrainConfig
@@ -66,8 +69,8 @@ def network_config(size: str) -> DiTConfig:
     return DiTConfig(**DEMO) if size == "demo" else DiTConfig.model_validate({"size": size})
 
 
-def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
-    """The product's loop."""
+def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> Parts:
+    """What the product trains with."""
     data = Latents(arguments.latent)
     spec = DataSpec(channels=4, resolution=arguments.latent, num_classes=1000)
     torch.manual_seed(0)
@@ -92,13 +95,19 @@ def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Step
         "compile": arguments.compile,
         "flip_probability": 0.0,
     }
-    parts = Parts(task, TrainConfig.model_validate(settings), world)
-    done = 0
+    return Parts(task, TrainConfig.model_validate(settings), world)
+
+
+def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
+    """The product's loop."""
+    parts, done = parts_of(arguments, size, device), 0
 
     def steps(count: int) -> None:
         nonlocal done
         parts.config = parts.config.model_copy(update={"steps": done + count})
-        train(parts, done, False, None, NullJournal(), Stop(world, None))  # its last log line waits for the device
+        train(
+            parts, done, False, None, NullJournal(), Stop(parts.world, None)
+        )  # its last log line waits for the device
         done += count
 
     return steps
@@ -138,15 +147,16 @@ def peer(folder: Path, arguments: argparse.Namespace, size: str, device: torch.d
     return steps
 
 
-def product(precision: str, device: torch.device) -> tuple[Steps, float]:
+def product(function: Callable[..., Tensor], precision: str, device: torch.device) -> tuple[Steps, float]:
     """A square matrix product in the precision of the network, and its floating-point operations."""
     size = 8192 if device.type == "cuda" else 2048
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
+    @torch.no_grad()
     def steps(count: int) -> None:
         for _ in range(count):
-            torch.mm(left, right)
+            function(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -166,20 +176,27 @@ def flops_per_image(size: str, latent: int) -> float:
 
 def measure(variants: dict[str, tuple[Steps, int]], rounds: int) -> dict[str, float]:
     """Warm every variant up, then run all in turn: the median seconds of one step of each."""
+    alone = not torch.cuda.is_available() and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
         for name, (steps, count) in variants.items():
-            started = time.perf_counter()
+            started = clock()
             steps(count)
             if turn:
-                seconds[name].append((time.perf_counter() - started) / count)
+                seconds[name].append((clock() - started) / count)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def bench(size: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """One row of the table."""
-    matmul, operations = product(arguments.precision, device)
-    variants = {"product": (matmul, 20), "ours": (ours(arguments, size, device), arguments.steps)}
+    sgemm, operations = product(torch.mm, arguments.precision, device)
+    fastest, _ = product(lambda a, b: linear(a, b, None), arguments.precision, device)
+    variants = {
+        "sgemm": (sgemm, 10),
+        "product": (fastest, 10),
+        "ours": (ours(arguments, size, device), arguments.steps),
+    }
     for folder in arguments.peer:
         variants[folder.name] = (peer(folder, arguments, size, device), arguments.steps)
     seconds = measure(variants, arguments.rounds)
@@ -190,6 +207,8 @@ def bench(size: str, arguments: argparse.Namespace, device: torch.device) -> dic
         "images_per_second": arguments.batch / seconds["ours"],
         "gflop_per_image": flops / 1e9,
         "tflops": flops * arguments.batch / seconds["ours"] / 1e12,
+        "sgemm_tflops": operations / seconds["sgemm"] / 1e12,
+        "share_of_sgemm": flops * arguments.batch / seconds["ours"] * seconds["sgemm"] / operations,
         "product_tflops": peak / 1e12,
         "share_of_product": flops * arguments.batch / seconds["ours"] / peak,
     }
