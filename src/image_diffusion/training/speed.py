@@ -17,7 +17,7 @@ from image_diffusion.training.distributed import World
 
 LossesOf = Callable[[Examples, int], Losses]
 
-_SIDES = {"cuda": 8192, "cpu": 1024}
+_SIDES = {"cuda": 8192, "cpu": 512}
 
 
 class Speed:
