@@ -23,6 +23,7 @@ from image_diffusion.training.parts import Parts
 VARIANTS = {
     "float32": {"precision": "float32"},
     "tf32": {"precision": "float32", "tf32": True},
+    "float32, compiled": {"precision": "float32", "compile": True},
     "bf16": {"precision": "bf16"},
     "fp16 with loss scaling": {"precision": "fp16"},
     "bf16, compiled": {"precision": "bf16", "compile": True},
@@ -75,8 +76,8 @@ def main() -> None:
     parser.add_argument("--latent", type=int, help="side of the latents (demo: 8; else 32)")
     parser.add_argument("--precision", choices=["float32", "bf16", "fp16"], default="float32")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--variant", action="append", help=f"of {', '.join(VARIANTS)} (those that need no compiler)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of all variants (7)")
+    parser.add_argument("--variant", action="append", help=f"of {', '.join(VARIANTS)} (all; CPU: two)")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     latent = given.latent or (8 if given.size == "demo" else 32)
@@ -93,7 +94,7 @@ def main() -> None:
     if device.type == "cuda":
         print(json.dumps({"a step waits for nothing": waits_for_nothing(parts, examples)}), flush=True)
 
-    names = given.variant or [name for name in VARIANTS if "compiled" not in name or device.type == "cuda"]
+    names = given.variant or (list(VARIANTS) if device.type == "cuda" else ["float32", "bf16"])
     options = {name: argparse.Namespace(**{**common, "compile": False, **VARIANTS[name]}) for name in names}
     variants = {name: (ours(option, given.size, device), count) for name, option in options.items()}
     for name, value in measure(variants, given.rounds).items():
