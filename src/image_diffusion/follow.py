@@ -71,7 +71,6 @@ def main() -> None:
     parser.add_argument("--experiments", required=True, nargs="+", help="names of configured experiments")
     parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="how often to look (10)")
     options = parser.parse_args()
-    os.nice(19)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import tempfile
 import time
 import warnings
@@ -163,6 +164,8 @@ def without_password(uri: str) -> str:
 
 def create_database(path: Path) -> None:
     """An empty database, whole or absent: one that was half made by a killed process could never be opened again."""
+    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed here; the caller holds the lock
+        shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         SqlAlchemyStore(f"sqlite:///{fresh}", (path.parent / "mlruns").as_uri()).engine.dispose()
