@@ -21,26 +21,32 @@ from image_diffusion.core.command import run
 from image_diffusion.core.files import read_json
 from image_diffusion.track import Request, Tracker, watched
 
-_SHARE = 10  # a tenth of the time at most is spent sending
 
-
-def follow(connect: Callable[[], Tracker], requests: Sequence[Request], every_s: float, stop: threading.Event) -> None:
+def follow(
+    connect: Callable[[], Tracker],
+    requests: Sequence[Request],
+    every_s: float,
+    stop: threading.Event,
+    share: float = 0.02,
+) -> None:
     """Send what is new every `every_s` seconds until stopped, then once more.
 
-    A store that fails is told of once and tried again; the last time its TrackingError is raised.
+    A store that fails is told of once and tried again; the last time its TrackingError is raised. share: of one core,
+    at most, once the store is open: training may need every core.
     """
     tracker: Tracker | None = None
     sent: dict[Path, object] = {}
     told, pause_s = "", every_s
     while True:
         last = stop.wait(pause_s)
-        started = time.monotonic()
+        spent_from: float | None = None
         try:
             for request in requests:
                 state = watched(request)
                 if state is None or (sent.get(request.experiment) == state and not last):
                     continue
                 tracker = tracker or connect()
+                spent_from = spent_from or time.process_time()
                 tracker.send(request, live=not last)
                 sent[request.experiment] = state
             told = ""
@@ -52,7 +58,8 @@ def follow(connect: Callable[[], Tracker], requests: Sequence[Request], every_s:
                 print(f"warning: {told} Trying again every {every_s:g} s.", file=sys.stderr, flush=True)
         if last:
             return
-        pause_s = max(every_s, (_SHARE - 1) * (time.monotonic() - started))
+        spent_s = 0.0 if spent_from is None else time.process_time() - spent_from
+        pause_s = max(every_s, spent_s / share)
 
 
 def request_of(results: Path, experiment: str) -> Request:

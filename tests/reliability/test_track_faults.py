@@ -98,7 +98,9 @@ def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: 
     shutil.copyfile(empty, database)
 
     def follow_for_ever() -> None:
-        follow(lambda: Tracker(f"sqlite:///{database}", "faults"), [Request(folder)], 0.02, threading.Event())
+        follow(
+            lambda: Tracker(f"sqlite:///{database}", "faults"), [Request(folder)], 0.02, threading.Event(), share=1.0
+        )
 
     follower, done, given_s = forked(follow_for_ever), False, 0.4
     try:

@@ -41,7 +41,7 @@ class Follower:
     def _live(self) -> None:
         def work() -> None:
             requests = [Request(folder) for folder in self._folders]
-            follow(lambda: Tracker(self._proxy, "live"), requests, 0.05, threading.Event())
+            follow(lambda: Tracker(self._proxy, "live"), requests, 0.05, threading.Event(), share=1.0)
 
         while not self._over.is_set():
             child = forked(work)

@@ -19,7 +19,7 @@ def start_following():
     follow_log.parent.mkdir(exist_ok=True)
     with follow_log.open("wb") as log:
         # Stages go before it. A process group of its own: Ctrl-C is for the stages, and what they then say is still sent.
-        command = ["nice", "-n", "19", *follow_command]
+        command = ["nice", *follow_command]
         follower = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
     followers.append(follower)
 
