@@ -1,0 +1,26 @@
+"""The forecast of an experiment as a rule: made on request, before any training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from projects import Project
+
+pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+
+
+def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project) -> None:
+    fresh.edit(lambda experiment: experiment.setdefault("resources", {}).update(memory_mb=1))
+    refused = fresh.snakemake("results/micro/doctor.json")
+    assert refused.returncode != 0
+    assert "GiB of memory, but 0.00 GiB may be used. Make train.microbatch smaller" in refused.stdout
+
+    fresh.edit(lambda experiment: experiment["resources"].update(memory_mb=8000))
+    told = fresh.run("results/micro/doctor.json")
+    forecast = json.loads((fresh / "results" / "micro" / "doctor.json").read_text())
+    assert "images/s" in told and f"{forecast['parameters']:,} parameters" in told
+    assert 0 < forecast["memory_gib"] < forecast["memory_limit_gib"]
+    assert forecast["sample_s"] > 0
+    assert not (fresh / "results" / "micro" / "train").exists()
+    assert "doctor" not in fresh.planned()
