@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +58,13 @@ def test_one_command_makes_the_small_images_and_enlarges_them(cascade: Project) 
     assert "results/base/metrics.json" in cascade.snakemake("--dry-run").stdout
 
 
-@pytest.mark.parametrize(
-    ("section", "change", "stages"),
-    [("sample", {"first_seed": 5}, ["sample", "sample"]), ("train", {"seed": 1}, ["sample", "sample", "train"])],
-)
-def test_editing_the_base_enlarges_its_new_images(
-    cascade: Project, section: str, change: dict[str, Any], stages: list[str]
-) -> None:
+def test_editing_the_base_enlarges_its_new_images(cascade: Project) -> None:
     path: Path = cascade / "config/experiments/base.yaml"
     before = path.read_text()
     try:
-        cascade.edit(lambda experiment: experiment[section].update(change), "base")
+        cascade.edit(lambda experiment: experiment["sample"].update(first_seed=5), "base")
         out = cascade.snakemake("--dry-run", UPSAMPLED).stdout
-        assert (
-            sorted(line.removeprefix("rule ").rstrip(":") for line in out.splitlines() if line[:5] == "rule ") == stages
-        )
+        assert re.findall(r"^rule (\w+):", out, re.MULTILINE) == ["sample", "sample"]
     finally:
         path.write_text(before)
         assert cascade.planned(UPSAMPLED) == set()
