@@ -14,6 +14,7 @@ from typing import Any
 
 from tracked import check_whole, contents, forked, make_experiment, status_of, track
 
+from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow
@@ -88,7 +89,7 @@ def train_until_killed(folder: Path, pause_s: float) -> None:
             journal.metrics({"loss": 1 / step}, step=step)
             time.sleep(pause_s)
             if step % 10 == 0:
-                checkpoint.write_text(str(step))
+                write_text(checkpoint, str(step))
 
 
 def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: Path) -> None:
