@@ -69,7 +69,7 @@ def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) 
     assert "warning: MLflow" not in fresh.run("results/micro/train/weights.safetensors")
     assert not followers(fresh)
     said = (fresh / "logs/follow.log").read_text()
-    assert points(fresh, "FINISHED") > 0 and points(fresh, "KILLED") > 0 and points(fresh, "RUNNING") == 0, said
+    assert points(fresh, "FINISHED") > 0 and points(fresh, "RUNNING") == 0, said
 
 
 def test_a_store_that_is_down_stops_nothing(fresh: Project) -> None:
