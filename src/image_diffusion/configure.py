@@ -19,8 +19,8 @@ from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
 from image_diffusion.core.files import to_json, write_if_changed
-from image_diffusion.data.captions import TableCaptions
 from image_diffusion.core.types import SamplesOf
+from image_diffusion.data.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
     EmbedStage,
