@@ -43,7 +43,7 @@ rule summary:
         "../../envs/image-diffusion.yaml"
     params:
         script=sha256_file(root / "workflow" / "scripts" / "summary.py"),
-        results=results,
+        results=lambda wildcards, output: Path(output.page).parent,
         experiments=list(plans),
     shell:
         "logged {log:q} summary.py --results {params.results:q} --benchmarks benchmarks"
