@@ -11,18 +11,18 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.sheets import reconstruction_sheet
 
 
-def fill(folder: Path, classes: int) -> None:
+def fill(folder: Path, classes: int, mode: str = "L") -> None:
     """Plain squares, the class's number as their grey value; three of each class."""
     for label in range(classes):
         for number in range(3):
             path = folder / f"{label:02d}" / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("L", (8, 8), 10 * label + number).save(path)
+            Image.new("L", (8, 8), 10 * label + number).convert(mode).save(path)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_a_contact_sheet_has_a_row_a_class(tmp_path: Path, channels: int) -> None:
-    fill(tmp_path / "in", 3)
+    fill(tmp_path / "in", 3, "LA" if channels in (2, 4) else "L")
     source = {"type": "folder", "path": str(tmp_path / "in")}
     data = {"name": "x", "source": source, "resolution": 8, "num_shards": 2, "channels": channels}
     done = crop_dataset(DataConfig.model_validate(data), tmp_path / "out")

@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from image_diffusion.core.config import Config
 from image_diffusion.data.sources.listing import Item, Listing, Stamp, stamp_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,8 @@ class Embeddings(Config):
 
 def open_rows(path: Path) -> NDArray[np.floating]:
     """The embeddings in a `.npy` file, [n, dim], memory-mapped. Raises ValueError for anything else."""
+    import numpy as np  # here: asking whether a source has changed loads none of it
+
     try:
         rows: NDArray[np.floating] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
