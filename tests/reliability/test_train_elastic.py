@@ -50,6 +50,21 @@ def test_any_number_of_processes_mid_epoch(attempts: Attempts, tmp_path: Path, d
             assert value == pytest.approx(other, rel=1e-6), (key, step)
 
 
+def test_a_warm_start_begins_alike_in_every_process(attempts: Attempts, tmp_path: Path) -> None:
+    """Averages too: all processes validate with them."""
+    finished(attempts, tmp_path / "given", changes={"seed": 1})
+    changes = {
+        "steps": 3,
+        "init_from": str(tmp_path / "given/train"),
+        "ema": {"type": "exponential", "rates": [0.9]},
+        "deterministic": "strict",
+        "validate_every_steps": 1,
+    }
+    for processes in (1, 2):
+        finished(attempts, tmp_path / str(processes), processes=processes, changes=changes)
+    assert points(tmp_path / "2") == points(tmp_path / "1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", TINY)
 def test_every_system_ends_alike_on_any_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:

@@ -12,8 +12,9 @@ import resource
 import time
 import typing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from image_diffusion.systems.enlarging import shrink
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
-from image_diffusion.training.parts import Task
+from image_diffusion.training.parts import Parts, Task
 from image_diffusion.training.run import run
 
 
@@ -160,6 +161,33 @@ def _no_dropout(rank: int) -> None:
     nn.Dropout.forward = lambda self, x: x  # type: ignore[method-assign]
 
 
+def _previews(rank: int) -> None:
+    """The network is tried out on the way, in the first process, on more samples than a process is given."""
+
+    def grid(network: nn.Module, step: int) -> dict[str, float]:
+        assert rank == 0
+        x = Latents(7, seed=2).gather(np.arange(7))
+        outputs = [network(x, torch.full((7,), t), label=torch.arange(7) % 4) for t in (0.2, 0.8)]
+        return {"preview": torch.stack(outputs).square().mean().item()}
+
+    SYSTEMS["mlp"] = lambda world: replace(mlp(world), grid=grid)
+
+
+def _half(rank: int) -> None:
+    """It is an error if a process keeps more than half of the weights, of their gradient or of an average."""
+    whole = Parts.update
+
+    def update(self: Parts, step: int) -> None:
+        whole(self, step)
+        kept = self.flat.values, self.flat.gradient, *self.optimizer.moments.values(), *self.averages.vectors.values()
+        own = [cast(Any, parameter).to_local() for parameter in self.flat.parameters.values()]
+        total = sum(parameter.numel() for parameter in self.flat.parameters.values())
+        assert sum(tensor.numel() for tensor in own) <= 0.51 * total
+        assert all(vector.numel() <= 0.51 * total for vector in kept)
+
+    Parts.update = update  # type: ignore[method-assign]
+
+
 INJECTED: dict[str, Callable[[int], None]] = {
     "nan": _nan_loss,
     "full disk": _full_disk,
@@ -167,6 +195,8 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "slow step": _slow_step,
     "slow validation": _slow_validation,
     "no dropout": _no_dropout,
+    "previews": _previews,
+    "half": _half,
 }
 """What can be different in a process, by name: a function of its rank that makes it so."""
 

@@ -61,6 +61,12 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     assert 0 < usual.memory_gib < 64
 
 
+def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
+    saved = found().memory_gib - found(sharding="full").memory_gib
+    assert saved * 2**30 == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
+
+
 def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
     one = found(validate_every_steps=None)
     settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))

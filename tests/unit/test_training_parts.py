@@ -166,6 +166,14 @@ def test_strict_refuses_more_processes_than_chunks() -> None:
         Ordered(Flat(network()), World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
 
 
+@pytest.mark.parametrize("conflict", [{"deterministic": "strict"}, {"precision": "fp16"}, {"channels_last": True}])
+def test_sharding_refuses_what_does_not_go_with_it(conflict: dict[str, Any]) -> None:
+    key, value = next(iter(conflict.items()))
+    with pytest.raises(ValueError, match=f"sharding: full does not go with {key}: {str(value).lower()}"):
+        TrainConfig.model_validate({"steps": 1, "sharding": "full", **conflict})
+    assert TrainConfig.model_validate({"steps": 1, **conflict}).sharding == "none"
+
+
 def test_means_by_quartile() -> None:
     meter = Meter(ALONE, strict=False)
     for start in (0.0, 1.0):

@@ -141,8 +141,7 @@ class Rin(nn.Module):
             held = torch.cat([held, condition[:, None, :]], dim=1)  # [B, N + 1, D]
 
         for block in cast("list[Block]", self.blocks):
-            patches, computed = block(patches, held, condition, self.grid_size)
-            held = block.latent_final_norm(computed)
+            patches, computed, held = block(patches, held, condition, self.grid_size)
 
         prediction = _join(self.to_pixels(patches), self.config.patch, self.grid_size)  # [B, C, H, W]
         if not return_latents:
@@ -179,11 +178,11 @@ class Block(nn.Module):
         self.patches_cross_attn_ff = FeedForward(width)
         self.latent_final_norm = Norm(latent_width)
 
-    def forward(self, patches: Tensor, latents: Tensor, condition: Tensor, grid_size: int) -> tuple[Tensor, Tensor]:
-        """Patches [B, P, width], row by row, latents [B, N, D], condition [B, E] -> patches, latents.
-
-        The latents are still to be normalised, by `latent_final_norm`.
-        """
+    def forward(
+        self, patches: Tensor, latents: Tensor, condition: Tensor, grid_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Patches [B, P, width], row by row, latents [B, N, D], condition [B, E] -> patches, latents, and the latents
+        after their last normalisation."""
         patches = patches + self.patches_peg(patches, grid_size)
 
         latents = latents + self.latents_attend_to_patches(latents, condition, patches)
@@ -197,7 +196,7 @@ class Block(nn.Module):
             patches = patches + self.patches_self_attn_ff(patches)
         patches = patches + self.patches_attend_to_latents(patches, condition, latents)
         patches = patches + self.patches_cross_attn_ff(patches)
-        return patches, latents
+        return patches, latents, self.latent_final_norm(latents)
 
 
 class Attention(nn.Module):

@@ -57,6 +57,9 @@ class TrainConfig(Config):
     """Compile the network with torch.compile."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
+    sharding: Literal["none", "full"] = "none"
+    """full: each process keeps its share of weights, gradient, moments and averages, and gathers the weights of a block
+    when it computes (FSDP): for networks that do not fit beside them; slower. Changes no checkpoint."""
     deterministic: Literal["off", "strict"] = "off"
     """strict: the same bits for any number of processes, by adding in a fixed order; slower."""
     strict_chunk: int = Field(8, gt=0)
@@ -79,13 +82,22 @@ class TrainConfig(Config):
     """Save and stop after this long, to be continued by the same command; unset: no limit."""
 
     @model_validator(mode="after")
-    def _weights_exist(self) -> TrainConfig:
+    def _fits_together(self) -> TrainConfig:
         if self.weights == "ema" and not self.ema.names:
             raise ValueError("weights is ema but ema.rates is empty. Name a rate, or set weights to raw.")
         if self.weights == "best" and self.validate_every_steps is None:
             raise ValueError(
                 "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
             )
+        if self.sharding == "full":
+            conflicts = {
+                "deterministic: strict, whose sums have another order": self.deterministic == "strict",
+                "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
+                "channels_last: true, whose weights have no rows to share": self.channels_last,
+            }
+            for conflict, exists in conflicts.items():
+                if exists:
+                    raise ValueError(f"sharding: full does not go with {conflict}. Leave out one of the two.")
         return self
 
     def keeps(self, step: int) -> bool:
@@ -100,7 +112,7 @@ class TrainConfig(Config):
         Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
         """
         free = {
-            "microbatch", "weights", "keep_raw", "compile", "channels_last", "init_from", "checkpoint",
+            "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
             "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
         }  # fmt: skip
         if not self.schedule.has_horizon:

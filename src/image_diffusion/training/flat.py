@@ -7,10 +7,14 @@ one order that nothing at run time can change.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from image_diffusion.training.distributed import World
 
 _ALIGN = 16  # elements: each parameter starts at a multiple of 64 bytes, as if it had been allocated on its own
 
@@ -32,25 +36,12 @@ class Flat:
     decay can leave them out. Raises ValueError when nothing is trainable or a parameter is not float32.
     """
 
+    sums_gradients = False
+    """Whether the backward pass already adds up the gradients of all processes."""
+
     def __init__(self, network: nn.Module) -> None:
-        named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("The network has no trainable parameter. Train one that has.")
-        for name, parameter in named:
-            if parameter.dtype != torch.float32:
-                raise ValueError(f"Parameter {name} is {parameter.dtype}; training keeps float32 masters.")
-        self.parameters = dict(sorted(named, key=lambda item: item[1].ndim < 2))
-        self.slots: list[Slot] = []
-        self.matrices_end, end = 0, 0
-        for name, parameter in self.parameters.items():
-            layout = torch.empty_like(parameter, device="meta")  # dense, and channels-last where the parameter is
-            self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
-            end += -(-parameter.numel() // _ALIGN) * _ALIGN
-            if parameter.ndim >= 2:
-                self.matrices_end = end
-        self.size = end
-        self.values = torch.zeros(end, device=named[0][1].device)
-        self.gradient = torch.zeros_like(self.values)
+        self.parameters = trainable(network)
+        self._lay_out(self.parameters, next(network.parameters()).device)
         for parameter, value, gradient in zip(
             self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True
         ):
@@ -58,15 +49,61 @@ class Flat:
             parameter.data = value
             parameter.grad = gradient
 
+    def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
+        self.slots: list[Slot] = []
+        self.matrices_end, end = 0, 0
+        for name, tensor in tensors.items():
+            layout = torch.empty_like(tensor, device="meta")  # dense, and channels-last where the tensor is
+            self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
+            end += -(-tensor.numel() // _ALIGN) * _ALIGN
+            if tensor.ndim >= 2:
+                self.matrices_end = end
+        self.size = end
+        self.values = torch.zeros(end, device=device)
+        self.gradient = torch.zeros_like(self.values)
+
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parts of a vector of this layout, one a parameter, in the parameters' shapes."""
         return [vector.as_strided(slot.shape, slot.stride, slot.start) for slot in self.slots]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """The same by name."""
+        """The same by name. All processes call it together."""
         return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
 
-    def fill(self, vector: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Copy tensors of these names into a vector of this layout."""
-        for name, view in self.named(vector).items():
-            view.copy_(tensors[name])
+    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+        """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
+        if tensors is not None:
+            for slot, view in zip(self.slots, self.views(vector), strict=True):
+                view.copy_(tensors[slot.name])
+        world.broadcast(vector)
+
+    def norm(self) -> Tensor:
+        """The norm of the gradient, [] on the device, the same in every process."""
+        norm: Tensor = torch.linalg.vector_norm(self.gradient)
+        return norm
+
+    def show(self) -> None:
+        """Let the network compute with `values`, after they were changed. Nothing to do: parameters are views of it."""
+
+    @contextmanager
+    def holding(self, vector: Tensor) -> Iterator[None]:
+        """Meanwhile the network has a vector of this layout for its weights, whole in every process, so that each may
+        compute without the others. All processes begin it together."""
+        kept = self.values.clone()
+        self.values.copy_(vector)
+        try:
+            yield
+        finally:
+            self.values.copy_(kept)
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters with a gradient by name, matrices first. Raises ValueError where `Flat` says so."""
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("The network has no trainable parameter. Train one that has.")
+    for name, parameter in named:
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"Parameter {name} is {parameter.dtype}; training keeps float32 masters.")
+    return dict(sorted(named, key=lambda item: item[1].ndim < 2))

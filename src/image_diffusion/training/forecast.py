@@ -92,7 +92,7 @@ def forecast(build: Callable[[World], Task], config: TrainConfig, processes: int
         evaluation_s=evaluation_s,
         train_s=config.steps * step_s,
         validation_s=validations * validation_s / processes,
-        memory_gib=_memory(device, checkpoint) / GIB,
+        memory_gib=(_memory(device, checkpoint) - _elsewhere(parts, config, processes)) / GIB,
         checkpoint_gib=checkpoint / GIB,
         disk_gib=_kept(config) * checkpoint / GIB + 4 * parts.flat.size / GIB,
     )
@@ -134,6 +134,15 @@ def _memory(device: torch.device, checkpoint: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss) + checkpoint
+
+
+def _elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
+    """Bytes that other processes keep for this one: with sharding, of the gradient, the moments and the averages. The
+    weights are here as a whole now and then, for a validation."""
+    if config.sharding == "none":
+        return 0
+    vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
+    return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
 
 
 def _kept(config: TrainConfig) -> int:

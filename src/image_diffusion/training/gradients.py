@@ -48,7 +48,7 @@ class Shared:
     ) -> None:
         self._flat, self._world, self._scale = flat, world, scale
         self._global_batch, self._microbatch = global_batch, microbatch or global_batch
-        self._pieces = _cut(flat) if world.size > 1 else []
+        self._pieces = [] if world.size == 1 or flat.sums_gradients else _cut(flat)
         self._running: list[Any] = []
         self._armed, self._next = False, 0
         for slot, parameter in zip(flat.slots, flat.parameters.values(), strict=True):

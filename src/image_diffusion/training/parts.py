@@ -87,11 +87,20 @@ class Parts:
             raise ValueError(
                 "train.weights is best, but no sample is held out to tell which are. Hold some out for validation."
             )
+        sharded = config.sharding == "full" and world.size > 1
+        if sharded and config.global_batch % world.size:
+            raise ValueError(
+                f"train.sharding is full, but {world.size} processes cannot share a global batch of "
+                f"{config.global_batch} evenly. Use a number of processes that divides it."
+            )
         set_up_machine(config.tf32, strict)
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
-        self.network = task.network.to(world.device, memory_format=layout)  # type: ignore[call-overload]
-        self.flat = Flat(self.network)
+        self.network = task.network.to(world.device)
+        for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
+            world.broadcast(tensor)
+        self.network.to(memory_format=layout)
+        self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
         self.optimizer: FlatAdam = config.optimizer.build(self.flat)
         self.precision = Precision(config.precision, world.device)
         self.meter, self.health = Meter(world, strict), Health(world)
@@ -101,7 +110,6 @@ class Parts:
             if strict
             else Shared(self.flat, world, config.global_batch, config.microbatch, self.precision.scale)
         )
-        self._synchronise()
         self.averages = Averages(config.ema, self.flat.values)
         self.best: Best | None = None
         self._layout = layout
@@ -148,7 +156,7 @@ class Parts:
     def clip(self) -> Tensor:
         """The norm of the gradient, [] on the device, after which it is at most `grad_clip`."""
         self.precision.scaler.unscale_(self.optimizer.torch)
-        norm: Tensor = torch.linalg.vector_norm(self.flat.gradient)
+        norm = self.flat.norm()
         if self.config.grad_clip is not None:
             self.flat.gradient.mul_((self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -157,6 +165,7 @@ class Parts:
         """Update number `step`, counted from 1: the weights, then their averages."""
         self.precision.scaler.step(self.optimizer.torch)
         self.precision.scaler.update()
+        self.flat.show()
         self.averages.update(step)
 
     def validated(self, step: int, loss: float) -> None:
@@ -175,16 +184,13 @@ class Parts:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """The network in evaluation mode, with the first average for its weights where there is one."""
-        average = self._first_average()
-        kept = self.flat.values.clone()
+        """The network in evaluation mode, with the first average for its weights where there is one. All processes
+        begin it together; each may then compute as much as it likes."""
         self.network.eval()
         try:
-            self.flat.values.copy_(average)
-            with torch.no_grad(), self.eagerly():
+            with self.flat.holding(self._first_average()), torch.no_grad(), self.eagerly():
                 yield self.network
         finally:
-            self.flat.values.copy_(kept)
             self.network.train()
 
     def eagerly(self) -> AbstractContextManager[None]:
@@ -192,7 +198,8 @@ class Parts:
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that are written at the end, under the network's own names."""
+        """The tensors that are written at the end, under the network's own names, in the first process. All processes
+        call it together."""
         state = self.raw_weights()
         if self.config.weights == "ema":
             state |= self.flat.named(next(iter(self.averages.vectors.values())))
@@ -202,14 +209,14 @@ class Parts:
         return state
 
     def raw_weights(self) -> dict[str, Tensor]:
-        """The tensors as trained, under the network's own names."""
-        return {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()}
+        """The tensors as trained, likewise."""
+        return {name: tensor.detach().clone() for name, tensor in self._network_state().items()}
 
     def capture(self, step: int, reports_due: bool) -> Checkpoint:
         """A checkpoint of this moment, still on the device. All processes call it together."""
         objective = self.task.objective
         groups = {
-            "network": dict(self.network.state_dict()),
+            "network": self._network_state(),
             **{name: self.flat.named(vector) for name, vector in self.averages.vectors.items()},
             "optimizer": {
                 "steps": self.optimizer.steps,
@@ -230,53 +237,62 @@ class Parts:
 
     def restore(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
         """Go on from the first process's checkpoint: (step, whether its reports are due); (0, False) without one."""
-        small = None
-        note = json.dumps(None)
+        small, note = None, json.dumps(None)
         if checkpoint is not None:
             groups = checkpoint.groups
-            self.network.load_state_dict(groups["network"])
-            for name, vector in self.averages.vectors.items():
-                self.flat.fill(vector, groups[name])
-            self.optimizer.steps.copy_(groups["optimizer"]["steps"])
-            for moment, vector in self.optimizer.moments.items():
-                prefix = f"{moment}/"
-                named = {n.removeprefix(prefix): t for n, t in groups["optimizer"].items() if n.startswith(prefix)}
-                self.flat.fill(vector, named)
-            if "best" in groups:  # only this process writes it
-                self.best = Best(**checkpoint.extra["best"], vector=torch.zeros_like(self.flat.values))
-                self.flat.fill(self.best.vector, groups["best"])
             small = {f"{group}/{n}": t for group in ("meter", "objective") for n, t in groups[group].items()}
+            small["steps"] = groups["optimizer"]["steps"]
             note = json.dumps([checkpoint.step, checkpoint.reports_due, checkpoint.extra])
         small, note = self.world.broadcast_small(small, note)
-        self._synchronise()
         if small is None:
             return 0, False
-        for vector in (*self.averages.vectors.values(), *self.optimizer.moments.values(), self.optimizer.steps):
-            self.world.broadcast(vector)
         step, reports_due, extra = json.loads(note)
+
+        def given(group: str, prefix: str = "") -> dict[str, Tensor] | None:
+            return None if checkpoint is None else _within(prefix, checkpoint.groups[group])
+
+        self._fill_network(given("network"))
+        for name, vector in self.averages.vectors.items():
+            self.flat.fill(vector, given(name), self.world)
+        self.optimizer.steps.copy_(small["steps"])
+        for moment, vector in self.optimizer.moments.items():
+            self.flat.fill(vector, given("optimizer", f"{moment}/"), self.world)
+        if "best" in extra:
+            self.best = Best(**extra["best"], vector=torch.zeros_like(self.flat.values))
+            self.flat.fill(self.best.vector, given("best"), self.world)
         self.meter.load(_within("meter/", small))
         if isinstance(self.task.objective, Remembers):
             self.task.objective.load_state_dict(_within("objective/", small))
         if "precision" in extra:
             self.precision.load(extra["precision"])
-        if "best" in extra and self.best is None:
-            self.best = Best(**extra["best"], vector=self._first_average().clone())
         return step, reports_due
+
+    def _network_state(self) -> dict[str, Tensor]:
+        """The network's tensors by name, whole in the first process. All processes call it together."""
+        return self.network.state_dict() | self.flat.named(self.flat.values)
+
+    def _fill_network(self, tensors: dict[str, Tensor] | None) -> None:
+        """Give the network tensors of its names, which the first process has, in every process."""
+        self.flat.fill(self.flat.values, tensors, self.world)
+        self.flat.show()
+        for name, tensor in self.network.state_dict().items():
+            if name not in self.flat.parameters:
+                if tensors is not None:
+                    tensor.copy_(tensors[name])
+                self.world.broadcast(tensor)
 
     def _first_average(self) -> Tensor:
         """The average that counts; the weights themselves where there is none."""
         return next(iter(self.averages.vectors.values()), self.flat.values)
 
-    def _synchronise(self) -> None:
-        """Give every process the weights and buffers of the first one."""
-        self.world.broadcast(self.flat.values)
-        trained = set(self.flat.parameters)
-        for name, tensor in self.network.state_dict().items():
-            if name not in trained:
-                self.world.broadcast(tensor)
-
     def _format(self, x: Tensor) -> torch.memory_format:
         return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
+
+
+def _sharded(network: nn.Module, world: World) -> Flat:
+    from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
+
+    return ShardedFlat(network, world)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -154,20 +154,17 @@ class Reports:
     def _draw(self, step: int) -> bool:
         grid, world = self._parts.task.grid, self._parts.world
         assert grid is not None
-        done = True
-        if world.is_main:
-            with self._parts.averaged() as network:
-                found = self._stop.interruptible(lambda: grid(network, step))
-            done = found is not None
-            numbers = {}
-            for key, what in (found or {}).items():
-                if isinstance(what, Path):
-                    self._journal.image(key, what, step)
-                else:
-                    numbers[f"validation/{key}"] = what
-            if numbers:
-                self._journal.metrics(numbers, step, step * self._parts.config.global_batch)
-        return not world.any(not done)
+        with self._parts.averaged() as network:
+            found = self._stop.interruptible(lambda: grid(network, step)) if world.is_main else {}
+        numbers = {}
+        for key, what in (found or {}).items():
+            if isinstance(what, Path):
+                self._journal.image(key, what, step)
+            else:
+                numbers[f"validation/{key}"] = what
+        if numbers:
+            self._journal.metrics(numbers, step, step * self._parts.config.global_batch)
+        return not world.any(found is None)
 
 
 def _at(step: int, every: int, steps: int) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from image_diffusion.core.config import dump
 from image_diffusion.core.journal import Journal, NullJournal
@@ -43,14 +44,15 @@ def run(
         world = stack.enter_context(join())
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         torch.manual_seed(config.seed)
-        parts = Parts(build(world), config, world)
+        task = build(world)
+        if world.is_main and config.init_from is not None:
+            _warm_start(task.network, Path(config.init_from))
+        parts = Parts(task, config, world)
         state = State(output / "state", _identity(config, model, data), config.checkpoint) if world.is_main else None
         checkpoint = None
         if state is not None:
             state.claim()
             checkpoint = state.load()
-            if checkpoint is None and config.init_from is not None:
-                _warm_start(parts, Path(config.init_from))
         step, due = parts.restore(checkpoint)
         keeps = state is not None and journal is not None
         book: Journal | NullJournal = NullJournal()
@@ -61,8 +63,7 @@ def run(
             if keeps:
                 book.params({"train": dump(config), **model, **data})
             train(parts, step, due, state, book, stop)
-        if state is not None:
-            _write(parts, model, output)
+        _write(parts, model, output)
 
 
 def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -72,16 +73,14 @@ def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any]) 
     return plain
 
 
-def _warm_start(parts: Parts, folder: Path) -> None:
-    """Begin with the weights in a folder, in the network and in its averages."""
+def _warm_start(network: nn.Module, folder: Path) -> None:
+    """Begin with the weights in a folder."""
     tensors, _ = read_weights(folder)
     try:
-        parts.network.load_state_dict(tensors)
+        network.load_state_dict(tensors)
     except RuntimeError as error:
         words = " ".join(str(error).split())
         raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
-    for vector in parts.averages.vectors.values():
-        vector.copy_(parts.flat.values)
 
 
 def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
@@ -89,11 +88,15 @@ def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
     first = next(iter(parts.averages.vectors), None)
     step = parts.best.step if config.weights == "best" and parts.best is not None else config.steps
 
+    def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        if parts.world.is_main:
+            save_weights(folder, tensors, record)
+
     def record(step: int, average: str | None) -> dict[str, Any]:
         return {**model, "step": step, "examples_seen": step * config.global_batch, "ema": average}
 
     if config.keep_raw:
-        save_weights(output / "raw", parts.raw_weights(), record(config.steps, None))
-    else:
+        save(output / "raw", parts.raw_weights(), record(config.steps, None))
+    elif parts.world.is_main:
         shutil.rmtree(output / "raw", ignore_errors=True)
-    save_weights(output, parts.weights(), record(step, None if config.weights == "raw" else first))
+    save(output, parts.weights(), record(step, None if config.weights == "raw" else first))

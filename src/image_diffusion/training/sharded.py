@@ -1,0 +1,131 @@
+"""A network's parameters, their gradients and all that is laid out like them, spread over the processes.
+
+Each process keeps its rows of every parameter, and the vectors hold those: weights, gradient, moments and averages take
+1 / world size of their memory. The network gathers the rows of one block after the other, in the forward pass and again
+in the backward pass, which adds up the gradients and leaves each process those of its rows: PyTorch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from image_diffusion.training.distributed import World
+from image_diffusion.training.flat import Flat, trainable
+
+
+class ShardedFlat(Flat):
+    """The rows of one process. A parameter of n rows has ceil(n / world size) in every process, the last ones of zeros
+    where there are no more, so that the layout is the same in all of them.
+
+    What is gathered together, and freed again: each block, a member of the network's outermost lists of modules; and
+    all else, which stays through forward and backward pass. Parameters without gradient are whole everywhere.
+    """
+
+    sums_gradients = True
+
+    def __init__(self, network: nn.Module, world: World) -> None:
+        self._world = world
+        shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
+        frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        self._blocks = [
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
+            for block in blocks(network)
+        ]
+        root = fully_shard(network, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        self._groups: list[FSDPModule] = [*self._blocks, root]
+        for group in self._groups:
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
+        self.parameters = trainable(network)
+        self._rows = {name: shape[0] for name, shape in shapes.items()}
+        shares = {name: torch.empty(-(-n // world.size), *rest, device="meta") for name, (n, *rest) in shapes.items()}
+        self._lay_out(shares, world.device)
+        for value, own in zip(self._own(self.values), self._shards(), strict=True):
+            value.copy_(own)
+        for parameter, gradient in zip(self.parameters.values(), self._own(self.gradient), strict=True):
+            sharded = cast("DTensor", parameter)
+            parameter.grad = DTensor.from_local(
+                gradient, mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+            )
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Whole tensors by name, gathered one after the other in the first process, on the CPU; elsewhere none."""
+        whole = {}
+        for slot, view in zip(self.slots, self.views(vector), strict=True):
+            rows = self._world.gather(view).flatten(0, 1)[: self._rows[slot.name]]
+            if self._world.is_main:
+                whole[slot.name] = rows.cpu()
+        return whole
+
+    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+        """Give every process its rows of tensors of these names, which the first process has."""
+        for slot, own in zip(self.slots, self._own(vector), strict=True):
+            whole = torch.empty(self._rows[slot.name], *slot.shape[1:], device=vector.device)
+            if tensors is not None:
+                whole.copy_(tensors[slot.name])
+            world.broadcast(whole)
+            own.copy_(whole[world.rank * slot.shape[0] :][: slot.shape[0]])
+
+    def norm(self) -> Tensor:
+        """The norm of the gradient over all processes, [] on the device."""
+        norm: Tensor = torch.linalg.vector_norm(self._world.gather(super().norm()))
+        return norm
+
+    def show(self) -> None:
+        """Let the network compute with `values`, after they were changed."""
+        self._give(self.values)
+
+    @contextmanager
+    def holding(self, vector: Tensor) -> Iterator[None]:
+        """Meanwhile every process has the whole network, with a vector of this layout for its weights. After a forward
+        pass that was given up half-way, as where a run is asked to stop, there must be no other."""
+        self._give(vector)
+        self._keep_whole(True)
+        try:
+            for group in self._groups:
+                group.unshard()
+            yield
+        finally:
+            for group in self._groups:
+                group.reshard()
+            self._keep_whole(False)
+            self._give(self.values)
+
+    def _keep_whole(self, whole: bool) -> None:
+        for block in self._blocks:
+            block.set_reshard_after_forward(not whole, recurse=False)
+
+    def _give(self, vector: Tensor) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._shards(), self._own(vector))
+
+    def _shards(self) -> list[Tensor]:
+        """This process's rows of each parameter, where the network gathers them from."""
+        return [cast("DTensor", parameter).to_local().detach() for parameter in self.parameters.values()]
+
+    def _own(self, vector: Tensor) -> list[Tensor]:
+        """The parts of a vector without the rows of zeros behind the parameters' last ones."""
+        return [
+            view[: max(0, self._rows[slot.name] - self._world.rank * len(view))]
+            for slot, view in zip(self.slots, self.views(vector), strict=True)
+        ]
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of modules, lists in lists opened, that have parameters."""
+    if isinstance(module, nn.ModuleList):
+        return [block for member in module for block in (blocks(member) if _is_list(member) else [member])]
+    return [block for child in module.children() for block in blocks(child)]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)

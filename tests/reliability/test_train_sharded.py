@@ -1,0 +1,105 @@
+"""Sharding is no part of the result: the same numbers, the same checkpoints, for any number of processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import Attempt, Attempts, finished
+from comparison import points, results
+from safetensors.torch import load_file
+from tiny_runs import TINY
+from torch import Tensor
+from torch.testing import assert_close
+
+STEADY = {"schedule": {"type": "constant", "warmup_steps": 3}, "optimizer": {"type": "adamw", "lr": 1e-3}}
+FULL = {"sharding": "full"}
+
+STARTS = [("full", 2), ("none", 1), ("full", 3), ("none", 2), ("full", 4)]
+"""Sharding and processes of one start after the other, two steps each."""
+
+
+def tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """The newest checkpoint, by group."""
+    newest = max(folder.glob("train/state/*/step-*"))
+    return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}
+
+
+def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e-5) -> None:
+    """The same losses, relatively, and the same tensors in the newest checkpoint, absolutely."""
+    assert [point[:2] for point in points(ours)] == [point[:2] for point in points(theirs)]
+    for (key, step, value), (_, _, other) in zip(points(ours), points(theirs), strict=True):
+        assert value == pytest.approx(other, rel=loss), (key, step)
+    own, other_own = tensors(ours), tensors(theirs)
+    assert own.keys() == other_own.keys()
+    for group in own.keys() - {"meter", "objective"}:
+        assert_close(own[group], other_own[group], rtol=0, atol=weight, msg=lambda text, g=group: f"{g}: {text}")
+    written = load_file(ours / "train/weights.safetensors")
+    assert_close(written, own["network"] | own["best"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("system", ["mlp", "dit"])
+def test_a_sharded_run_gives_the_numbers_of_a_whole_one(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    changes = STEADY | {"steps": 8, "log_every_steps": 1}
+    finished(attempts, tmp_path / "none", system=system, processes=2, changes=changes)
+    finished(attempts, tmp_path / "full", system=system, processes=2, changes=changes | FULL, inject="half")
+    assert_same(tmp_path / "full", tmp_path / "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", TINY)
+def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    """Three processes, among which no number of rows is shared evenly."""
+    changes = STEADY | {"steps": 6, "log_every_steps": 1, "optimizer": {"type": "adamw", "lr": 1e-3, "eps": 1e-3}}
+    for sharding in ("none", "full"):
+        settings = changes | {"sharding": sharding}
+        finished(attempts, tmp_path / sharding, system=system, processes=3, changes=settings)
+    assert_same(tmp_path / "full", tmp_path / "none", loss=1e-5)
+
+
+def test_checkpoints_go_on_with_or_without_sharding_on_any_number_of_processes(
+    attempts: Attempts, tmp_path: Path
+) -> None:
+    for name, starts in {"changing": STARTS, "steady": [("none", 1)] * len(STARTS)}.items():
+        for i, (sharding, processes) in enumerate(starts, start=1):
+            changes = STEADY | {"steps": 2 * i, "sharding": sharding, "log_every_steps": 1, "validate_every_steps": 2}
+            finished(attempts, tmp_path / name, processes=processes, changes=changes, inject="no dropout")
+    assert len(list((tmp_path / "changing/train/state").iterdir())) == 1
+    assert_same(tmp_path / "changing", tmp_path / "steady")
+
+
+def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(attempts: Attempts, tmp_path: Path) -> None:
+    finished(attempts, tmp_path / "given", changes={"seed": 1})
+    changes = STEADY | {"steps": 8, "grid_every_steps": 3, "init_from": str(tmp_path / "given/train")}
+    for sharding in ("none", "full"):
+        settings = changes | {"sharding": sharding}
+        finished(attempts, tmp_path / sharding, processes=2, changes=settings, inject="previews")
+    assert [step for key, step, _ in points(tmp_path / "full") if key == "validation/preview"] == [0, 3, 6, 8]
+    assert_same(tmp_path / "full", tmp_path / "none")
+
+
+def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(attempts: Attempts, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"processes": 2, "changes": FULL}
+    usual = finished(attempts, tmp_path / "undisturbed", **settings)
+    assert usual.operations is not None
+    killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=usual.operations // 2, **settings))
+    assert killed.codes[0] == -signal.SIGKILL
+    stop = [(4.0, signal.SIGTERM)]
+    stopped = attempts(Attempt(str(tmp_path / "killed"), inject="slow validation", signals=stop, **settings))
+    assert stopped.codes == [75, 75], stopped.output
+    finished(attempts, tmp_path / "killed", **settings)
+    assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+
+
+def test_one_process_has_nothing_to_share(attempts: Attempts, tmp_path: Path) -> None:
+    finished(attempts, tmp_path / "none")
+    finished(attempts, tmp_path / "full", changes=FULL)
+    assert results(tmp_path / "full") == results(tmp_path / "none")
+
+
+def test_an_uneven_share_is_refused(attempts: Attempts, tmp_path: Path) -> None:
+    outcome = attempts(Attempt(str(tmp_path), processes=2, changes=FULL | {"global_batch": 13}))
+    assert 0 not in outcome.codes
+    assert "2 processes cannot share a global batch of 13 evenly" in outcome.output[0]
