@@ -16,7 +16,7 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on
 		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
 
 test: .venv/.ready ## every test that needs no cluster, no GPU and no network
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadgroup
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile
 
 lint: .venv/.ready ## style, types, imports, rules
 	ruff check $(python_files)
@@ -32,7 +32,7 @@ format: .venv/.ready ## put every file into the style that lint checks
 	snakefmt $(snakefiles)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
-	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadgroup
+	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadfile
 
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from cluster import Cluster, finish, slurm_project, snakemake, steps_saved, wait_until
-from projects import Project
+from projects import Project, made_once
 
 from image_diffusion.core.history import read_journal
 
@@ -29,17 +29,14 @@ def long_training(project: Project, steps: int, save_every: int = 50) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights of a run on this machine that nothing disturbs; the first of the test processes makes it for all."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
-    with (shared / "undisturbed.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = shared / "undisturbed"
-        if not (folder / WEIGHTS).is_file():
-            project = slurm_project(folder)
-            long_training(project, STEPS)
-            project.run(WEIGHTS)
-    return (folder / WEIGHTS).read_bytes()
+    """The weights of a run on this machine that nothing disturbs."""
+
+    def run(folder: Path) -> None:
+        project = slurm_project(folder)
+        long_training(project, STEPS)
+        project.run(WEIGHTS)
+
+    return (made_once(tmp_path_factory, "undisturbed", run) / WEIGHTS).read_bytes()
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ import pytest
 from cluster import Cluster, slurm_project
 from projects import ROOT, Project
 
-pytestmark = pytest.mark.xdist_group("literal")  # they share one run
-
 RESULTS = [
     "results/datasets/dots-16/micro_codec/manifest.json",
     "results/micro_codec/train/weights.safetensors",

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from projects import Project, make_project
+from projects import Project, made_once, make_project
 
 
 @pytest.fixture
@@ -21,9 +21,7 @@ def fresh(tmp_path: Path) -> Project:
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project in which everything has been made. Do not change it: `finished` is a copy."""
-    project = make_project(tmp_path_factory.mktemp("made") / "project")
-    project.run()
-    return project
+    return Project(made_once(tmp_path_factory, "made", lambda folder: make_project(folder).run()))
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 from PIL import Image
 
@@ -75,3 +78,15 @@ def make_project(folder: Path, images: int = 64) -> Project:
         values = generator.integers(128 * (number % 2), 128 + 128 * (number % 2), size=(16, 16, 3), dtype=np.uint8)
         Image.fromarray(values).save(path)
     return Project(folder)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder as `make` fills it: the first of the test processes to ask fills it for all of them."""
+    base = factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / f"{name}.made").exists():
+            make(shared / name)
+            (shared / f"{name}.made").touch()
+    return shared / name

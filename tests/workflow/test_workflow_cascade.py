@@ -12,7 +12,7 @@ import pytest
 import yaml
 from projects import ROOT, Project, make_project
 
-pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 UPSAMPLED = "results/upsampler/samples/samples.npz"
 NETWORK = {"channels": 32, "multipliers": [1], "num_res_blocks": 1, "attention_resolutions": []}

@@ -7,7 +7,7 @@ import json
 import pytest
 from projects import Project
 
-pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project) -> None:

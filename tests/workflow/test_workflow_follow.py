@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from projects import Project
 
-pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 POINTS = """
 SELECT count(*) FROM metrics JOIN runs USING (run_uuid) JOIN tags USING (run_uuid)

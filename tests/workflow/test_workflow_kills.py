@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from projects import Project
 
-pytestmark = pytest.mark.xdist_group("workflow")
-
 RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/samples.npz", "results/micro/metrics.json"]
 
 

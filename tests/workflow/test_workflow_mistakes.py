@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from projects import Project
 
-pytestmark = pytest.mark.xdist_group("workflow")
-
 
 def told(project: Project, *arguments: str) -> str:
     """The one line that Snakemake ends with."""

@@ -11,7 +11,7 @@ from projects import ROOT, Project, make_project
 
 from image_diffusion.data.shards import open_shards
 
-pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 STAGES = {"crop", "detect", "embed", "train", "evaluate"}
 

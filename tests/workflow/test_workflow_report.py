@@ -14,8 +14,6 @@ import pytest
 from browser import CHROMIUM, Browser
 from projects import ROOT, Project
 
-pytestmark = pytest.mark.xdist_group("workflow")
-
 PAGE = "results/micro/report/index.html"
 
 

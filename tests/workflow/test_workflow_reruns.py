@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-import pytest
 from projects import Project
-
-pytestmark = pytest.mark.xdist_group("workflow")
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from projects import Project, make_project
 
-pytestmark = [pytest.mark.xdist_group("workflow"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SWEEP = {"checkpoint": [4, 8], "num_steps": [1]}
 SAMPLE = {"num_samples": 16, "sampler": {"type": "ddim", "num_steps": 2}, "batch_size": 4}
