@@ -136,6 +136,7 @@ def test_distances_rise_with_each_two_classes_that_are_lost(
         means.append(float(np.mean(found)))
     assert means == sorted(means) and len(set(means)) == 5, means
     assert means[1] > 1.2 * means[0], means
+    assert min(means[2:]) > 2 * abs(means[0]), means
 
 
 def test_labels_that_are_wrong_are_seen_by_the_class_metrics_alone(
