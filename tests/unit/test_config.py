@@ -30,6 +30,21 @@ class Outer(Config):
     shapes: list[Annotated[Circle | Square, Field(discriminator="type")]] = Field(default_factory=list)
 
 
+class Named(Config):
+    name: str = ""
+    """What it is called,
+    in one word."""
+    size: int = 1
+    """How large it is."""
+
+
+class Ring(Named):
+    size: int = 2
+    """How wide it is."""
+    shape: Circle | None = None
+    """What it looks like."""
+
+
 GOOD = {"train": {"steps": 3}}
 
 
@@ -78,3 +93,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
     with pytest.raises(ValueError, match=message) as caught:
         load(Outer, path)
     assert str(path) in str(caught.value)
+
+
+def test_the_sentence_under_a_key_describes_it_in_the_schema() -> None:
+    properties = Ring.model_json_schema()["properties"]
+    assert {name: each["description"] for name, each in properties.items()} == {
+        "name": "What it is called,\nin one word.",
+        "size": "How wide it is.",
+        "shape": "What it looks like.",
+    }
+    assert "description" not in Circle.model_json_schema()["properties"]["radius"]
