@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config import Config, load
+from image_diffusion.core.shapes import shapes_only
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
@@ -18,6 +18,7 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems import CodecSystem, System
+from image_diffusion.systems.autoencoder import AutoencoderSystem
 from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.enlarging import check_wanted
@@ -145,8 +146,8 @@ def check_experiment(
     """Raise ValueError for what cannot work, before any work is done: sizes that do not fit one another.
 
     codec_experiment: the experiment that trains the codec, base: that whose samples are enlarged, against: that whose
-    samples these are compared with, where there are. The network is built without memory (torch's meta device), so that
-    its own checks speak.
+    samples these are compared with, where there are. The network is built of shapes alone, so that its own checks
+    speak.
     """
     if isinstance(experiment.system, PriorSystem) or experiment.pairs is not None:
         _check_prior(experiment)
@@ -174,8 +175,11 @@ def check_experiment(
     if experiment.evaluate.likelihood is not None:
         check_likelihood(experiment.system, experiment.codec, experiment.evaluate.likelihood)
     spec = experiment.codec.spec(images, autoencoder)
-    with torch.device("meta"):
-        experiment.system.build_network(spec)
+    if isinstance(experiment.system, AutoencoderSystem):
+        experiment.system.network.check(spec)
+    else:
+        with shapes_only():
+            experiment.system.build_network(spec)
     _check_small_images(experiment, base)
 
 
