@@ -13,38 +13,24 @@ from projects import ROOT, Project, make_project
 
 pytestmark = pytest.mark.slow
 
-SNAKEFILE = """
-configfile: "config/mine.yaml"
+
+def documented() -> str:
+    """The Snakefile of docs/module.md."""
+    page = (ROOT / "docs/module.md").read_text()
+    return page.split("```python\n")[1].split("```")[0]
 
 
-rule sizes:
-    input:
-        "models/micro_latent/samples/grid.png",
-    output:
-        "sizes.txt",
-    shell:
-        "wc -c < {{input}} > first.txt; cat first.txt first.txt > {{output}}"
-
-
-module image_diffusion:
-    snakefile:
-        "{root}/Snakefile"
-    config:
-        config["diffusion"]
-{more}
-
-use rule * from image_diffusion as diffusion_*
-"""
-
-
-def write_own_workflow(folder: Path, more: str = "") -> Project:
-    """A folder whose own Snakefile uses all rules under other names, with images and experiments of its own."""
+def write_own_workflow(folder: Path, **changes: str) -> Project:
+    """A folder whose own Snakefile is the documented one but for changes, with images and experiments of its own."""
     project = make_project(folder)
-    (project / "config/config.yaml").unlink()
     tracking = {"uri": "sqlite:///mlflow.db", "project": "mine"}
     config = {"diffusion": {"experiments": ["micro_latent"], "results": "models", "tracking": tracking}}
-    (project / "config/mine.yaml").write_text(yaml.safe_dump(config))
-    (project / "Snakefile").write_text(SNAKEFILE.format(root=ROOT, more=more))
+    (project / "config/config.yaml").write_text(yaml.safe_dump(config))
+    text = documented()
+    for old, new in {"/path/to/image-diffusion": str(ROOT), "flowers": "micro_latent", **changes}.items():
+        assert old in text
+        text = text.replace(old, new)
+    (project / "Snakefile").write_text(text)
     for name in ("micro_dvae", "micro_latent"):
         shutil.copy(ROOT / "tests/workflow" / f"{name}.yaml", project / "config/experiments")
     project.edit(lambda experiment: experiment.pop("encode"), "micro_dvae")
@@ -54,7 +40,7 @@ def write_own_workflow(folder: Path, more: str = "") -> Project:
 def test_as_a_module_of_another_workflow(tmp_path: Path) -> None:
     own = write_own_workflow(tmp_path / "own")
     ends = [f"models/micro_latent/{name}" for name in ("tracked.json", "report/index.html")]
-    own.run("sizes.txt", *ends)
+    own.run("gallery.html", *ends)
     models = own / "models"
     assert (models / "micro_latent/samples/samples.npz").is_file()
     assert (models / "datasets/dots-16/micro_dvae/manifest.json").is_file()
@@ -62,27 +48,27 @@ def test_as_a_module_of_another_workflow(tmp_path: Path) -> None:
     assert json.loads((models / "micro_latent/tracked.json").read_text())["project"] == "mine"
     assert not (own / "results").exists()
     # Its own rule ran as ever, both commands of it; and whose folder it is, is not our business.
-    size = (models / "micro_latent/samples/grid.png").stat().st_size
-    assert (own / "sizes.txt").read_text().split() == [str(size)] * 2
+    image = "<img src=models/micro_latent/samples/grid.png>"
+    assert (own / "gallery.html").read_text() == f"<h1>Flowers</h1>\n{image}\n"
     assert not (own / ".snakemake/owner").exists()
 
-    assert own.planned("sizes.txt", *ends) == set()
+    assert own.planned("gallery.html", *ends) == set()
     of_the_codec = {f"diffusion_{stage}" for stage in ("all", "evaluate", "track", "report", "summary")}
     assert own.planned("diffusion_all") == of_the_codec
     own.edit(lambda experiment: experiment["sample"].update(num_samples=8), "micro_latent")
     after = {f"diffusion_{stage}" for stage in ("sample", "evaluate", "track", "report")}
-    assert own.planned("sizes.txt", *ends) == after | {"sizes"}
+    assert own.planned("gallery.html", *ends) == after | {"gallery"}
 
 
 def test_the_first_rule_of_the_other_workflow_stays_its_default(tmp_path: Path) -> None:
     own = write_own_workflow(tmp_path / "own")
     planned = own.planned()
-    assert {"sizes", "diffusion_sample"} <= planned
+    assert {"gallery", "diffusion_sample"} <= planned
     assert "diffusion_report" not in planned
 
 
 def test_a_prefix_of_paths_is_refused_with_one_line(tmp_path: Path) -> None:
-    own = write_own_workflow(tmp_path / "own", '    prefix:\n        "elsewhere"\n')
+    own = write_own_workflow(tmp_path / "own", **{"    config:\n": '    prefix:\n        "elsewhere"\n    config:\n'})
     done = own.snakemake("--dry-run")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: The module has a prefix, which does not reach")
