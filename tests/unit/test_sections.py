@@ -48,7 +48,10 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
         (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
         (DVAE | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but a system of type dvae"),
-        (DIT | {"evaluate": {"lpips": {"backbone": "a", "heads": "b"}}}, "evaluate.lpips is set, but a system of type dit has no use for it"),
+        (
+            DIT | {"evaluate": {"lpips": {"backbone": "a", "heads": "b"}}},
+            "evaluate.lpips is set, but a system of type dit has no use for it",
+        ),
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
         (
