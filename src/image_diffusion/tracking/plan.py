@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import yaml
-
+from image_diffusion.core import plain_yaml
 from image_diffusion.core.files import digest, read_json, sha256_file
 from image_diffusion.core.history import History, Point, read_journals
 from image_diffusion.data.records import content_digest
@@ -169,7 +168,7 @@ def final_weights(each: PlannedRun, run_id: str, request: Request) -> FinalWeigh
     files = {name: folder / name for name in _WEIGHTS}
     if sampling.is_file():
         files["sample.yaml"] = sampling
-        weaker = yaml.safe_load(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
+        weaker = plain_yaml.from_text(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
         files |= {f"weaker/{name}": Path(weaker) / name for name in _WEIGHTS if weaker}
     if request.codec_weights is not None:
         files |= {f"codec/{name}": request.codec_weights / name for name in _WEIGHTS}
