@@ -5,6 +5,7 @@ Differences are wanted where the original is wrong; each has a test of its own h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -105,8 +106,12 @@ def test_the_schedules_are_those_of_the_original(golden, name, steps):
     torch.testing.assert_close(process.alpha_bar.float(), file[f"{case}/alphas_cumprod"], **close)
     variance = file[f"{case}/posterior_variance"]
     torch.testing.assert_close(process.steps.variance.float(), variance, rtol=1e-3, atol=1e-7)
+    # The last step, t = 0, has no variance: the original takes the logarithm of 1e-20 for it, we the one of the step
+    # before, as IDDPM does. No noise is drawn in it, so that nothing follows from either.
     log = file[f"{case}/posterior_log_variance_clipped"]
     torch.testing.assert_close(process.steps.log_variance[1:].float(), log[1:], rtol=1e-3, atol=1e-5)
+    assert log[0].item() == pytest.approx(math.log(1e-20))
+    assert process.steps.log_variance[0] == process.steps.log_variance[1]
     torch.testing.assert_close(
         process.steps.x0_weight.float(), file[f"{case}/posterior_mean_coef1"], rtol=1e-3, atol=1e-6
     )

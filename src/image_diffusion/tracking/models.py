@@ -9,7 +9,6 @@ import json
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +20,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 
 import image_diffusion
-from image_diffusion.mlflow_connection import KEY, Connection, locked
+from image_diffusion.tracking.connection import KEY, Connection, locked
+from image_diffusion.tracking.plan import FinalWeights
 
 BEST = "best"
 _VERSIONS = "mlflow.modelVersions"
@@ -31,25 +31,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).with_name("image_diffusion.zip")))
-from image_diffusion.pyfunc import _load_pyfunc
+from image_diffusion.tracking.pyfunc import _load_pyfunc
 '''
-
-
-@dataclass(frozen=True)
-class FinalWeights:
-    """The weights that a run ended with.
-
-    key: says which ones; never changes. files: what is sent of them, by name in the model. made: milliseconds since
-    1970.
-    """
-
-    key: str
-    name: str
-    run_id: str
-    step: int
-    made: int
-    tags: Mapping[str, str]
-    files: Mapping[str, Path]
 
 
 class Models:
@@ -143,7 +126,7 @@ class Models:
     def _send_files(self, model_id: str, weights: FinalWeights) -> None:
         """Send what lies in the folder of a logged model. Sent again, every file replaces itself."""
         # It imports PyTorch, which a tracker has no other use for.
-        from image_diffusion.pyfunc import signature
+        from image_diffusion.tracking.pyfunc import signature
 
         usable = None
         try:

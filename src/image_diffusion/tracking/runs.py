@@ -28,7 +28,7 @@ from mlflow.entities import (
 from PIL import Image as PillowImage
 
 from image_diffusion.core.history import Image, Point
-from image_diffusion.mlflow_connection import KEY, Connection
+from image_diffusion.tracking.connection import KEY, Connection
 
 T = TypeVar("T")
 
