@@ -127,10 +127,9 @@ def _no_use(keys: list[str], kind: type[System]) -> str:
 @cache
 def experiment_of(system: type[System]) -> type[Experiment]:
     """The experiments of one kind of system: its own sections with their own defaults."""
-    fields: dict[str, Any] = {"system": (system, Field(description=Experiment.model_fields["system"].description))}
+    fields: dict[str, Any] = {"system": (system, ...)}
     for name, section in system.sections.items():
-        known = Experiment.model_fields.get(name)
-        about = known.description if known is not None else section.kind.__doc__
+        about = None if name in Experiment.model_fields else section.kind.__doc__
         fields[name] = (section.kind, Field(... if section.default is None else section.default, description=about))
     return create_model(f"Experiment of {name_of(system)}", __base__=Experiment, **fields)
 

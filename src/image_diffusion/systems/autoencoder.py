@@ -27,6 +27,9 @@ class AutoencoderSystem(CodecSystem):
     exports: ClassVar[tuple[str, ...]] = ("diffusers",)
     decoded: ClassVar[str] = "mean"
 
+    def check_network(self, spec: DataSpec) -> None:
+        self.network.check(spec)  # building it would import diffusers
+
     def build_network(self, spec: DataSpec) -> Autoencoder:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec, LatentShape
 from image_diffusion.core.config import Config
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.shapes import shapes_only
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Objective
 from image_diffusion.data.shards import Shards
@@ -62,12 +62,16 @@ class System(Config, ABC):
     def check(self, experiment: Sections, others: Others) -> None:
         """Raise ValueError for sections that do not go together.
 
-        The network is built without memory (torch's meta device), so that its own checks speak.
+        The network is built of shapes alone, so that its own checks speak.
         """
         images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
         autoencoder = others.codec.system.latents if others.codec is not None else None
-        with torch.device("meta"):
-            self.build_network(experiment.codec.spec(images, autoencoder))
+        self.check_network(experiment.codec.spec(images, autoencoder))
+
+    def check_network(self, spec: DataSpec) -> None:
+        """Raise ValueError where the network does not fit the data."""
+        with shapes_only():
+            self.build_network(spec)
 
     def check_flips(self, probability: float) -> None:
         """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability) and cannot be."""
