@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import datetime
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 
 from image_diffusion.core.files import write_text
 from image_diffusion.workflow import resolve as module
-from image_diffusion.workflow.resolve import check_config, resolve, resolved_code
+from image_diffusion.workflow.resolve import resolve, resolved_code
 from plans import a_plan, write_plans
 
 SCHEMA = Path(__file__).resolve().parents[2] / "workflow" / "schemas" / "config.schema.json"
@@ -42,9 +42,9 @@ class Place:
             write_plans(results, plan)
 
         monkeypatch.setattr(module, "configure", configure)
-        digests, checks = module.stage_digests, module.check_config
+        digests, checks = module.stage_digests, module.check_settings
         monkeypatch.setattr(module, "stage_digests", lambda source: (self.done.append("digest"), digests(source))[1])
-        monkeypatch.setattr(module, "check_config", lambda *given: (self.done.append("check"), checks(*given))[1])
+        monkeypatch.setattr(module, "check_settings", lambda *given: (self.done.append("check"), checks(*given))[1])
 
     def does(self, **changes: Any) -> set[str]:
         """What `resolve` has to do now."""
@@ -123,15 +123,19 @@ def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"reslts": "x"}, "config/config.yaml: Additional properties are not allowed ('reslts' was unexpected)"),
-        ({"nodes": 0}, "config/config.yaml: nodes: 0 is less than the minimum of 1"),
-        ({"experiments": ["../x"]}, "config/config.yaml: experiments.0: '../x' does not match"),
+        ({"results": ["a"]}, "config/config.yaml: results: ['a'] is not of type 'string'."),
+        ({"results": datetime.date(2026, 1, 2)}, "config/config.yaml: results: "),
+        ({"experiments": "one"}, "config/config.yaml: experiments is 'one', but a list is meant."),
+        ({"experiments": ["on"]}, "config/experiments/on.yaml does not exist. Did you mean one?"),
     ],
 )
-def test_a_mistake_in_the_configuration_is_one_line(changes: dict[str, Any], line: str) -> None:
+def test_a_mistake_in_the_settings_is_one_line_before_any_work(
+    place: Place, changes: dict[str, Any], line: str
+) -> None:
     with pytest.raises(ValueError) as caught:
-        check_config(json.loads(json.dumps(CONFIG | changes)), SCHEMA)
+        place.does(**changes)
     assert str(caught.value).startswith(line)
+    assert "configure" not in place.done
 
 
 def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
