@@ -31,7 +31,7 @@ from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.samplers.noise import image_streams
-from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
 from image_diffusion.systems.prior import PriorSystem
 
 CLOSE = {"rtol": 1e-3, "atol": 5e-5}
@@ -207,7 +207,7 @@ def test_the_loss_is_that_of_the_original(golden, kind, loss):
     file = golden("m05_prior.npz")
     system, network = system_of(file, kind, loss), network_of(file, "prior_in")
     pairs = pairs_of(file)
-    batch = system.batch(pairs, streams_of(4))
+    batch = system.pair_batch(pairs, streams_of(4))
     objective = system.build_objective(network.spec)
     losses = objective.losses_at(network, batch.x, file["prior_in/t"], file["prior_in/noise"], batch.cond, None)
     torch.testing.assert_close(losses.loss.mean(), file[f"prior_{kind}_{loss}/loss"], **LOOPS)
@@ -327,7 +327,7 @@ def test_difference_nothing_is_dropped_while_the_network_is_not_trained(golden):
     """D-42: the original drops conditions in validation as well."""
     file = golden("m05_prior.npz")
     network = network_of(file, "prior_in")
-    batch = system_of(file, "x0").batch(pairs_of(file), streams_of(4))
+    batch = system_of(file, "x0").pair_batch(pairs_of(file), streams_of(4))
     losses = {}
     for often in (0.0, 1.0):
         system = system_of(file, "x0", text_drop_probability=often, image_drop_probability=often)

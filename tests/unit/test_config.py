@@ -41,6 +41,21 @@ class Outer(Config):
     shapes: list[Annotated[Circle | Square, Field(discriminator="type")]] = Field(default_factory=list)
 
 
+class Named(Config):
+    name: str = ""
+    """What it is called,
+    in one word."""
+    size: int = 1
+    """How large it is."""
+
+
+class Ring(Named):
+    size: int = 2
+    """How wide it is."""
+    shape: Circle | None = None
+    """What it looks like."""
+
+
 GOOD = {"train": {"steps": 3}}
 
 
@@ -184,3 +199,13 @@ def test_the_learning_rate_is_found_where_it_is() -> None:
     data = {"steps": 1, "lr": 1e-4}
     with pytest.raises(ValueError, match="x.yaml: lr is not a known key. Did you mean optimizer.lr?"):
         parse(TrainConfig, data, "x.yaml")
+
+
+def test_the_sentence_under_a_key_describes_it_in_the_schema() -> None:
+    properties = Ring.model_json_schema()["properties"]
+    assert {name: each["description"] for name, each in properties.items()} == {
+        "name": "What it is called,\nin one word.",
+        "size": "How wide it is.",
+        "shape": "What it looks like.",
+    }
+    assert "description" not in Circle.model_json_schema()["properties"]["radius"]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import typing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from image_diffusion.core import plain_yaml
 from image_diffusion.core.mistakes import nearest, sentence
@@ -17,7 +23,17 @@ T = TypeVar("T")
 class Config(BaseModel):
     """Base of every configuration section. Frozen, and strict about unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
+        """The sentence under each field describes it in the schema. Read here alone: pydantic's own
+        use_attribute_docstrings reads the source of every class as it is made, a third of a second at each start."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, about in _sentences(cls).items():
+            properties[name]["description"] = about
+        return schema
 
 
 def read_yaml(path: Path) -> Any:
@@ -55,6 +71,22 @@ def dump(config: Config) -> dict[str, Any]:
 def to_yaml(data: Any) -> str:
     """Plain data as YAML, keys in their given order: the same data always gives the same bytes."""
     return plain_yaml.to_text(data)
+
+
+def _sentences(kind: type[BaseModel]) -> dict[str, str]:
+    """What stands under the fields of a class and of those it inherits from, by field."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if issubclass(each, Config) and each is not Config:
+            try:
+                statements = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+            except OSError:  # a class that was made, not written
+                continue
+            for field, below in pairwise(typing.cast("ast.ClassDef", statements).body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        found[name] = inspect.cleandoc(text)
+    return {name: text for name, text in found.items() if name in kind.model_fields}
 
 
 def _files_beside(path: Path) -> str:

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
-from image_diffusion.systems.prior import PriorSystem
 
 _QUERY, _LAYER = "learned_query", "causal_transformer.layers"
 
@@ -29,34 +27,33 @@ ViT-L/14 and ViT-B/32, whose shapes tell them apart, the second for ViT-B/32."""
 
 def is_prior(content: Mapping[str, Any]) -> bool:
     """Whether a file's content holds a prior: bare, as `DiffusionPrior` saves it, or as its trainer does."""
-    return _QUERY in _named(content)
+    return _QUERY in named_tensors(content)
 
 
-def read_prior(
-    content: Mapping[str, Any], path: Path, described: PriorSystem | None
-) -> tuple[dict[str, Tensor], PriorSystem, DataSpec]:
-    """The weights under this project's names, the system and the data they are of.
+def published(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+    """The network, process and objective of a published prior. tensors: as `named_tensors` gives them.
 
-    path: the file they are from, by whose name the published ones are known. described: the system of an experiment,
-    for any other file. Of a trainer's file the averaged weights are taken. Raises ValueError for a file nothing is
-    known of, or with what is missing, unexpected or of another shape.
+    path: the file they are from, by whose name it is known. Raises ValueError for a file nothing is known of.
     """
-    tensors = _named(content)
-    spec = DataSpec(channels=tensors[_QUERY].shape[0], resolution=1)
-    if described is None:
-        if path.stem not in PUBLISHED:
-            raise ValueError(
-                f"{path} is a prior, but of no published name, and its tensors do not tell how it was trained. Give "
-                f"--experiment, the experiment file that describes it, or the file its published name: "
-                f"{', '.join(f'{name}.pth' for name in PUBLISHED)}."
-            )
-        recipe = PUBLISHED[path.stem]
-        network = network_of_shapes(tensors).model_copy(update=recipe["network"])
-        timesteps = network.num_timesteps or 1000
-        process = Discrete(schedule=Cosine(), num_timesteps=timesteps)
-        described = PriorSystem(network=network, process=process, objective=recipe["objective"])
-    with torch.device("meta"):
-        expected = described.build_network(spec).state_dict()
+    if path.stem not in PUBLISHED:
+        raise ValueError(
+            f"{path} is a prior, but of no published name, and its tensors do not tell how it was trained. Give "
+            f"--experiment, the experiment file that describes it, or the file its published name: "
+            f"{', '.join(f'{name}.pth' for name in PUBLISHED)}."
+        )
+    recipe = PUBLISHED[path.stem]
+    network = network_of_shapes(tensors).model_copy(update=recipe["network"])
+    process = Discrete(schedule=Cosine(), num_timesteps=network.num_timesteps or 1000)
+    return {"network": network, "process": process, "objective": recipe["objective"]}
+
+
+def spec_of(tensors: Mapping[str, Tensor]) -> DataSpec:
+    """The embeddings that a prior's tensors are of."""
+    return DataSpec(channels=tensors[_QUERY].shape[0], resolution=1)
+
+
+def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ValueError with the names of what is missing, unexpected or of another shape."""
     problems = {
         "missing": sorted(expected.keys() - tensors.keys()),
         "unexpected": sorted(tensors.keys() - expected.keys()),
@@ -67,7 +64,6 @@ def read_prior(
     told = [f"{problem}: {', '.join(names[:8])}" for problem, names in problems.items() if names]
     if told:
         raise ValueError(f"{path} does not fit the prior described. {'; '.join(told)}. Use weights of this network.")
-    return {name: tensor.float() for name, tensor in tensors.items()}, described, spec
 
 
 def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
@@ -97,12 +93,12 @@ def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
     )
 
 
-def _named(content: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the network, under the network's own names."""
+def named_tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the network in a file's content, under its own names; of a trainer's file the average."""
     for key in ("ema_model", "model"):  # a trainer's file; the average goes before the weights as trained
         inner = content.get(key)
-        if isinstance(inner, Mapping) and _named(inner):
-            return _named(inner)
+        if isinstance(inner, Mapping) and named_tensors(inner):
+            return named_tensors(inner)
     for prefix in ("net.", ""):
         found = {name.removeprefix(prefix): each for name, each in content.items() if name.startswith(prefix)}
         if isinstance(found.get(_QUERY), Tensor):

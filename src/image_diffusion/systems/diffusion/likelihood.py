@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,13 @@ from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
 from image_diffusion.process.parameterization import clamp
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.enlarging import shrink
+from image_diffusion.systems.diffusion.enlarging import shrink
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
 
 
-def check_likelihood(system: Config, codec: Config, settings: LikelihoodConfig) -> None:
+def check_likelihood(system: DiffusionSystem, codec: Config, settings: LikelihoodConfig) -> None:
     """Raise ValueError for a system without a likelihood of images.
 
     It takes a chain of steps x_t -> x_s, each a Gaussian p(x_s | x_t) given x_t alone, that ends at pixels: a discrete
@@ -30,8 +32,6 @@ def check_likelihood(system: Config, codec: Config, settings: LikelihoodConfig) 
     decoder of latents gives no probability to a pixel.
     """
     advice = "Leave out evaluate.likelihood."
-    if not isinstance(system, DiffusionSystem):
-        raise ValueError(f"evaluate.likelihood: a {type(system).__name__} is no diffusion of images. {advice}")
     if not isinstance(codec, Rgb):
         raise ValueError(
             f"evaluate.likelihood: the network works on latents, from which no pixel has a probability. {advice}"
@@ -52,10 +52,15 @@ class ImageBound:
     """
 
     def __init__(
-        self, network: nn.Module, system: Config, spec: DataSpec, codec: Config, settings: LikelihoodConfig
+        self,
+        network: nn.Module,
+        system: DiffusionSystem,
+        spec: DataSpec,
+        codec: Config,
+        settings: LikelihoodConfig,
     ) -> None:
         check_likelihood(system, codec, settings)
-        assert isinstance(system, DiffusionSystem) and isinstance(system.process, Discrete)
+        assert isinstance(system.process, Discrete)
         process = system.process.build()
         self._process = process.respaced(settings.timesteps) if settings.timesteps else process
         self.timesteps: list[int] = self._process.timestep_map.flip(0).tolist()
@@ -66,7 +71,7 @@ class ImageBound:
     def __call__(self, images: Tensor, labels: Tensor, numbers: Tensor) -> BitsPerDim:
         """The bounds of uint8 images [B, C, H, W] with labels, int64 [B]. numbers: int64 [B], whose noise is drawn."""
         x0, objective, grid = from_uint8(images.to(self._device)), self._system.objective, self._process.grid()
-        cond = {"label": labels.to(self._device)} if self._spec.num_classes and self._system.is_conditional else {}
+        cond = {"label": labels.to(self._device)} if self._spec.num_classes else {}
         if self._system.low_resolution is not None:
             cond["low_res"] = shrink(x0, self._system.low_resolution)
         denoiser = NetworkDenoiser(

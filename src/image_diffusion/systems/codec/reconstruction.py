@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ from image_diffusion.core.pictures import image_grid, save_picture
 from image_diffusion.metrics.reconstruction import codebook_use, psnr, ssim
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
+from image_diffusion.systems.given import Model, Preview, ToPreview
+from image_diffusion.systems.system import on_best_device
 
 _SHOWN = 16
 _SMALLEST_SSIM = 11  # pixels of its window
@@ -83,6 +87,28 @@ def show_reconstructions(
         plot_codebook(counts, plot)
         result["codebook"] = plot
     return result
+
+
+def preview_reconstructions(given: ToPreview) -> Preview:
+    """Shows what is left of held-out images, as many as the network is validated on."""
+
+    def draw(network: nn.Module, step: int) -> dict[str, Path | float]:
+        images = given.held_out.gather(np.arange(min(given.held_out.num_samples, given.num_samples)))
+        return show_reconstructions(network, images, given.settings.batch_size, given.folder, step)
+
+    return draw
+
+
+class Reconstructions:
+    """Encodes and decodes images that are sent to it."""
+
+    def __init__(self, model: Model, decoded: str) -> None:
+        self._network, self._decoded = on_best_device(model), decoded
+
+    def __call__(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The images, uint8 [N, H, W, C], as they are decoded from their latents."""
+        found = reconstruct(self._network, torch.tensor(images).permute(0, 3, 1, 2))
+        return found.decoded[self._decoded].permute(0, 2, 3, 1).cpu().contiguous().numpy()
 
 
 def plot_codebook(counts: Tensor, path: Path) -> None:

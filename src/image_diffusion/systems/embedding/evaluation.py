@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,16 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.together import gathered, share
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.pairs import IMAGE
-from image_diffusion.data.shards import Shards
+from image_diffusion.data.shards import Shards, Split, open_shards
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.metrics.similarity import other_captions, similarities, similarity_estimates
-from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.given import ToJudge
+from image_diffusion.systems.system import on_best_device
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.prior import PriorSystem
 
 _EPOCH = 2**31 - 1  # no pass over the training data gets this number
 
@@ -57,6 +61,17 @@ class PredictionConfig(EmbeddingSampling):
                     f"{system.process.num_timesteps}."
                 )
             self.at(count).sampler.grid(system.process)
+
+
+def judge_prior(system: PriorSystem, given: ToJudge) -> dict[str, Any]:
+    """What metrics.json holds; the weights that were not averaged are measured too, where they were kept."""
+    assert given.model is not None
+    names: tuple[Split, ...] = ("train", "validation", "test")
+    splits: dict[str, Shards] = {name: open_shards(given.data, name) for name in names}
+    networks = {"": on_best_device(given.model)}
+    if (raw := given.raw()) is not None:
+        networks["online"] = raw
+    return evaluate_prior(networks, system, given.model.spec, splits, given.sections["prediction"], given.report)
 
 
 def evaluate_prior(
@@ -124,7 +139,7 @@ def _losses(
             rows = mine[start : start + settings.batch_size]
             sample = torch.from_numpy(rows).to(device)
             streams = Streams(settings.seed, torch.full_like(sample, _EPOCH), sample)
-            batch = system.batch(data.gather(rows).to(device), streams)
+            batch = system.pair_batch(data.gather(rows).to(device), streams)
             parts.append(objective(network, batch).loss.double().cpu())
             progress.advance(len(rows))
     return torch.cat([part for each in gathered(parts) for part in each])

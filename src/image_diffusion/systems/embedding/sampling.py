@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import torch
 from pydantic import Field
@@ -18,7 +18,9 @@ from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.samplers.noise import image_streams, initial_noise
-from image_diffusion.systems.prior import PriorSystem
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.prior import PriorSystem
 
 
 class EmbeddingSampling(Config):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from image_diffusion.core.config import Config, dump, parse
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.generation import SampleConfig
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
 
 Axis = Literal["guidance_scale", "sampler", "num_steps", "checkpoint"]
 
@@ -54,12 +56,10 @@ class SweepConfig(Config):
         return found
 
 
-def check_sweep(sweep: SweepConfig, sample: SampleConfig, system: Config, is_kept: Callable[[int], bool]) -> None:
+def check_sweep(
+    sweep: SweepConfig, sample: SampleConfig, system: DiffusionSystem, is_kept: Callable[[int], bool]
+) -> None:
     """Raise ValueError, before any work, for a point that cannot be sampled. is_kept: of a step's weights."""
-    if not sweep.values:
-        return
-    if not isinstance(system, DiffusionSystem):
-        raise ValueError("sweep is set, but the system makes no samples from noise. Leave sweep out.")
     for axis, values in sweep.values.items():
         if len(set(values)) < len(values):
             raise ValueError(f"sweep.{axis} names a value twice. Give each once.")

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.config import dump
+from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import digest
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.together import gathered, share
+from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.classes import agreement
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluation import RealImages
@@ -26,9 +28,20 @@ from image_diffusion.metrics.panel import with_floor
 from image_diffusion.metrics.reconstruction import codebook_estimates, reconstruction_estimates
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
-from image_diffusion.systems.reconstruction import plot_codebook, reconstruct
+from image_diffusion.systems.codec.reconstruction import plot_codebook, reconstruct
+from image_diffusion.systems.given import ToJudge
+from image_diffusion.systems.system import on_best_device
 
 _SHOWN = 16
+
+
+def judge_codec(given: ToJudge) -> dict[str, Any]:
+    """What metrics.json holds. Raises ValueError for what does not fit."""
+    assert given.model is not None
+    settings: EvaluateConfig = given.sections["evaluate"]
+    data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
+    detector = settings.detector.build(given.detector, str(best_device()))
+    return evaluate_codec(on_best_device(given.model), data, detector, settings, given.report)
 
 
 def evaluate_codec(

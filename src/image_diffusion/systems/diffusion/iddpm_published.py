@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
-from image_diffusion.networks.unet_weights import check_fit, num_label_rows, unet_of_shapes
+from image_diffusion.networks.unet_weights import unet_of_shapes
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine, Linear
-from image_diffusion.systems.iddpm import IddpmSystem
 
 
 @dataclass(frozen=True)
@@ -68,31 +66,17 @@ PUBLISHED: dict[str, Recipe] = {
 """By the name of the file, without its suffix."""
 
 
-def read_iddpm(
-    tensors: Mapping[str, Tensor], path: Path, described: tuple[IddpmSystem, DataSpec] | None
-) -> tuple[IddpmSystem, DataSpec]:
-    """The system and the data that the tensors of a U-Net are of.
+def published(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Any], DataSpec]:
+    """The network, process and objective of a published U-Net, and the data it is of.
 
-    path: the file they are from, by whose name the published ones are known. described: the system and data of an
-    experiment, for any other file; its number of classes is not looked at, since the label table tells it.
-
-    Raises ValueError for a file nothing is known of, or with what is missing, unexpected or of another shape.
+    path: the file they are from, by whose name it is known. Raises ValueError for a file nothing is known of.
     """
-    if described is not None:
-        system, spec = described
-        num_classes = max(num_label_rows(tensors) - system.drops_labels, 0)
-        spec = spec.model_copy(update={"num_classes": num_classes})
-    elif path.stem in PUBLISHED:
-        recipe = PUBLISHED[path.stem]
-        network, spec = unet_of_shapes(tensors, recipe.network, path)
-        system = IddpmSystem(network=network, process=recipe.process, objective=recipe.objective)
-    else:
+    if path.stem not in PUBLISHED:
         raise ValueError(
             f"{path} is a U-Net, but of no published name, and its tensors do not tell its heads or its noise. Give "
             f"--experiment, the experiment file that describes it, or the file its published name, such as "
             f"{next(iter(PUBLISHED))}.pt."
         )
-    with torch.device("meta"):
-        expected = system.build_network(spec).state_dict()
-    check_fit(expected, tensors, path)
-    return system, spec
+    recipe = PUBLISHED[path.stem]
+    network, spec = unet_of_shapes(tensors, recipe.network, path)
+    return {"network": network, "process": recipe.process, "objective": recipe.objective}, spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from pydantic import Field
@@ -18,7 +18,9 @@ from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.noise import image_streams, initial_noise
-from image_diffusion.systems.diffusion import DiffusionSystem
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
 
 
 class SampleConfig(Config):
@@ -58,35 +60,23 @@ class SampleConfig(Config):
         return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
 
 
-def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> list[slice]:
-    """The batches of part i of n, (i, n): all parts together make the batches of a single one."""
-    index, of = part
-    starts = range(0, num_samples, batch_size)
-    mine = starts[len(starts) * index // of : len(starts) * (index + 1) // of]
-    return [slice(start, min(start + batch_size, num_samples)) for start in mine]
-
-
 class Generator:
     """Makes images from seeds, on the device of the network.
 
     weaker: the network of `settings.weaker_weights`, on the same device.
 
-    Raises ValueError when the sampler or the guidance do not fit the system, or the system makes no images.
+    Raises ValueError when the sampler or the guidance do not fit the system.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        system: Config,
+        system: DiffusionSystem,
         spec: DataSpec,
         codec: Codec,
         settings: SampleConfig,
         weaker: nn.Module | None = None,
     ) -> None:
-        if not isinstance(system, DiffusionSystem):
-            raise ValueError(
-                f"A {type(system).__name__} makes no images from noise. Sample an experiment with a diffusion system."
-            )
         scale, labelled = settings.guidance.guidance_scale, spec.num_classes > 0
         if scale != 1 and labelled and weaker is None and not system.drops_labels:
             raise ValueError(
@@ -142,14 +132,22 @@ def requested_labels(
         return None
     if labels == "random":
         return image_streams(seeds).integers("label", len(classes))
-    chosen = range(len(classes)) if labels == "balanced" else [_class_number(label, classes) for label in labels]
+    chosen = range(len(classes)) if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
     return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
 
 
-def _class_number(label: int | str, classes: list[str]) -> int:
+def chosen_classes(key: str, labels: list[int | str], classes: list[str]) -> list[int]:
+    """The numbers of classes that are named or numbered. key: where they are written, for the message.
+
+    Raises ValueError for a class that does not exist.
+    """
+    return [_class_number(key, label, classes) for label in labels]
+
+
+def _class_number(key: str, label: int | str, classes: list[str]) -> int:
     if isinstance(label, str) and label in classes:
         return classes.index(label)
     if isinstance(label, int) and 0 <= label < len(classes):
         return label
     shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
-    raise ValueError(f"sample.labels names the class {label!r}; the model knows 0 to {len(classes) - 1}: {shown}.")
+    raise ValueError(f"{key} names the class {label!r}; the model knows 0 to {len(classes) - 1}: {shown}.")

@@ -17,7 +17,7 @@ from image_diffusion.metrics.intervals import mean_estimate
 from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.metrics.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.systems.enlarging import shrink
+from image_diffusion.systems.diffusion.enlarging import shrink
 
 _SHOWN = 10
 
