@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 import yaml
-from pydantic import Field
+from pydantic import Field, create_model
 
 from image_diffusion.core.config import Config, dump, load, parse, read_yaml, to_yaml
 from image_diffusion.data.config import DataConfig
@@ -208,4 +208,8 @@ def test_the_sentence_under_a_key_describes_it_in_the_schema() -> None:
         "size": "How wide it is.",
         "shape": "What it looks like.",
     }
+    colour = (str, Field("", description="Its colour."))
+    made = create_model("Made by a call", __base__=Ring, size=(int, 3), colour=colour)
+    told = {name: each["description"] for name, each in made.model_json_schema()["properties"].items()}
+    assert told == {name: each["description"] for name, each in properties.items()} | {"colour": "Its colour."}
     assert "description" not in Circle.model_json_schema()["properties"]["radius"]

@@ -78,15 +78,22 @@ def _sentences(kind: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if issubclass(each, Config) and each is not Config:
-            try:
-                statements = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-            except OSError:  # a class that was made, not written
-                continue
-            for field, below in pairwise(typing.cast("ast.ClassDef", statements).body):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                        found[name] = inspect.cleandoc(text)
-    return {name: text for name, text in found.items() if name in kind.model_fields}
+            found |= _sentences_of(each)
+    return {name: about for name, about in found.items() if name in kind.model_fields}
+
+
+def _sentences_of(kind: type[BaseModel]) -> dict[str, str]:
+    """The same in the source of one class; none of one that was made by a call."""
+    try:
+        written = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except OSError:
+        return {}
+    found = {}
+    for field, below in pairwise(typing.cast("ast.ClassDef", written).body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = inspect.cleandoc(text)
+    return found
 
 
 def _files_beside(path: Path) -> str:

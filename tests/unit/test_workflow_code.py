@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.code import code_digest
+from image_diffusion.workflow.code import code_digest
 
 
 def package(folder: Path, **files: str) -> Path:
