@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,7 +28,10 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
     known = _read(results)
     now: dict[str, Any] = {"config": digest(config), "package": package_digest(source)}
     if known.get("config") != now["config"]:
-        check_config(config, root / "workflow" / "schemas" / "config.schema.json")
+        # A tenth of a second: not for those whose configuration has been checked.
+        from image_diffusion.workflow.settings import check_settings
+
+        check_settings(config, read_json(root / "workflow" / "schemas" / "config.schema.json"), CONFIG, EXPERIMENTS)
     same_package = known.get("package") == now["package"]
     now["code"] = known["code"] if same_package else stage_digests(source)
     now["experiments"] = config["experiments"]
@@ -46,15 +48,6 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def resolved_code(results: Path) -> dict[str, str]:
     """What `resolve` found where Snakemake was started, for a job on another machine."""
     return dict(read_json(_cache(results))["code"])
-
-
-def check_config(config: Mapping[str, Any], schema: Path) -> None:
-    """Raise ValueError unless config.yaml, with what the command line added to it, fits its schema."""
-    import jsonschema  # a tenth of a second: not for those whose configuration has been checked
-
-    for problem in jsonschema.Draft202012Validator(json.loads(schema.read_text())).iter_errors(config):
-        key = ".".join(map(str, problem.absolute_path))
-        raise ValueError(": ".join([str(CONFIG), *([key] if key else []), problem.message]))
 
 
 def configure(experiments: list[Path], results: Path, source: Path) -> None:

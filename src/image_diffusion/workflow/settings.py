@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
 from image_diffusion.core.config import read_yaml
 from image_diffusion.core.mistakes import nearest
 
@@ -16,9 +18,6 @@ def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file:
     settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
     the data alone cannot see: keys that stand twice. experiments: the folder of the experiments that they name.
     """
-    # It comes with Snakemake, which a stage on another machine may have to do without.
-    import jsonschema
-
     if file.is_file():
         read_yaml(file)
     for problem in jsonschema.Draft202012Validator(schema).iter_errors(settings):
