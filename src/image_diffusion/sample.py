@@ -94,6 +94,7 @@ def main() -> None:
             for seed, image in enumerate(images, settings.first_seed):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
         write_json(output / "samples.json", protocol(settings, model) | made.described)
+        journal.metrics({"examples_seen": model.examples_seen}, model.step)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")

@@ -104,6 +104,25 @@ def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:
         Generator(random_network(system(0.0)), system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0}))
 
 
+def test_the_variance_of_the_objective_decides_the_steps() -> None:
+    """Unless the sampler names another: samples and bits per dimension are then of one model."""
+    of = DiTSystem(network=system().network, objective={"variance": "fixed_large", "loss": "simple"})
+    network, seeds, labels = random_network(of), torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    images = {
+        variance: Generator(
+            network, of, SPEC, Rgb(), SampleConfig.model_validate({"sampler": {"type": "ddpm", "num_steps": 4} | named})
+        )(seeds, labels)
+        for variance, named in {
+            "unset": {},
+            "large": {"variance": "fixed_large"},
+            "small": {"variance": "fixed_small"},
+            "unclipped": {"clip_denoised": False},
+        }.items()
+    }
+    assert torch.equal(images["unset"], images["large"])
+    assert not torch.equal(images["unset"], images["small"]) and not torch.equal(images["unset"], images["unclipped"])
+
+
 def run(monkeypatch: pytest.MonkeyPatch, module: object, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
     module.main()  # type: ignore[attr-defined]

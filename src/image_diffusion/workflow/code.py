@@ -44,7 +44,7 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
 
 def stage_digests(source: Path) -> dict[str, str]:
     """The digest of the code of each stage. source: the folder that holds the package."""
-    return {stage: code_digest(f"{PACKAGE}.{stage}", source) for stage in (*STAGES, "detect", "sweep")}
+    return {stage: code_digest(f"{PACKAGE}.{stage}", source) for stage in (*STAGES, "detect", "sweep", "ema")}
 
 
 def package_digest(source: Path) -> str:

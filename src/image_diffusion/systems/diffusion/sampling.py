@@ -127,17 +127,17 @@ class Generator:
 
 
 def requested_labels(
-    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor
+    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor, seed: int = 0
 ) -> Tensor | None:
     """The label of each sample, int64 [N]; None without classes.
 
-    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed, a list of class names
-    or numbers is repeated in turn. Raises ValueError for a class that does not exist.
+    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
+    share, a list of class names or numbers is repeated in turn. Raises ValueError for a class that does not exist.
     """
     if not classes:
         return None
     if labels == "random":
-        return image_streams(seeds).integers("label", len(classes))
+        return image_streams(seeds, seed).integers("label", len(classes))
     chosen = range(len(classes)) if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
     return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
 
