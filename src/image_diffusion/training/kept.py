@@ -24,7 +24,8 @@ def weights_at(
     the checkpoint of that step, or that average, is not kept.
     """
     tensors, model = read_weights(final)
-    step, wanted = step or model["step"], model["ema"] if average is None else _named(average)
+    step = model["step"] if step is None else step
+    wanted = model["ema"] if average is None else _named(average)
     if (step, wanted) == (model["step"], model["ema"]):
         return tensors, model
     for run in sorted(path for path in root.glob("*") if path.is_dir()):
@@ -51,10 +52,10 @@ def weights_in(
     """
     run = _only_run(state)
     there = sorted(path for path in run.glob("step-*") if path.is_dir())
-    folder = there[-1] if step is None and there else run / folder_name(step or 0)
+    folder = there[-1] if step is None else run / folder_name(step)
     if folder not in there:
-        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there) or "none"
-        raise ValueError(f"{run} holds no checkpoint of step {step or 'any'}. Steps that are kept: {steps}.")
+        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there)
+        raise ValueError(f"{run} holds no checkpoint of step {step}. Steps that are kept: {steps}.")
     found, identity = _checked(folder)
     names = sorted(name for name in found.groups if name.startswith("ema-"))
     if average is None and len(names) > 1:
