@@ -8,6 +8,7 @@ Refuses, with one line, what the memory or the disk has no room for.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def main() -> None:
         f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB",
         flush=True,
     )
+    for sentence in training.stage.train.advice():
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
     check(together, memory, found.disk_gib, disk)
     others = {"previews_s": previews_s, "sample_s": sample_s, "memory_limit_gib": memory, "disk_free_gib": disk}
     write_json(arguments.output, asdict(found) | others)

@@ -315,7 +315,11 @@ def config(**changes: Any) -> TrainConfig:
         "optimizer": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.01},
         "schedule": {"type": "cosine", "warmup_steps": 3},
         "grad_clip": 1.0,
-        "ema": {"type": "exponential", "rates": [0.9, 0.99], "warmup": {"update_after_step": 2}},
+        "ema": {
+            "type": "exponential",
+            "rates": [0.9, 0.99],
+            "warmup": {"type": "inverse_power", "update_after_step": 2},
+        },
         "weights": "best",
         "checkpoint": {"every_steps": 4, "keep_last": 2},
         "log_every_steps": 3,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from image_diffusion.core import journal as journal_module
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.history import read_journal, read_journals
 from image_diffusion.core.journal import Journal, NullJournal
@@ -46,6 +47,26 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [(a.name, a.path, a.size) for a in history.artifacts] == [("plots/plot.svg", tmp_path / "plot.svg", 4)]
     assert history.tags["rule"] == "train"
     assert (history.status, history.stage, history.superseded) == ("finished", "train", [])
+
+
+def test_a_run_ended_with_the_last_line_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000, 2000))
+    monkeypatch.setattr(journal_module, "_now_ms", lambda: next(ticks))
+    with pytest.raises(RuntimeError), Journal.open(tmp_path, "train") as journal:  # attempt, metrics, end: 1000 to 1002
+        journal.metrics({"loss": 1.0}, step=1)
+        raise RuntimeError
+    history = read_journal(tmp_path / "train")
+    assert history is not None and (history.starts, history.ended, history.status) == ([1000], 1002, "failed")
+    with Journal.open(tmp_path, "train") as journal:  # 1003 to 1006
+        journal.metrics({"loss": 1.0}, step=1)
+        journal.metrics({"loss": 0.5}, step=2)
+    history = read_journal(tmp_path / "train")
+    assert history is not None and (history.starts, history.ended, history.status) == ([1000, 1003], 1006, "finished")
+    path = sorted((tmp_path / "train").glob("attempt-*.jsonl"))[-1]
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))  # killed before its end
+    history = read_journal(tmp_path / "train")
+    assert history is not None and (history.ended, history.status) == (1005, "killed")
+    assert [(point.step, point.time) for point in history.points] == [(1, 1004), (2, 1005)]
 
 
 def test_redone_steps_are_superseded(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from image_diffusion.core.files import write_json
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
-from image_diffusion.metrics.curve import read_previews
+from image_diffusion.metrics.curve import measure_previews, read_previews
 from image_diffusion.metrics.dinov2 import Dinov2, prepare
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
-from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.features import Detected, detect
 from image_diffusion.metrics.inception import Inception
 from image_diffusion.metrics.moments import Moments
+from image_diffusion.metrics.panel import Reference
 from image_diffusion.metrics.references import read_statistics, write_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
 
@@ -262,6 +263,15 @@ def test_dinov2_preparation_is_imagenet_normalization():
     white = prepare(torch.full((1, 1, 32, 32), 255, dtype=torch.uint8))
     assert white.shape == (1, 3, 224, 224)
     assert white[0, :, 0, 0].tolist() == pytest.approx([2.2489, 2.4286, 2.64], abs=1e-3)
+
+
+def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
+    """A neighbour is needed beyond the nearest ones of each sample: neighbours + 2 samples, itself among them."""
+    settings = EvaluateConfig(neighbours=3, two_sample=False)
+    reference = Reference.of(detect(Brightness(), data.train, 100), torch.from_numpy(data.train.labels))
+    previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
+    curve = measure_previews(previews, Brightness(), reference, CLASSES, settings)
+    assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]
 
 
 def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages, tmp_path: Path):

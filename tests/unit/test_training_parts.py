@@ -13,7 +13,15 @@ from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
-from image_diffusion.training.ema import Averages, ExponentialEma, PowerEma, power_of_width, width_of_power
+from image_diffusion.training.ema import (
+    Averages,
+    ExponentialEma,
+    PowerEma,
+    RampUp,
+    Warmup,
+    power_of_width,
+    width_of_power,
+)
 from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared
 from image_diffusion.training.meter import Health, Meter
@@ -104,6 +112,11 @@ def test_schedules() -> None:
     assert Linear(final=0.5).factor(10, 10) == 0.5
     assert [Constant(warmup_steps=4).factor(step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert [round(Cosine().factor(step, 8), 12) for step in (0, 4, 8)] == [1.0, 0.5, 0.0]
+    half = Cosine(final=0.2, warmup_steps=2)  # 0.2 + 0.8 (1 + cos(pi step / 8)) / 2, halved in the first step
+    root = math.sqrt(0.5)
+    expected = [0.5, 0.6 + 0.4 * root, 0.6, 0.6 - 0.4 * root, 0.2, 0.2]
+    assert [half.factor(step, 8) for step in (0, 2, 4, 6, 8, 9)] == pytest.approx(expected)
+    assert [Linear(final=0.2).factor(step, 8) for step in (0, 2, 8, 9)] == pytest.approx([1.0, 0.8, 0.2, 0.2])
     assert Exponential(decay=0.5, every_steps=100).factor(200, 1000) == 0.25
 
 
@@ -135,6 +148,78 @@ def test_several_averages_keep_their_own_rate() -> None:
     averages.update(2)
     assert [vector.item() for vector in averages.vectors.values()] == pytest.approx([0.75, 0.19])
     assert list(averages.vectors) == ["ema-0.5", "ema-0.9"]
+
+
+def held(config: ExponentialEma | PowerEma, steps: int) -> list[float]:
+    """How much of each average is the initial weights, by averaging: those are one, all later ones zero."""
+    weights = torch.ones(1, dtype=torch.float64)
+    averages = Averages(config, weights)
+    weights.zero_()
+    for step in range(1, steps + 1):
+        averages.update(step)
+    return [vector.item() for vector in averages.vectors.values()]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30, 301])
+@pytest.mark.parametrize("every", [1, 10])
+def test_what_is_left_of_the_initial_weights_is_known_beforehand(steps: int, every: int) -> None:
+    config = ExponentialEma(rates=(0.9, 0.999), update_every=every)
+    assert [config.initial_share(name, steps) for name in config.names] == pytest.approx(held(config, steps))
+    for warmup in (Warmup(), RampUp(), RampUp(ratio=0.2)):
+        warm = ExponentialEma(rates=(0.9, 0.999), update_every=every, warmup=warmup)
+        assert held(warm, max(steps, 2)) == pytest.approx([0.0, 0.0], abs=0.04)
+        assert warm.initial_share("ema-0.999", steps) == 0.0
+    assert held(PowerEma(), steps) == [0.0, 0.0]
+
+
+def test_a_ramp_up_averages_over_a_share_of_the_training() -> None:
+    """After t steps half of the average is of the last 0.05 t, until the rate's own half-life is shorter."""
+    warmup = RampUp()
+    for step in (20, 1000, 10**6):
+        assert warmup.decay(step, 1 - 1e-12) ** (0.05 * step) == pytest.approx(0.5)
+        assert warmup.decay(step, 1 - 1e-12, every=10) ** (0.005 * step) == pytest.approx(0.5)
+    assert warmup.decay(10**6, 0.99) == 0.99
+    for steps in (100, 10_000):  # of any length
+        late = torch.zeros(1, dtype=torch.float64)
+        averages = Averages(ExponentialEma(rates=(0.99999,), warmup=warmup), late)
+        for step in range(1, steps + 1):
+            late.fill_(float(step > 0.95 * steps))
+            averages.update(step)
+        (average,) = averages.vectors.values()
+        assert average.item() == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "rate"),
+    [(300, 1, 0.99), (3000, 1, 0.999), (20_000, 1, 0.9998), (20_000, 10, 0.998), (5, 1, 0.5)],
+)
+def test_a_rate_that_fits_leaves_at_most_a_twentieth(steps: int, every: int, rate: float) -> None:
+    config = ExponentialEma(update_every=every)
+    assert config.fitting_rate(steps, 0.05) == rate
+    fitting = ExponentialEma(rates=(rate,), update_every=every)
+    assert fitting.initial_share(fitting.names[0], steps) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"steps": 300}, "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
+         "train.ema.rates: [0.99] or less, or train.ema.warmup: {type: ramp_up}."),
+        ({"steps": 2, "ema": {"type": "exponential", "update_every": 9}},
+         "After 2 steps 100% of the initial weights are still in the average ema-0.9999. Take "
+         "train.ema.warmup: {type: ramp_up}."),
+        ({"steps": 29_956}, None),
+        ({"steps": 29_955}, "After 29,955 steps 5% of the"),
+        ({"steps": 300, "weights": "raw"}, None),
+        ({"steps": 300, "ema": {"type": "power"}}, None),
+        ({"steps": 300, "ema": {"type": "exponential", "warmup": {"type": "ramp_up"}}}, None),
+        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9999, 0.9]}, "weights": 0.9}, None),
+        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9, 0.9999]}, "weights": 0.9999}, "After 300 "),
+    ],
+)  # fmt: skip
+def test_an_average_that_would_be_the_initial_weights_is_warned_of(changes: dict[str, Any], warned: str | None) -> None:
+    advice = settings(**changes).advice()
+    assert advice == [] if warned is None else len(advice) == 1 and advice[0].startswith(warned)
 
 
 @pytest.mark.parametrize("microbatch", [None, 1, 4, 7])
@@ -242,8 +327,9 @@ def settings(**changes: Any) -> TrainConfig:
 
 @pytest.mark.parametrize(
     "change",
-    [{"steps": 20}, {"microbatch": 4}, {"log_every_steps": 1}, {"max_hours": 1.0}, {"checkpoint": {"keep_last": 5}}],
-)
+    [{"steps": 20}, {"microbatch": 4}, {"log_every_steps": 1}, {"max_hours": 1.0}, {"checkpoint": {"keep_last": 5}},
+     {"weights": "raw"}, {"weights": 0.9999}],
+)  # fmt: skip
 def test_what_may_change_between_starts_is_no_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**change).identity() == settings().identity()
 
@@ -266,3 +352,20 @@ def test_an_average_is_needed_to_write_it() -> None:
     with pytest.raises(ValueError, match=r"weights is ema but ema\.rates is empty"):
         settings(ema={"type": "exponential", "rates": []})
     assert settings(ema={"type": "exponential", "rates": []}, weights="raw").ema.names == []
+
+
+@pytest.mark.parametrize(("kind", "each"), [("exponential", "rates"), ("power", "widths")])
+def test_the_order_of_the_averages_is_no_part_of_the_identity(kind: str, each: str) -> None:
+    one, other = (settings(ema={"type": kind, each: values}) for values in ([0.1, 0.2], [0.2, 0.1]))
+    assert one.identity() == other.identity() and one.average != other.average
+    best = [settings(ema={"type": kind, each: values}, weights="best") for values in ([0.1, 0.2], [0.2, 0.1])]
+    assert best[0].identity() != best[1].identity()  # of whose first average the best is kept
+
+
+def test_the_average_that_is_written_can_be_named() -> None:
+    rates = {"type": "exponential", "rates": [0.9, 0.99]}
+    assert [settings(ema=rates, weights=weights).average for weights in ("ema", 0.99)] == ["ema-0.9", "ema-0.99"]
+    with pytest.raises(ValueError, match=r"weights is 0\.5, but the averages are: ema-0\.9, ema-0\.99\. Name"):
+        settings(ema=rates, weights=0.5)
+    with pytest.raises(ValueError, match=r"\[0\.9, 0\.9\] name an average twice"):
+        settings(ema={"type": "exponential", "rates": [0.9, 0.9]})

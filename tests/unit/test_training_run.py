@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from image_diffusion import ema
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, Losses
 from image_diffusion.core.weights import read_weights
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.kept import weights_in
 from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
 from image_diffusion.training.signals import SIGNALS
@@ -121,6 +125,70 @@ def test_what_is_written_describes_itself(tmp_path: Path) -> None:
     assert {**MODEL, "format": 1, "step": 12, "examples_seen": 96, "ema": "ema-0.5"}.items() <= model.items()
     start(tmp_path, steps=12, weights="raw")
     assert read_weights(tmp_path / "train")[1]["ema"] is None
+
+
+def test_every_average_can_be_written_and_their_order_is_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rates(*values: float) -> dict[str, Any]:
+        return {"type": "exponential", "rates": values}
+
+    first = start(tmp_path, ema=rates(0.5, 0.9999))
+    assert "warning" not in capsys.readouterr().err
+    capsys.readouterr()
+    named = start(tmp_path, ema=rates(0.5, 0.9999), weights=0.9999)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith(
+        "warning: After 12 steps 100% of the initial weights are still in the average ema-0.9999."
+    )
+    assert read_weights(tmp_path / "train")[1]["ema"] == "ema-0.9999"
+    turned = start(tmp_path, ema=rates(0.9999, 0.5))
+    assert len(list((tmp_path / "train/state").iterdir())) == 1  # nothing was trained again
+    assert all(torch.equal(named[name], turned[name]) for name in named)
+    assert not torch.equal(first["hidden.weight"], named["hidden.weight"])
+    raw = start(tmp_path, ema=rates(0.5, 0.9999), weights="raw")
+    for average, expected in (("0.5", first), ("ema-0.9999", named), ("raw", raw)):
+        for weights in ([], ["--weights", str(tmp_path / "train/weights.safetensors")]):
+            command = ["ema", "--state", str(tmp_path / "train/state"), "--average", average, *weights]
+            monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "out/weights.safetensors")])
+            ema.main()
+            tensors, model = read_weights(tmp_path / "out")
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected), average
+            assert {**MODEL, "step": 12, "examples_seen": 96}.items() <= model.items()
+            assert model["ema"] == (None if average == "raw" else f"ema-{average.removeprefix('ema-')}")
+
+
+def test_a_checkpoint_can_be_had_while_the_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(tmp_path / "whole", steps=5)
+    start(tmp_path / "on", checkpoint={"every_steps": 5, "keep_every": 5})
+    (tmp_path / "on/train/weights.safetensors").unlink()  # as if it had not ended
+    (tmp_path / "on/train/model.json").unlink()
+    state, output = tmp_path / "on/train/state", tmp_path / "out/weights.safetensors"
+    monkeypatch.setattr(sys, "argv", ["ema", "--state", str(state), "--step", "5", "--output", str(output)])
+    ema.main()
+    (tensors, model), (expected, described) = read_weights(tmp_path / "out"), read_weights(tmp_path / "whole/train")
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert model == described
+    for arguments, message in (
+        (["--step", "6"], "holds no checkpoint of step 6. Steps that are kept: 5, 10, 12."),
+        (["--average", "0.3"], "There is no average ema-0.3 at step 12. Kept are: ema-0.5."),
+        (["--average", "first"], "'first' is no average. Give the number of a rate or a width, or raw."),
+        (["--width", "0.1"], "--width needs --weights"),
+        (["--width", "0.1", "--step", "5"], "Leave out --step and --average."),
+        (["--state", str(tmp_path)], "holds no checkpoint. Give the folder of one run"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["ema", "--state", str(state), "--output", str(output), *arguments])
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ema.main()
+
+
+def test_several_averages_have_to_be_chosen_from(tmp_path: Path) -> None:
+    start(tmp_path, ema={"type": "exponential", "rates": [0.9, 0.5]})
+    with pytest.raises(ValueError, match=r"holds the averages ema-0\.5, ema-0\.9\. Name the number of one, or raw\."):
+        weights_in(tmp_path / "train/state")
+    start(tmp_path, seed=1)
+    with pytest.raises(ValueError, match=r"state holds the runs \w+, \w+\. Give the folder of one run"):
+        weights_in(tmp_path / "train/state", average="0.5")
 
 
 def test_another_configuration_starts_anew(tmp_path: Path) -> None:

@@ -80,8 +80,10 @@ def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | 
     """The keys as the user wrote them: pydantic also lists the tags of the unions it passed through."""
     visible: list[int | str] = []
     for position, part in enumerate(location):
-        if isinstance(data, dict) and part not in data and position + 1 < len(location):
+        if isinstance(data, dict) and part not in data and (position + 1 < len(location) or part == data.get("type")):
             continue
+        if position > 0 and not isinstance(data, dict | list):
+            break
         visible.append(part)
         data = _value_at(data, [part])
     return visible

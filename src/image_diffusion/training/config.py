@@ -7,9 +7,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config, dump
-from image_diffusion.training.ema import Ema, ExponentialEma
+from image_diffusion.training.ema import Ema, ExponentialEma, Rate, average_name
 from image_diffusion.training.optimizer import AdamW, Optimizer
 from image_diffusion.training.schedule import Constant, Schedule
+
+LARGEST_INITIAL_SHARE = 0.05
+"""Of an average at the end of a training; above it there is a warning."""
 
 
 class CheckpointConfig(Config):
@@ -44,9 +47,10 @@ class TrainConfig(Config):
     """Largest norm of the gradient; unset: no limit."""
     ema: Ema = ExponentialEma()
     """Running averages of the weights."""
-    weights: Literal["ema", "raw", "best"] = "ema"
-    """What is written at the end: the first average; the weights as trained; or the first average as it was at the
-    validation with the smallest loss, which checkpoints then hold beside the latest."""
+    weights: Literal["ema", "raw", "best"] | Rate = "ema"
+    """What is written at the end. ema: the first average; a number: the average of that rate (or width). raw: the
+    weights as trained. best: the first average as it was at the validation with the smallest loss, which checkpoints
+    then hold beside the latest."""
     keep_raw: bool = False
     """Also write the weights as trained, into the folder `raw` beside the others."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
@@ -85,6 +89,11 @@ class TrainConfig(Config):
     def _fits_together(self) -> TrainConfig:
         if self.weights == "ema" and not self.ema.names:
             raise ValueError("weights is ema but ema.rates is empty. Name a rate, or set weights to raw.")
+        if isinstance(self.weights, float) and self.average is None:
+            known = ", ".join(self.ema.names) or "none"
+            raise ValueError(
+                f"weights is {self.weights:g}, but the averages are: {known}. Name the number of one of them."
+            )
         if self.weights == "best" and self.validate_every_steps is None:
             raise ValueError(
                 "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
@@ -100,6 +109,30 @@ class TrainConfig(Config):
                     raise ValueError(f"sharding: full does not go with {conflict}. Leave out one of the two.")
         return self
 
+    @property
+    def average(self) -> str | None:
+        """The average that counts: that previews and validation are made with, and that is written; None: there is
+        none."""
+        if isinstance(self.weights, float):
+            named = average_name(self.weights)
+            return named if named in self.ema.names else None
+        return next(iter(self.ema.names), None)
+
+    def advice(self) -> list[str]:
+        """What will work and was hardly meant, a sentence each."""
+        if self.weights == "raw" or self.average is None:
+            return []
+        share = self.ema.initial_share(self.average, self.steps)
+        if share <= LARGEST_INITIAL_SHARE:
+            return []
+        assert isinstance(self.ema, ExponentialEma)
+        fitting = self.ema.fitting_rate(self.steps, LARGEST_INITIAL_SHARE)
+        rates = f"train.ema.rates: [{fitting:g}] or less, or " if fitting > 0 else ""
+        return [
+            f"After {self.steps:,} steps {share:.0%} of the initial weights are still in the average {self.average}. "
+            f"Take {rates}train.ema.warmup: {{type: ramp_up}}."
+        ]
+
     def keeps(self, step: int) -> bool:
         """Whether the weights of a step can be had after the training: those of the end, and of checkpoints kept."""
         every = self.checkpoint.keep_every
@@ -110,6 +143,7 @@ class TrainConfig(Config):
         """What of this section a run is: a checkpoint of another identity is never continued.
 
         Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
+        The order of the averages does not count, unless the best of the first is kept.
         """
         free = {
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
@@ -119,4 +153,8 @@ class TrainConfig(Config):
             free.add("steps")
         if self.deterministic == "off":
             free.add("strict_chunk")
-        return {key: value for key, value in dump(self).items() if key not in free}
+        told = {key: value for key, value in dump(self).items() if key not in free}
+        if self.weights != "best":  # which is the first average, as it was at some step
+            each = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
+            told["ema"][each].sort()
+        return told

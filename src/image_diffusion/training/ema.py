@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config import Config
@@ -18,6 +18,8 @@ Width = Annotated[float, Field(gt=0, lt=0.28)]
 class Warmup(Config):
     """An average that follows the weights at first: decay(e) = 1 - (1 + e / inv_gamma)^-power (ema_pytorch 0.8)."""
 
+    type: Literal["inverse_power"] = "inverse_power"
+    """The decay rises as 1 - (1 + steps / inv_gamma)^-power, as ema_pytorch has it."""
     update_after_step: int = Field(100, ge=0)
     """Steps in which the average is a copy of the weights."""
     inv_gamma: float = Field(1.0, gt=0)
@@ -27,12 +29,29 @@ class Warmup(Config):
     min_decay: float = Field(0.0, ge=0, lt=1)
     """The smallest decay."""
 
-    def decay(self, step: int, rate: float) -> float:
-        """The decay of update number `step`, counted from 1; 0 copies."""
+    def decay(self, step: int, rate: float, every: int = 1) -> float:
+        """The decay of the update in step number `step`, counted from 1, however often there is one; 0 copies."""
         since = step - self.update_after_step - 1
         if since <= 0:
             return 0.0
         return min(max(1.0 - float((1.0 + since / self.inv_gamma) ** -self.power), self.min_decay), rate)
+
+
+class RampUp(Config):
+    """An average over a share of the training so far, until that is as long as its rate makes it.
+
+    The half-life, in steps, is at most ratio times the steps done (EDM, Karras et al. 2022: `ema_rampup_ratio` of its
+    training, 0.05). So the average is of use after any number of steps, and nothing is left of the initial weights.
+    """
+
+    type: Literal["ramp_up"] = "ramp_up"
+    """The half-life is at most a share of the steps done, as EDM trains."""
+    ratio: float = Field(0.05, gt=0, le=1)
+    """That share."""
+
+    def decay(self, step: int, rate: float, every: int = 1) -> float:
+        """The decay of the update in step number `step`, counted from 1, where there is one in `every` steps."""
+        return min(math.pow(0.5, every / (self.ratio * step)), rate)
 
 
 class ExponentialEma(Config):
@@ -41,22 +60,41 @@ class ExponentialEma(Config):
     type: Literal["exponential"] = "exponential"
     """Exponential averages."""
     rates: tuple[Rate, ...] = (0.9999,)
-    """One average for each; the first is the one that is written as the weights. None: no average."""
-    warmup: Warmup | None = None
+    """One average for each; the first is the one that is written as the weights, unless `train.weights` names another.
+    None: no average."""
+    warmup: Annotated[Warmup | RampUp, Field(discriminator="type")] | None = None
     """Let the averages follow the weights at first; unset: `rate` from the first step."""
     update_every: int = Field(1, gt=0)
     """Steps from one update of the averages to the next."""
 
+    @model_validator(mode="after")
+    def _told_apart(self) -> ExponentialEma:
+        _check_names(self.rates)
+        return self
+
     @property
     def names(self) -> list[str]:
         """What the averages are called, in files and in the journal."""
-        return [f"ema-{rate:g}" for rate in self.rates]
+        return [average_name(rate) for rate in self.rates]
 
     def decays(self, step: int) -> list[float | None]:
         """The decay of each average in step number `step`, counted from 1; None: not updated."""
         if (step - 1) % self.update_every:
             return [None] * len(self.rates)
-        return [self.warmup.decay(step, rate) if self.warmup else rate for rate in self.rates]
+        every = self.update_every
+        return [self.warmup.decay(step, rate, every) if self.warmup else rate for rate in self.rates]
+
+    def initial_share(self, name: str, steps: int) -> float:
+        """How much of an average is still the weights that training began with, after some steps."""
+        if self.warmup is not None:  # its first update is all but a copy
+            return 0.0
+        return math.pow(self.rates[self.names.index(name)], -(-steps // self.update_every))
+
+    def fitting_rate(self, steps: int, share: float) -> float:
+        """The largest rate, to one digit of 1 - rate, of which at most a share is the initial weights after steps."""
+        left = 1.0 - math.pow(share, 1.0 / -(-steps // self.update_every))
+        digit = 10.0 ** math.floor(math.log10(left))
+        return round(1.0 - math.ceil(left / digit - 1e-9) * digit, 15)
 
 
 class PowerEma(Config):
@@ -69,16 +107,37 @@ class PowerEma(Config):
     type: Literal["power"] = "power"
     """Power-function averages."""
     widths: tuple[Width, ...] = Field((0.05, 0.1), min_length=1)
-    """One average for each relative width sigma_rel; the first is the one that is written as the weights."""
+    """One average for each relative width sigma_rel; the first is the one that is written as the weights, unless
+    `train.weights` names another."""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> PowerEma:
+        _check_names(self.widths)
+        return self
 
     @property
     def names(self) -> list[str]:
         """What the averages are called, in files and in the journal."""
-        return [f"ema-{width:g}" for width in self.widths]
+        return [average_name(width) for width in self.widths]
+
+    def initial_share(self, name: str, steps: int) -> float:
+        """How much of an average is still the weights that training began with: the first update copies."""
+        return 0.0
 
     def decays(self, step: int) -> list[float | None]:
         """The decay of each average in step number `step`, counted from 1; 0 copies."""
         return [(1.0 - 1.0 / step) ** (power_of_width(width) + 1.0) for width in self.widths]
+
+
+def average_name(rate: float) -> str:
+    """What the average of a rate or a width is called."""
+    return f"ema-{rate:g}"
+
+
+def _check_names(rates: tuple[float, ...]) -> None:
+    names = [average_name(rate) for rate in rates]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{list(rates)} name an average twice: {', '.join(names)}. Give each once.")
 
 
 Ema = Annotated[ExponentialEma | PowerEma, Field(discriminator="type")]

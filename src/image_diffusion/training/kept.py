@@ -1,4 +1,4 @@
-"""The weights as they were at a step of a finished training, from the checkpoints it kept."""
+"""The weights of a step of a training, by any average of it, from the checkpoints that are kept."""
 
 from __future__ import annotations
 
@@ -10,35 +10,89 @@ from torch import Tensor
 
 from image_diffusion.core.weights import read_weights
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, folder_name, read_checkpoint
+from image_diffusion.training.ema import average_name
 
 
-def weights_at(root: Path, final: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def weights_at(
+    root: Path, final: Path, step: int | None = None, average: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the model.json of a step, as training would have written them there.
 
     root: the folder `state` of an experiment, with a folder for each of its runs. final: the weights folder that the
-    training wrote: the run is the one that ended with those weights. Raises ValueError when there is none, or the
-    checkpoint of that step is not kept.
+    training wrote: the run is the one that ended with those weights. step: unset, the last. average: its name, or
+    "raw" for the weights as trained; unset, the one that was written. Raises ValueError when there is no such run, or
+    the checkpoint of that step, or that average, is not kept.
     """
     tensors, model = read_weights(final)
-    if step == model["step"]:
+    step = model["step"] if step is None else step
+    wanted = model["ema"] if average is None else _named(average)
+    if (step, wanted) == (model["step"], model["ema"]):
         return tensors, model
     for run in sorted(path for path in root.glob("*") if path.is_dir()):
         last = _read(run / folder_name(model["step"]))
-        if last is None or not _same(_weights(last, model), tensors):
+        if last is None or not _same(_weights(last, model["ema"]), tensors):
             continue
-        wanted = _read(run / folder_name(step))
-        if wanted is None:
+        found = _read(run / folder_name(step))
+        if found is None:
             raise ValueError(
                 f"{run / folder_name(step)} is missing. Keep it with train.checkpoint.keep_every, and train again."
             )
-        return _weights(wanted, model), {**model, "step": step, "examples_seen": wanted.examples_seen}
+        described = {**model, "step": step, "examples_seen": found.examples_seen, "ema": wanted}
+        return _weights(found, wanted), described
     raise ValueError(f"No run in {root} ended with the weights {final}. Train again, or name its own state folder.")
 
 
-def _weights(checkpoint: Checkpoint, model: dict[str, Any]) -> dict[str, Tensor]:
-    """The network's tensors, those that are averaged from the average that model.json names."""
-    average = {} if model["ema"] is None else checkpoint.groups.get(model["ema"], {})
-    return checkpoint.groups["network"] | average
+def weights_in(
+    state: Path, step: int | None = None, average: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same of a run that may still go on: nothing but its checkpoints is read.
+
+    state: the folder of one run, or of all where there is only one. average: unset, the only one that there is.
+    Raises ValueError where the choice is not clear, or there is no such checkpoint or average.
+    """
+    run = _only_run(state)
+    there = sorted(path for path in run.glob("step-*") if path.is_dir())
+    folder = there[-1] if step is None else run / folder_name(step)
+    if folder not in there:
+        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there)
+        raise ValueError(f"{run} holds no checkpoint of step {step}. Steps that are kept: {steps}.")
+    found, identity = _checked(folder)
+    names = sorted(name for name in found.groups if name.startswith("ema-"))
+    if average is None and len(names) > 1:
+        raise ValueError(f"{folder} holds the averages {', '.join(names)}. Name the number of one, or raw.")
+    wanted = _named(average) if average is not None else next(iter(names), None)
+    model = {key: identity[key] for key in ("system", "spec", "codec", "classes")}
+    return _weights(found, wanted), {
+        **model, "step": found.step, "examples_seen": found.examples_seen, "ema": wanted,
+    }  # fmt: skip
+
+
+def _only_run(state: Path) -> Path:
+    runs = sorted({path.parent for path in (*state.glob("step-*"), *state.glob("*/step-*"))})
+    if len(runs) != 1:
+        found = f"holds the runs {', '.join(run.name for run in runs)}" if runs else "holds no checkpoint"
+        raise ValueError(f"{state} {found}. Give the folder of one run: results/x/train/state/<fingerprint>.")
+    return runs[0]
+
+
+def _named(average: str) -> str | None:
+    """The name of an average that a user wrote: raw, or the number of a rate or a width."""
+    if average == "raw":
+        return None
+    try:
+        return average_name(float(average.removeprefix("ema-")))
+    except ValueError:
+        raise ValueError(f"'{average}' is no average. Give the number of a rate or a width, or raw.") from None
+
+
+def _weights(checkpoint: Checkpoint, average: str | None) -> dict[str, Tensor]:
+    """The network's tensors, those that are averaged from an average."""
+    if average is None:
+        return checkpoint.groups["network"]
+    if average not in checkpoint.groups:
+        known = ", ".join(sorted(name for name in checkpoint.groups if name.startswith("ema-"))) or "none"
+        raise ValueError(f"There is no average {average} at step {checkpoint.step:,}. Kept are: {known}.")
+    return checkpoint.groups["network"] | checkpoint.groups[average]
 
 
 def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -46,9 +100,11 @@ def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def _read(folder: Path) -> Checkpoint | None:
-    if not folder.is_dir():
-        return None
+    return _checked(folder)[0] if folder.is_dir() else None
+
+
+def _checked(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     try:
-        return read_checkpoint(folder)[0]
+        return read_checkpoint(folder)
     except Damaged as damage:
         raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it, and train again.") from None

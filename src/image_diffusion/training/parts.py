@@ -66,7 +66,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Best:
-    """The first average at the validation with the smallest loss so far. vector: of the flat layout."""
+    """The average that counts at the validation with the smallest loss so far. vector: of the flat layout."""
 
     loss: float
     step: int
@@ -171,7 +171,7 @@ class Parts:
     def validated(self, step: int, loss: float) -> None:
         """Take in the loss of a validation, the same in every process: the best average is kept, where it is wanted."""
         if self.config.weights == "best" and (self.best is None or loss < self.best.loss):
-            self.best = Best(loss, step, self._first_average().clone())
+            self.best = Best(loss, step, self._average().clone())
 
     def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
         """Take in what a step gave, without waiting for it: for the log, for the alarm, for the objective."""
@@ -184,11 +184,11 @@ class Parts:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """The network in evaluation mode, with the first average for its weights where there is one. All processes
-        begin it together; each may then compute as much as it likes."""
+        """The network in evaluation mode, with the average that counts for its weights where there is one. All
+        processes begin it together; each may then compute as much as it likes."""
         self.network.eval()
         try:
-            with self.flat.holding(self._first_average()), torch.no_grad(), self.eagerly():
+            with self.flat.holding(self._average()), torch.no_grad(), self.eagerly():
                 yield self.network
         finally:
             self.network.train()
@@ -201,11 +201,11 @@ class Parts:
         """The tensors that are written at the end, under the network's own names, in the first process. All processes
         call it together."""
         state = self.raw_weights()
-        if self.config.weights == "ema":
-            state |= self.flat.named(next(iter(self.averages.vectors.values())))
         if self.config.weights == "best":
             assert self.best is not None, "the last step is validated"
             state |= self.flat.named(self.best.vector)
+        elif self.config.weights != "raw":
+            state |= self.flat.named(self._average())
         return state
 
     def raw_weights(self) -> dict[str, Tensor]:
@@ -281,9 +281,9 @@ class Parts:
                     tensor.copy_(tensors[name])
                 self.world.broadcast(tensor)
 
-    def _first_average(self) -> Tensor:
+    def _average(self) -> Tensor:
         """The average that counts; the weights themselves where there is none."""
-        return next(iter(self.averages.vectors.values()), self.flat.values)
+        return self.flat.values if self.config.average is None else self.averages.vectors[self.config.average]
 
     def _format(self, x: Tensor) -> torch.memory_format:
         return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format

@@ -64,7 +64,10 @@ def kept_averages(state: Path) -> list[Kept]:
             raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None
         ema: dict[str, Any] = record["identity"]["train"]["ema"]
         if ema["type"] != "power":
-            raise ValueError(f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined.")
+            raise ValueError(
+                f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined; one that was "
+                "kept is had with --average."
+            )
         for width in ema["widths"]:
             path = folder / f"ema-{width:g}.safetensors"
             if not path.is_file() or sha256_file(path) != record["files"][path.name]["sha256"]:

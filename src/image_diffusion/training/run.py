@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,6 +60,9 @@ def run(
         if state is not None and journal is not None:
             resumed = step if checkpoint is not None else None
             book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint})
+        if world.is_main:
+            for sentence in config.advice():
+                print(f"warning: {sentence}", file=sys.stderr, flush=True)
         with book:
             if keeps:
                 book.params({"train": dump(config), **model, **data})
@@ -85,7 +89,6 @@ def _warm_start(network: nn.Module, folder: Path) -> None:
 
 def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
     config = parts.config
-    first = next(iter(parts.averages.vectors), None)
     step = parts.best.step if config.weights == "best" and parts.best is not None else config.steps
 
     def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
@@ -99,4 +102,4 @@ def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
         save(output / "raw", parts.raw_weights(), record(config.steps, None))
     elif parts.world.is_main:
         shutil.rmtree(output / "raw", ignore_errors=True)
-    save(output, parts.weights(), record(step, None if config.weights == "raw" else first))
+    save(output, parts.weights(), record(step, None if config.weights == "raw" else config.average))
