@@ -44,7 +44,12 @@ class RinSystem(DiffusionSystem):
     recipe: ClassVar[Mapping[str, Any]] = {
         "optimizer": {"type": "adam", "lr": 1e-4, "betas": (0.9, 0.99)},
         "grad_clip": 1.0,
-        "ema": {"type": "exponential", "rates": (0.995,), "update_every": 10, "warmup": {"update_after_step": 100}},
+        "ema": {
+            "type": "exponential",
+            "rates": (0.995,),
+            "update_every": 10,
+            "warmup": {"type": "inverse_power", "update_after_step": 100},
+        },
     }
 
     def check(self, experiment: Sections, others: Others) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config, dump
-from image_diffusion.training.ema import Ema, ExponentialEma, Rate, average_name
+from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.optimizer import AdamW, Optimizer
 from image_diffusion.training.schedule import Constant, Schedule
 
@@ -45,7 +45,7 @@ class TrainConfig(Config):
     """The learning rate over time."""
     grad_clip: float | None = Field(None, gt=0)
     """Largest norm of the gradient; unset: no limit."""
-    ema: Ema = ExponentialEma()
+    ema: Ema = ExponentialEma(warmup=RampUp())
     """Running averages of the weights."""
     weights: Literal["ema", "raw", "best"] | Rate = "ema"
     """What is written at the end. ema: the first average; a number: the average of that rate (or width). raw: the
