@@ -38,6 +38,7 @@ from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.prior_evaluation import PredictionConfig, evaluate_prior
 from image_diffusion.training.distributed import join
 from image_diffusion.training.model import Model, load_model
+from image_diffusion.training.trained_by import check_trained_by
 
 
 def main() -> None:
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.evaluate", description="Judge a trained model.")
     parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: samples alone")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
@@ -64,6 +66,8 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
     """Measure; write metrics.json and print the numbers, where this process is the one that `writes`."""
     stage = load(EvaluateStage, arguments.config)
     data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
+    if arguments.weights:
+        check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent) if arguments.weights else None
     tags = {"manifest_digest": data.train.digest}
     journal = Journal.open(arguments.journal, "evaluate", tags=tags) if arguments.journal else NullJournal()
@@ -116,7 +120,10 @@ def measure(
             if settings.against is not None and arguments.reference is None:
                 raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
             samples = read_samples(arguments.samples, data.train.classes)
-            previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
+            previews = {}
+            if arguments.previews and model is not None:
+                run = arguments.previews / model.fingerprint
+                previews = read_previews(run, data.train.classes, model.num_steps)
             result = evaluate_samples(samples, data, detector(), settings, report, arguments.reference, previews)
             result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, report)
         if settings.likelihood is not None:

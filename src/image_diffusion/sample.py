@@ -33,6 +33,7 @@ from image_diffusion.systems.diffusion import DiffusionSystem
 from image_diffusion.systems.enlarging import small_images
 from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels, rows_of_part
 from image_diffusion.training.model import Model, load_codec, load_model
+from image_diffusion.training.trained_by import check_trained_by
 
 
 def denoising_strip(
@@ -53,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.sample", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, sample.yaml")
     parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
@@ -71,6 +73,7 @@ def main() -> None:
 
     device = best_device()
     settings = load(SampleStage, arguments.config).sample
+    check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, device)
     weaker = load_model(Path(settings.weaker_weights)) if settings.weaker_weights else None

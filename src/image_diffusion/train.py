@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, output)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     run(training.build, training.stage.train, training.model, training.data, output, arguments.journal)
 
 
@@ -79,8 +79,8 @@ class Training:
     data: dict[str, Any]
 
 
-def prepare_training(config: Path, data: Path | str, codec_weights: Path | None, output: Path) -> Training:
-    """Put together what the stage of a file trains on the data of a manifest. output: where previews are drawn.
+def prepare_training(config: Path, data: Path | str, codec_weights: Path | None) -> Training:
+    """Put together what the stage of a file trains on the data of a manifest.
 
     Raises ValueError where configuration, data and codec do not fit one another.
     """
@@ -114,7 +114,7 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
             cond["low_res"] = shrink(x, side)
         return Batch(x, cond, streams)
 
-    def draw_preview(network: nn.Module, step: int) -> dict[str, Path | float]:
+    def draw_preview(network: nn.Module, step: int, pictures: Path) -> dict[str, Path | float]:
         weights = codec_weights.parent if codec_weights else None
         decoder = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
         generator = Generator(network, stage.system, spec, decoder, stage.preview)
@@ -124,15 +124,15 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
         if side is not None:
             low_res, labels = small_held_out(validation if validation.num_samples else training, side, seeds)
         images = generator(seeds, labels, low_res)
-        path: Path = output / "previews" / f"step-{step:07d}.png"
+        path = pictures / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)
         save_picture(image_grid(images, grid_columns(len(images), training.num_classes)), path)
         return {"preview": path}
 
-    def draw_reconstructions(network: nn.Module, step: int) -> dict[str, Path | float]:
+    def draw_reconstructions(network: nn.Module, step: int, pictures: Path) -> dict[str, Path | float]:
         held_out = validation if validation.num_samples else training
         images = held_out.gather(np.arange(min(held_out.num_samples, stage.train.validation_samples)))
-        return show_reconstructions(network, images, stage.preview.batch_size, output / "previews", step)
+        return show_reconstructions(network, images, stage.preview.batch_size, pictures, step)
 
     draws_images = isinstance(stage.system, DiffusionSystem)
     preview = None if isinstance(stage.system, PriorSystem) else draw_preview if draws_images else draw_reconstructions

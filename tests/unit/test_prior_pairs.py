@@ -224,9 +224,9 @@ def test_training_refuses_what_does_not_learn_from_pairs_and_mirror_images(sourc
         stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": train | changes, "preview": {}}
         path.write_text(to_yaml(stage))
         with pytest.raises(ValueError, match=message):
-            prepare_training(path, tmp_path / "pairs" / "manifest.json", None, tmp_path)
+            prepare_training(path, tmp_path / "pairs" / "manifest.json", None)
     path.write_text(to_yaml(stage | {"train": train | {"flip_probability": 0}}))
-    prepared = prepare_training(path, tmp_path / "pairs" / "manifest.json", None, tmp_path)
+    prepared = prepare_training(path, tmp_path / "pairs" / "manifest.json", None)
     assert prepared.model["spec"] == {"channels": 6, "resolution": 1, "num_classes": 0}
 
 

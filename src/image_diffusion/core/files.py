@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
     """A binary file that appears under `path` complete and on disk, or not at all.
 
-    Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too.
+    Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too. What
+    killed processes left of the same file is removed first. permit: asked last of all; raises if it may not appear.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held = os.dup(descriptor)  # and with it the lock, until the file has its name
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield cast("BinaryIO", file)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())
+        if permit is not None:
+            permit()
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    finally:
+        os.close(held)
     sync_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left of a file that they were writing. One that is being written stays."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError), left.open("rb") as file:  # it may have got its name meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.weights import read_weights
@@ -22,27 +21,21 @@ def weights_at(root: Path, final: Path, step: int) -> tuple[dict[str, Tensor], d
     tensors, model = read_weights(final)
     if step == model["step"]:
         return tensors, model
-    for run in sorted(path for path in root.glob("*") if path.is_dir()):
-        last = _read(run / folder_name(model["step"]))
-        if last is None or not _same(_weights(last, model), tensors):
-            continue
-        wanted = _read(run / folder_name(step))
-        if wanted is None:
-            raise ValueError(
-                f"{run / folder_name(step)} is missing. Keep it with train.checkpoint.keep_every, and train again."
-            )
-        return _weights(wanted, model), {**model, "step": step, "examples_seen": wanted.examples_seen}
-    raise ValueError(f"No run in {root} ended with the weights {final}. Train again, or name its own state folder.")
+    run = root / str(model.get("fingerprint"))
+    if not run.is_dir():
+        raise ValueError(f"No run in {root} ended with the weights {final}. Train again, or name its own state folder.")
+    wanted = _read(run / folder_name(step))
+    if wanted is None:
+        raise ValueError(
+            f"{run / folder_name(step)} is missing. Keep it with train.checkpoint.keep_every, and train again."
+        )
+    return _weights(wanted, model), {**model, "step": step, "examples_seen": wanted.examples_seen}
 
 
 def _weights(checkpoint: Checkpoint, model: dict[str, Any]) -> dict[str, Tensor]:
     """The network's tensors, those that are averaged from the average that model.json names."""
     average = {} if model["ema"] is None else checkpoint.groups.get(model["ema"], {})
     return checkpoint.groups["network"] | average
-
-
-def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name].cpu(), second[name]) for name in first)
 
 
 def _read(folder: Path) -> Checkpoint | None:

@@ -22,7 +22,8 @@ class Model:
     """What a weights folder holds.
 
     network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
-    codec: {"config", "identity", "scale"}. step, examples_seen: of the training. sha256: of the weights.
+    codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
+    the whole training. fingerprint: of its run, empty for weights from elsewhere.
     """
 
     network: nn.Module
@@ -33,6 +34,8 @@ class Model:
     step: int
     examples_seen: int
     sha256: str
+    num_steps: int
+    fingerprint: str
 
 
 def load_model(folder: Path) -> Model:
@@ -55,6 +58,8 @@ def load_model(folder: Path) -> Model:
         step=model["step"],
         examples_seen=model["examples_seen"],
         sha256=model["sha256"],
+        num_steps=model["train"]["steps"] if "train" in model else model["step"],
+        fingerprint=model.get("fingerprint", ""),
     )
 
 
