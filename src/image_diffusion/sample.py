@@ -24,7 +24,7 @@ from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import sha256_file, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
@@ -131,7 +131,8 @@ def main() -> None:
         if settings.pictures:
             for seed, image in zip(seeds.tolist(), images, strict=True):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
-        described = {} if enlarged is None else {"enlarged": enlarged.source}
+        described: dict[str, Any] = {} if enlarged is None else {"enlarged": enlarged.source}
+        described["sha256"] = sha256_file(arguments.output)
         write_json(output / "samples.json", protocol(settings, model) | described)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)

@@ -86,8 +86,8 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
     """
     stage = load(TrainStage, config)
     folder = folder_of(data)
-    training = open_shards(folder, "train")
-    validation = open_shards(folder, "validation")
+    training = open_shards(folder, "train", in_background=True)
+    validation = open_shards(folder, "validation", in_background=True)
     if training.num_samples < stage.train.global_batch:
         raise ValueError(
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "

@@ -56,6 +56,8 @@ class Latents:
             stored[rows] = stored[rows].flip(-1)
         return stored
 
+    def verified(self) -> None: ...
+
 
 class Denoiser(nn.Module):
     """Two layers, a table of classes, and dropout, which draws from PyTorch's own generator."""

@@ -72,7 +72,7 @@ def everything(data: Shards) -> np.ndarray:
 def test_every_row_of_every_part_is_stored_once_and_in_order(source, tmp_path):
     rows = write_parts(tmp_path / "in")
     manifest, count = written(source, tmp_path / "out")
-    stored = open_shards(tmp_path / "out", "all", verify=True)
+    stored = open_shards(tmp_path / "out", "all", in_background=True)
     assert np.array_equal(everything(stored), rows.astype(np.float32))
     assert (manifest["kind"], manifest["num_samples"], count) == ("pairs", 48, 5)
 

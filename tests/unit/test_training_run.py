@@ -37,6 +37,8 @@ class Samples:
         x = torch.randn(40, 3, 1, 1, generator=torch.Generator().manual_seed(0))
         return x[torch.from_numpy(indices)]
 
+    def verified(self) -> None: ...
+
 
 class Plane(nn.Module):
     """Predicts the last coordinate; a convolution, so that it has a layout."""

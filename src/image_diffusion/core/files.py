@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -74,19 +74,34 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write plain data as JSON, atomically."""
-    write_text(path, to_json(data))
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write plain data as JSON, atomically, with a key "seal": the digest of the rest, which `read_json` compares."""
+    plain = {key: value for key, value in json.loads(to_json(data)).items() if key != "seal"}
+    write_text(path, to_json({**plain, "seal": digest(plain)}))
 
 
 def read_json(path: Path) -> Any:
-    """The plain data in a JSON file. Raises ValueError naming the file when it is missing or damaged."""
+    """The plain data in a JSON file, without its seal. Raises ValueError naming the file when it is missing or not
+    what was written."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), str(path), "Delete it and run the stage again.")
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Delete it and run the stage again.") from None
+
+
+def parse_json(text: bytes, where: str, advice: str) -> Any:
+    """The plain data in the bytes of a JSON file, without its seal, which only our own files have.
+
+    Raises ValueError that opens with `where` and ends with the advice when they are no JSON or not what was sealed.
+    """
+    try:
+        data = json.loads(text.decode("utf-8"))
+        sealed = data.pop("seal", None) if isinstance(data, dict) else None
+        if sealed is not None and sealed != digest(data):
+            raise ValueError("it is not what was written")
+        return data
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: {error}. {advice}") from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -96,6 +111,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+Stamp = tuple[int, int, int, int]
+"""Size in bytes, time of the last modification and of the last change of any kind in nanoseconds, inode number."""
+
+
+def stamp_of(path: Path) -> Stamp:
+    """What differs when a file is another one or another's content: times can be set, but not that of the change.
+
+    Raises OSError.
+    """
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def sha256_file(path: Path) -> str:

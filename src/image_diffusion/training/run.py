@@ -63,6 +63,8 @@ def run(
             if keeps:
                 book.params({"train": dump(config), **model, **data})
             train(parts, step, due, state, book, stop)
+        for read in filter(None, (task.data, task.validation)):
+            read.verified()
         _write(parts, model, output, state)
 
 
