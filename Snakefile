@@ -4,9 +4,7 @@
 configfile: "config/config.yaml"
 
 
-include: "workflow/rules/owner.smk"
 include: "workflow/rules/start.smk"
-include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/detector.smk"
 include: "workflow/rules/embed.smk"
@@ -22,6 +20,5 @@ include: "workflow/rules/report.smk"
 
 
 rule all:
-    default_target: True
     input:
-        finals,
+        files.everything,

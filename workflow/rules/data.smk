@@ -3,7 +3,7 @@
 
 rule crop:
     input:
-        config=config_of("crop"),
+        config=files.config("crop"),
         source=f"{results}/datasets/{{dataset}}/source.json",
     output:
         manifest=f"{results}/datasets/{{dataset}}/crops/manifest.json",
@@ -11,7 +11,7 @@ rule crop:
         "logs/datasets/{dataset}/crop.log",
     benchmark:
         "benchmarks/datasets/{dataset}/crop.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
     threads: 4
@@ -23,7 +23,7 @@ rule crop:
     params:
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.crop --config {input.config:q} --source {input.source:q}"
+        "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q} --source {input.source:q}"
         " --output {output.manifest:q} --journal {params.journal:q}"
         # Slurm knows what it gave; Snakemake caps its threads at the cores of the machine it was started on.
         " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
@@ -32,59 +32,59 @@ rule crop:
 # A large data set is encoded by several jobs, a part each; `encode` then finds every shard in place.
 rule encode_part:
     input:
-        config=config_of("encode"),
-        before=configs_before("encode"),
+        config=files.config("encode"),
+        before=files.configs_before("encode"),
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
-        codec=codec_weights,
+        codec=files.codec_weights,
     output:
         mark=f"{results}/datasets/{{dataset}}/{{codec}}/part-{{part}}-of-{{parts}}.done",
     log:
         "logs/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
-        codec=codec_option,
+        codec=files.codec_option,
     shell:
-        "logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
+        "exec logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --part {wildcards.part}/{wildcards.parts} --output {output.mark:q}"
 
 
 rule encode:
     input:
-        config=config_of("encode"),
-        before=configs_before("encode"),
+        config=files.config("encode"),
+        before=files.configs_before("encode"),
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
-        codec=codec_weights,
-        parts=encoded_parts,
+        codec=files.codec_weights,
+        parts=files.encoded_parts,
     output:
         manifest=f"{results}/datasets/{{dataset}}/{{codec}}/manifest.json",
     log:
         "logs/datasets/{dataset}/encode-{codec}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
-        codec=codec_option,
+        codec=files.codec_option,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
+        "exec logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --output {output.manifest:q} --journal {params.journal:q}"

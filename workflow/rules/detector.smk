@@ -3,7 +3,7 @@
 
 rule detect:
     input:
-        config=config_of("crop"),
+        config=files.config("crop"),
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
     output:
         description=f"{results}/datasets/{{dataset}}/detector/detector.json",
@@ -12,19 +12,19 @@ rule detect:
         "logs/datasets/{dataset}/detect.log",
     benchmark:
         "benchmarks/datasets/{dataset}/detect.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
         runtime=60,
     params:
         code=code["detect"],
-        data=lambda wildcards, input: Path(input.data).parent,
-        output=lambda wildcards, output: Path(output.description).parent,
+        data=subpath(input.data, parent=True),
+        output=subpath(output.description, parent=True),
     shell:
-        "logged {log:q} python -m image_diffusion.detect --data {params.data:q} --output {params.output:q}"
+        "exec logged {log:q} python -m image_diffusion.detect --data {params.data:q} --output {params.output:q}"

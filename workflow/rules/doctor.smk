@@ -3,9 +3,9 @@
 
 rule doctor:
     input:
-        config=config_of("train"),
-        data=training_data,
-        codec=codec_weights,
+        config=files.config("train"),
+        data=files.training_data,
+        codec=files.codec_weights,
     output:
         forecast=f"{results}/{{experiment}}/doctor.json",
     log:
@@ -14,19 +14,19 @@ rule doctor:
         "benchmarks/{experiment}/doctor.tsv"
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
-        nodes=asked("nodes"),
-        processes=asked("processes_per_node"),
-        codec=codec_option,
-        sample=sample_config_option,
+        nodes=machine.nodes,
+        processes=machine.processes,
+        codec=files.codec_option,
+        sample=files.sample_config_option,
     shell:
-        "env OMP_NUM_THREADS={resources.cpus_per_task} logged {log:q} python -m image_diffusion.doctor"
+        "exec env OMP_NUM_THREADS={resources.cpus_per_task} logged {log:q} python -m image_diffusion.doctor"
         " --config {input.config:q} --data {input.data:q} {params.codec:q} {params.sample:q} --nodes {params.nodes}"
         " --processes-per-node {params.processes} --memory-mb {resources.mem_mb} --output {output.forecast:q}"

@@ -3,29 +3,29 @@
 
 rule embed:
     input:
-        config=config_of("embed"),
-        before=configs_before("embed"),
-        data=pair_sources,
-        detector=pair_detector,
+        config=files.config("embed"),
+        before=files.configs_before("embed"),
+        data=files.pair_sources,
+        detector=files.pair_detector,
     output:
         manifest=f"{results}/datasets/{{dataset}}/{{pairs}}/manifest.json",
     log:
         "logs/datasets/{dataset}/embed-{pairs}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/embed-{pairs}.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
-        options=pair_options,
+        options=files.pair_options,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.embed --config {input.config:q} {params.options:q}"
+        "exec logged {log:q} python -m image_diffusion.embed --config {input.config:q} {params.options:q}"
         " --output {output.manifest:q} --journal {params.journal:q}"

@@ -3,14 +3,14 @@
 
 rule evaluate:
     input:
-        config=config_of("evaluate"),
-        before=configs_before("evaluate"),
+        config=files.config("evaluate"),
+        before=files.configs_before("evaluate"),
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
-        samples=samples,
-        data=real_data,
-        detector=detector,
-        reference=reference,
+        samples=files.samples,
+        data=files.real_data,
+        detector=files.detector,
+        reference=files.reference,
     output:
         metrics=report(
             f"{results}/{{experiment}}/metrics.json",
@@ -29,25 +29,25 @@ rule evaluate:
         "logs/{experiment}/evaluate.log",
     benchmark:
         "benchmarks/{experiment}/evaluate.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
         code=code["evaluate"],
-        detector=detector_option,
-        reference=reference_option,
-        data=lambda wildcards, input: Path(input.data).parent,
+        detector=files.detector_option,
+        reference=files.reference_option,
+        data=subpath(input.data, parent=True),
         previews=f"{results}/{{experiment}}/train/previews",
-        samples=samples_option,
+        samples=files.samples_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.samples:q} --data {params.data:q} {params.detector:q} {params.reference:q} --previews {params.previews:q}"
         " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

@@ -3,7 +3,7 @@
 
 rule report:
     input:
-        results=results_of,
+        results=files.made,
     output:
         page=report(
             f"{results}/{{experiment}}/report/index.html",
@@ -17,18 +17,18 @@ rule report:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        script=sha256_file(root / "workflow" / "scripts" / "report.py"),
-        experiment=lambda wildcards: f"{results}/{wildcards.experiment}",
-        data=lambda wildcards: data_folder(plan_of(wildcards)),
+        script=known.scripts["report.py"],
+        experiment=subpath(output.page, ancestor=2),
+        data=files.data_folder,
     shell:
-        "logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q} --benchmarks benchmarks"
+        "exec logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q} --benchmarks benchmarks"
         " --output {output.page:q}"
 
 
 # A line for each experiment, on a page and in the terminal.
 rule summary:
     input:
-        results=[results_of_experiment(name) for name in plans],
+        results=files.made,
     output:
         page=report(
             f"{results}/summary.html",
@@ -42,9 +42,9 @@ rule summary:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        script=sha256_file(root / "workflow" / "scripts" / "summary.py"),
-        results=lambda wildcards, output: Path(output.page).parent,
-        experiments=list(plans),
+        script=known.scripts["summary.py"],
+        results=subpath(output.page, parent=True),
+        experiments=list(plans.by_name),
     shell:
-        "logged {log:q} summary.py --results {params.results:q} --benchmarks benchmarks"
+        "exec logged {log:q} summary.py --results {params.results:q} --benchmarks benchmarks"
         " --experiments {params.experiments:q} --output {output.page:q}"

@@ -4,46 +4,46 @@
 # Many images are made by several jobs, a part each; `sample` then joins them, and the parts go.
 rule sample_part:
     input:
-        config=config_of("sample"),
-        before=configs_before("sample"),
+        config=files.config("sample"),
+        before=files.configs_before("sample"),
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
-        codec=codec_weights,
-        small_images=small_images,
+        codec=files.codec_weights,
+        small_images=files.small_images,
     output:
         images=temp(f"{results}/{{experiment}}/samples/part-{{part}}-of-{{parts}}.npz"),
     log:
         "logs/{experiment}/sample/part-{part}-of-{parts}.log",
     benchmark:
         "benchmarks/{experiment}/sample/part-{part}-of-{parts}.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
         code=code["sample"],
-        codec=codec_option,
-        small_images=small_images_option,
+        codec=files.codec_option,
+        small_images=files.small_images_option,
     shell:
-        "logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.codec:q} {params.small_images:q} --part {wildcards.part}/{wildcards.parts} --output {output.images:q}"
 
 
 rule sample:
     input:
-        config=config_of("sample"),
-        before=configs_before("sample"),
+        config=files.config("sample"),
+        before=files.configs_before("sample"),
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
-        codec=codec_weights,
-        small_images=small_images,
-        parts=sampled_parts,
+        codec=files.codec_weights,
+        small_images=files.small_images,
+        parts=files.sampled_parts,
     output:
         samples=f"{results}/{{experiment}}/samples/samples.npz",
         protocol=f"{results}/{{experiment}}/samples/samples.json",
@@ -63,23 +63,23 @@ rule sample:
         "logs/{experiment}/sample.log",
     benchmark:
         "benchmarks/{experiment}/sample.tsv"
-    retries: attempts(2)
+    retries: machine.attempts(2)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(asked("cpus_per_process"))
+    threads: machine.threads
     resources:
         nodes=1,
-        gres=one_gpu,
-        cpus_per_task=asked("cpus_per_process"),
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
     params:
         code=code["sample"],
-        codec=codec_option,
-        small_images=small_images_option,
-        parts=sampled_option,
+        codec=files.codec_option,
+        small_images=files.small_images_option,
+        parts=files.sampled_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.codec:q} {params.small_images:q} {params.parts:q} --output {output.samples:q}"
         " --journal {params.journal:q}"

@@ -3,7 +3,7 @@
 
 rule track:
     input:
-        before=results_of,
+        before=files.made,
     output:
         summary=f"{results}/{{experiment}}/tracked.json",
     log:
@@ -16,11 +16,11 @@ rule track:
     params:
         store=config["tracking"]["uri"],
         project=config["tracking"]["project"],
-        experiment=lambda wildcards, output: Path(output.summary).parent,
-        dataset=lambda wildcards: f"{results}/datasets/{plan_of(wildcards)['dataset']}",
-        codec=codec_option,
-        headline=lambda wildcards: plan_of(wildcards)["headline"],
+        experiment=subpath(output.summary, parent=True),
+        dataset=files.dataset_folder,
+        codec=files.codec_option,
+        headline=files.headline,
     shell:
-        "logged {log:q} python -m image_diffusion.track --store {params.store:q} --project {params.project:q}"
+        "exec logged {log:q} python -m image_diffusion.track --store {params.store:q} --project {params.project:q}"
         " --experiment {params.experiment:q} --dataset {params.dataset:q} {params.codec:q}"
         " --best-metric {params.headline:q} --output {output.summary:q}"

@@ -3,10 +3,10 @@
 
 rule train:
     input:
-        config=config_of("train"),
-        before=configs_before("train"),
-        data=training_data,
-        codec=codec_weights,
+        config=files.config("train"),
+        before=files.configs_before("train"),
+        data=files.training_data,
+        codec=files.codec_weights,
     output:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
@@ -14,29 +14,29 @@ rule train:
         "logs/{experiment}/train.log",
     benchmark:
         "benchmarks/{experiment}/train.tsv"
-    retries: attempts(20)
+    retries: machine.attempts(20)
     conda:
         "../../envs/image-diffusion.yaml"
-    threads: local_threads(training_cpus)
+    threads: machine.training_threads
     resources:
-        nodes=asked("nodes"),
-        tasks=several_nodes(None),
-        mpi=several_nodes("srun"),
-        gres=gpus,
+        nodes=machine.nodes,
+        tasks=machine.tasks,
+        mpi=machine.mpi,
+        gres=machine.gpus,
         tasks_per_gpu=0,
-        cpus_per_task=training_cpus,
-        mem_mb=asked("memory_mb"),
-        runtime=asked("runtime_min"),
+        cpus_per_task=machine.training_cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
         # Two minutes before the time is up training is told: it saves and ends, and the next attempt goes on.
         slurm_extra="--signal=TERM@120",
     params:
-        processes=asked("processes_per_node"),
-        threads=asked("cpus_per_process"),
+        processes=machine.processes,
+        threads=machine.cpus,
         logs="logs/{experiment}/train",
-        codec=codec_option,
+        codec=files.codec_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "logged {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
+        "exec logged {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
         " --processes-per-node {params.processes} --threads-per-process {params.threads} --logs {params.logs:q}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " --output {output.weights:q} --journal {params.journal:q}"

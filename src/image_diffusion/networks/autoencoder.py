@@ -25,6 +25,11 @@ class AutoencoderConfig(Config):
 
     def build(self, spec: DataSpec) -> Autoencoder:
         """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        self.check(spec)
+        return Autoencoder(self, spec)
+
+    def check(self, spec: DataSpec) -> None:
+        """Raise ValueError when the sizes do not fit. To build the network takes diffusers, seconds to import."""
         if any(channels % self.norm_groups for channels in self.block_channels):
             raise ValueError(
                 f"block_channels {list(self.block_channels)} must be multiples of norm_groups {self.norm_groups}."
@@ -34,7 +39,6 @@ class AutoencoderConfig(Config):
                 f"The resolution is {spec.resolution}, but {len(self.block_channels)} blocks divide each edge by "
                 f"{self.downsampling}. Choose a multiple of {self.downsampling}, or fewer block_channels."
             )
-        return Autoencoder(self, spec)
 
     def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Shape [c, h, w] of the latent of an image of `spec`."""

@@ -118,7 +118,9 @@ class DVAE(nn.Module):
         self.decoder = nn.Sequential(
             *entry, *(ResBlock(hidden) for _ in range(blocks)), *ups, nn.Conv2d(hidden, spec.channels, 1)
         )
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in config.normalisation(spec.channels))
+        # Constants, so whole even where the network is built of shapes alone.
+        known = config.normalisation(spec.channels)
+        mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in known)
         # Of x = 2p - 1: (p - mean) / std = scale x + shift.
         self.register_buffer("scale", 0.5 / std, persistent=False)
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)

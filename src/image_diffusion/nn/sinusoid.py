@@ -28,11 +28,12 @@ def grid_positions(dim: int, size: int, max_period: float = 10_000.0) -> Tensor:
     """Float32 [size², dim]: where each cell of a square grid is, row by row. `dim` is divisible by 4.
 
     The first half of the channels tells the column, the second the row; each is [sin(p ω) | cos(p ω)] with
-    ω_i = max_period^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64.
+    ω_i = max_period^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64, on
+    the CPU wherever the network is built: the same bits everywhere.
     """
     quarter = dim // 4
-    omega = max_period ** (-torch.arange(quarter, dtype=torch.float64) / quarter)  # [dim / 4]
-    angle = torch.arange(size, dtype=torch.float64)[:, None] * omega  # [size, dim / 4]
+    omega = max_period ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
+    angle = torch.arange(size, dtype=torch.float64, device="cpu")[:, None] * omega  # [size, dim / 4]
     line = torch.cat([torch.sin(angle), torch.cos(angle)], dim=1)  # [size, dim / 2]
     column = line[None, :, :].expand(size, size, -1)
     row = line[:, None, :].expand(size, size, -1)

@@ -1,0 +1,22 @@
+"""What the processes of the workflow find: Python, `logged`, and the package that lies beside the rules."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def search_path(root: Path, path: str) -> str:
+    """PATH with what stages look for in front: the Python that runs Snakemake, and `logged`.
+
+    root: the folder of the workflow. path: PATH as it is. An activated conda environment still goes before both.
+    """
+    ours = [str(Path(sys.executable).parent), str(root / "workflow" / "scripts")]
+    return os.pathsep.join([*ours, *(each for each in path.split(os.pathsep) if each not in ours)])
+
+
+def with_package(source: Path) -> dict[str, str]:
+    """This process's environment, in which Python takes the package from `source`; `logged` does so for stages."""
+    path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,0 +1,238 @@
+"""Which files each stage reads, and how its command is told of those that not every experiment has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards
+
+Paths = str | list[str]
+"""A file, or several; an empty list where an experiment has no use for one."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The inputs of the rules, as functions of a job's wildcards."""
+
+    results: str
+    """The folder of all results."""
+    plans: Plans
+
+    def everything(self, wildcards: Wildcards) -> Iterator[str]:
+        """What `snakemake` makes when no file is named."""
+        yield f"{self.results}/summary.html"
+        for name in self.plans.by_name:
+            yield from self._made(name)
+            yield f"{self.results}/{name}/tracked.json"
+            yield f"{self.results}/{name}/report/index.html"
+
+    def made(self, wildcards: Wildcards) -> list[str]:
+        """What an experiment ends with, apart from what is made of all of it; without an experiment, what all do."""
+        named = "experiment" in wildcards.keys()  # noqa: SIM118 - Snakemake's wildcards are a list with names
+        names = [wildcards["experiment"]] if named else self.plans.by_name
+        return [path for name in names for path in self._made(name)]
+
+    def _made(self, name: str) -> list[str]:
+        plan = self.plans.by_name[name]
+        paths = ["train/weights.safetensors", "train/model.json", "metrics.json"]
+        if plan.makes_samples:
+            paths += ["samples/samples.npz", "samples/samples.json", "samples/grid.png"]
+        if plan.export != "none":
+            paths += ["diffusers"]
+        paths += [f"sweep/{axis}/curve.json" for axis in plan.sweep]
+        tokens = [f"{self._dataset(plan)}/{plan.tokens}/manifest.json"] if plan.tokens else []
+        return [*(f"{self.results}/{name}/{path}" for path in paths), *tokens]
+
+    # ---- The configurations of stages
+
+    def config(self, stage: str) -> Callable[[Wildcards], str]:
+        """The configuration a stage runs with."""
+        return lambda wildcards: self.plans.of(wildcards).configs[stage]
+
+    def configs_before(self, stage: str) -> Callable[[Wildcards], list[str]]:
+        """The configurations of the stages before: should one of those fail, nothing after it passes for up to date."""
+        before = STAGES[: STAGES.index(stage)]
+
+        def configs(wildcards: Wildcards) -> list[str]:
+            plan = self.plans.of(wildcards)
+            base = plan.small_images_experiment if stage in ("sample", "evaluate") else None
+            theirs = [self.plans.by_name[base].configs[each] for each in ("train", "sample")] if base else []
+            return [plan.configs[each] for each in before if each in plan.configs] + theirs
+
+        return configs
+
+    def sample_config_option(self, wildcards: Wildcards) -> list[str]:
+        """How `doctor` is told which images will be made, where any are."""
+        known = self.plans.of(wildcards).configs
+        return ["--sample", known["sample"]] if "sample" in known else []
+
+    # ---- What is trained on
+
+    def data_folder(self, wildcards: Wildcards) -> str:
+        """Where the training examples of an experiment lie."""
+        plan = self.plans.of(wildcards)
+        return f"{self._dataset(plan)}/{plan.pairs or plan.codec or 'crops'}"
+
+    def training_data(self, wildcards: Wildcards) -> str:
+        """The manifest of what an experiment trains on: latents, crops, or pairs of embeddings."""
+        return f"{self.data_folder(wildcards)}/manifest.json"
+
+    def real_folder(self, wildcards: Wildcards) -> str:
+        """Where the real data lie that a model is compared with: crops, or the pairs of a prior."""
+        plan = self.plans.of(wildcards)
+        return f"{self._dataset(plan)}/{plan.pairs or 'crops'}"
+
+    def real_data(self, wildcards: Wildcards) -> str:
+        """The manifest of those."""
+        return f"{self.real_folder(wildcards)}/manifest.json"
+
+    def dataset_folder(self, wildcards: Wildcards) -> str:
+        """Where everything lies that is made of a data set alone."""
+        return self._dataset(self.plans.of(wildcards))
+
+    def _dataset(self, plan: Plan) -> str:
+        return f"{self.results}/datasets/{plan.dataset}"
+
+    # ---- Codecs
+
+    def codec_weights(self, wildcards: Wildcards) -> Paths:
+        """The weights of the codec, where another experiment trains it."""
+        codec = self.plans.of(wildcards).codec_experiment
+        return f"{self.results}/{codec}/train/weights.safetensors" if codec else []
+
+    def codec_option(self, wildcards: Wildcards) -> list[str]:
+        """How a command is told where those lie."""
+        return _option("--codec-weights", self.codec_weights(wildcards))
+
+    def encoded_parts(self, wildcards: Wildcards) -> list[str]:
+        """The marks of the jobs that share the shards of a large data set, 16 or more each; one alone leaves none."""
+        plan = self.plans.of(wildcards)
+        parts = min(64, plan.num_shards // 16)
+        folder = f"{self._dataset(plan)}/{plan.codec}"
+        return [f"{folder}/part-{part}-of-{parts}.done" for part in range(parts)] if parts > 1 else []
+
+    # ---- Pairs of embeddings
+
+    def pair_sources(self, wildcards: Wildcards) -> list[str]:
+        """What pairs are made from: crops and captions, or the note of files that others have embedded."""
+        plan = self.plans.of(wildcards)
+        name = "crops/manifest.json" if plan.pairs_of_images else "source.json"
+        return [f"{self._dataset(plan)}/{name}", *([plan.captions] if plan.captions else [])]
+
+    def pair_detector(self, wildcards: Wildcards) -> Paths:
+        """The detector that looks at the images of pairs, where one does."""
+        plan = self.plans.of(wildcards)
+        return f"{self._dataset(plan)}/detector/detector.json" if plan.pairs_of_detector else []
+
+    def pair_options(self, wildcards: Wildcards) -> list[str]:
+        """How `embed` is told where all that lies."""
+        plan = self.plans.of(wildcards)
+        crops = ["--data", f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
+        return [*crops, *_option("--detector", _folder(self.pair_detector(wildcards)))]
+
+    # ---- Samples
+
+    def small_images(self, wildcards: Wildcards) -> Paths:
+        """What a super-resolution network enlarges: another experiment's samples, the held-out crops, or a file."""
+        plan = self.plans.of(wildcards)
+        if plan.small_images_experiment:
+            return f"{self.results}/{plan.small_images_experiment}/samples/samples.npz"
+        return self.real_data(wildcards) if plan.small_images == "validation" else plan.small_images or []
+
+    def small_images_option(self, wildcards: Wildcards) -> list[str]:
+        """How `sample` is told where those lie."""
+        held_out = self.plans.of(wildcards).small_images == "validation"
+        return _option("--small-images", self.real_folder(wildcards) if held_out else self.small_images(wildcards))
+
+    def sampled_parts(self, wildcards: Wildcards) -> list[str]:
+        """What the jobs that share the images of a large set have made; one job alone leaves none."""
+        plan = self.plans.of(wildcards)
+        jobs, folder = plan.sample_jobs, f"{self.results}/{plan.experiment}/samples"
+        return [f"{folder}/part-{part}-of-{jobs}.npz" for part in range(jobs)] if jobs > 1 else []
+
+    def sampled_option(self, wildcards: Wildcards) -> list[str]:
+        """How `sample` is told where that lies."""
+        return _option("--made", self.sampled_parts(wildcards))
+
+    def samples(self, wildcards: Wildcards) -> list[str]:
+        """The images that are judged, and how they were made; a codec is judged by what it leaves of real ones."""
+        plan = self.plans.of(wildcards)
+        folder = f"{self.results}/{plan.experiment}/samples"
+        return [f"{folder}/samples.npz", f"{folder}/samples.json"] if plan.makes_samples else []
+
+    def samples_option(self, wildcards: Wildcards) -> list[str]:
+        """How `evaluate` is told where those lie."""
+        return _option("--samples", self.samples(wildcards)[:1])
+
+    def grid(self, wildcards: Wildcards) -> Paths:
+        """A picture of the images that an experiment makes, where it makes any."""
+        plan = self.plans.of(wildcards)
+        return f"{self.results}/{plan.experiment}/samples/grid.png" if plan.makes_samples else []
+
+    def grid_option(self, wildcards: Wildcards) -> list[str]:
+        """How `export` is told where that lies."""
+        return _option("--grid", self.grid(wildcards))
+
+    # ---- What samples are judged with
+
+    def reference(self, wildcards: Wildcards) -> Paths:
+        """What samples are compared with in place of real ones: another experiment's samples, or a file."""
+        plan = self.plans.of(wildcards)
+        other = plan.against_experiment
+        return f"{self.results}/{other}/samples/samples.npz" if other else plan.against or []
+
+    def reference_option(self, wildcards: Wildcards) -> list[str]:
+        """How `evaluate` is told where that lies."""
+        return _option("--reference", self.reference(wildcards))
+
+    def detector(self, wildcards: Wildcards) -> Paths:
+        """What the metrics look at images with, where it is made from the data set itself."""
+        plan = self.plans.of(wildcards)
+        own = plan.detector == "inpipe" and not plan.pairs
+        return f"{self._dataset(plan)}/detector/detector.json" if own else []
+
+    def detector_option(self, wildcards: Wildcards) -> list[str]:
+        """How `evaluate` is told where that lies."""
+        return _option("--detector", _folder(self.detector(wildcards)))
+
+    def dataset(self, wildcards: Wildcards) -> str:
+        """The name of its data set."""
+        return self.plans.of(wildcards).dataset
+
+    def headline(self, wildcards: Wildcards) -> str:
+        """The metric that an experiment is ranked by."""
+        return self.plans.of(wildcards).headline
+
+    # ---- Sweeps
+
+    def swept_config(self, wildcards: Wildcards) -> str:
+        """What one point of a curve is sampled with."""
+        return self.plans.of(wildcards).sweep[wildcards["axis"]][wildcards["value"]]
+
+    def swept_weights(self, wildcards: Wildcards) -> str:
+        """The weights that one point of a curve is sampled from."""
+        earlier = wildcards["axis"] == "checkpoint"
+        where = f"sweep/checkpoint/{wildcards['value']}/weights" if earlier else "train"
+        return f"{self.results}/{wildcards['experiment']}/{where}/weights.safetensors"
+
+    def swept_points(self, wildcards: Wildcards) -> list[str]:
+        """What was found at each point of a curve."""
+        plan, axis = self.plans.of(wildcards), wildcards["axis"]
+        return [f"{self.results}/{plan.experiment}/sweep/{axis}/{value}/metrics.json" for value in plan.sweep[axis]]
+
+    def swept_point_options(self, wildcards: Wildcards) -> list[str]:
+        """How `sweep` is told which is which."""
+        values = self.plans.of(wildcards).sweep[wildcards["axis"]]
+        return [f"{value}={path}" for value, path in zip(values, self.swept_points(wildcards), strict=True)]
+
+
+def _option(name: str, paths: Paths) -> list[str]:
+    """An option of a command and its values; nothing where there are none."""
+    return [name, *([paths] if isinstance(paths, str) else paths)] if paths else []
+
+
+def _folder(paths: Paths) -> Paths:
+    """The folder of a file; nothing where there is none."""
+    return str(Path(paths).parent) if isinstance(paths, str) else paths

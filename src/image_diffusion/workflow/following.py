@@ -1,0 +1,78 @@
+"""What stages log goes to MLflow while they run: one process beside Snakemake, on its machine, which ends with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.workflow.environment import with_package
+
+LOG = Path("logs", "follow.log")
+LAST_WORD_S = 60.0
+"""Seconds that a store may take to answer when all has ended."""
+
+
+@dataclass
+class Following:
+    """`follow`, where config.yaml asks for it."""
+
+    tracking: Mapping[str, Any]
+    """The section `tracking` of config.yaml."""
+    source: Path
+    """The folder that holds the package."""
+    results: str
+    experiments: Iterable[str]
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        """Start it. It ends when the pipe to it is closed, so also when we are killed."""
+        if not self.tracking.get("every_s"):
+            return
+        LOG.parent.mkdir(exist_ok=True)
+        with LOG.open("wb") as log:
+            # Stages go before it. A process group of its own: Ctrl-C is for the stages, and what they then say is still
+            # sent.
+            self.process = subprocess.Popen(
+                ["nice", *self._command()],
+                env=with_package(self.source),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    def end(self) -> None:
+        """Send what is left, in the foreground; a store that does not answer is not waited for."""
+        if self.process is None:
+            return
+        self.process.kill()  # it may be in the middle of something: sending is safe against that
+        self.process.wait()
+        self.process = None
+        with LOG.open("ab") as log:
+            try:
+                done = subprocess.run(
+                    self._command(),
+                    env=with_package(self.source),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=LAST_WORD_S,
+                    check=False,
+                )
+                failed = done.returncode != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+        if failed:
+            told = f"MLflow did not take everything yet, as {LOG} says; the next run sends it."
+            print(f"warning: {told}", file=sys.stderr)
+
+    def _command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "image_diffusion.follow", "--results", self.results),
+            *("--every", str(self.tracking["every_s"]), "--store", self.tracking["uri"]),
+            *("--project", self.tracking["project"], "--experiments", *self.experiments),
+        ]

@@ -1,0 +1,39 @@
+"""One Snakemake at a time in a folder, and the same command goes on after any death of the one before."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+from pathlib import Path
+from typing import TextIO
+
+from image_diffusion.workflow.queue import cancel_jobs
+
+
+def take_over(folder: Path) -> TextIO:
+    """Clear away what a killed Snakemake left in a folder: its locks, and its jobs in a Slurm queue.
+
+    It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive:
+    then its locks stay, and Snakemake says that the folder is locked and how to unlock it. Returns what holds our lock,
+    until it is closed.
+    """
+    state = folder / ".snakemake"
+    state.mkdir(exist_ok=True)
+    mine = (state / "owner").open("a+")
+    try:
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return mine
+    mine.seek(0)
+    last_host = mine.read()
+    left = list((state / "locks").glob("*"))
+    if left and last_host not in ("", socket.gethostname()):
+        return mine
+    if left:
+        cancel_jobs(folder)
+        for lock in left:
+            lock.unlink()
+    mine.truncate(0)
+    mine.write(socket.gethostname())
+    mine.flush()
+    return mine

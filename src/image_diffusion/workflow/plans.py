@@ -1,0 +1,162 @@
+"""What Snakemake has to know of each experiment, as `configure` writes it down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from image_diffusion.core.files import read_json
+
+STAGES = ("crop", "encode", "embed", "train", "sample", "evaluate", "export")
+"""What an experiment goes through, in this order; an experiment that has no use for a stage leaves it out."""
+
+
+class Wildcards(Protocol):
+    """What the wildcards of a job stand for: Snakemake's own object, or a dict."""
+
+    def __getitem__(self, name: str, /) -> str: ...
+
+    def keys(self) -> Collection[str]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One experiment, resolved. Paths are as the rules name them."""
+
+    experiment: str
+    """Its name."""
+    system: str
+    """The type of its system."""
+    dataset: str
+    """The folder of its data set under results/datasets."""
+    source: dict[str, Any]
+    """Where its images come from, as its section data.source."""
+    num_shards: int
+    """Shards that its data set is cut into."""
+    codec: str | None
+    """The folder of its latents beside the crops; none for pixels."""
+    codec_experiment: str | None
+    """The experiment that trains its codec."""
+    small_images: str | None
+    """What is enlarged: `validation` or a file."""
+    small_images_experiment: str | None
+    """The experiment whose samples are enlarged."""
+    against: str | None
+    """A file of images that samples are compared with, in place of real ones."""
+    against_experiment: str | None
+    """The experiment whose samples those are."""
+    tokens: str | None
+    """The folder of the tokens that its own codec encodes the data set to."""
+    pairs: str | None
+    """The folder of its pairs of embeddings."""
+    pairs_of_images: bool
+    """Whether those are made from crops."""
+    pairs_of_detector: bool
+    """Whether the detector of the data set looks at those."""
+    captions: str | None
+    """The table that captions are read from."""
+    makes_samples: bool
+    """Whether `sample` makes anything."""
+    sample_jobs: int
+    """Jobs that share the images."""
+    global_batch: int
+    """Examples of one step of training."""
+    detector: str
+    """What its metrics look at images with."""
+    headline: str
+    """The metric it is ranked by."""
+    sweep: dict[str, dict[str, str]]
+    """The configuration of each point of each curve, by what is varied and by value."""
+    export: str
+    """The format it is exported to, or `none`."""
+    resources: dict[str, int]
+    """What it asks a machine for: its section resources."""
+    configs: dict[str, str]
+    """The resolved configuration of each stage it goes through."""
+
+    @property
+    def builds_on(self) -> list[str]:
+        """The experiments that are made before it."""
+        return [name for name in (self.codec_experiment, self.small_images_experiment, self.against_experiment) if name]
+
+    def of_tokens(self) -> Plan:
+        """By which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
+        configs = {"crop": self.configs["crop"], "encode": self.configs["tokens"]}
+        return replace(self, codec=self.tokens, codec_experiment=self.experiment, configs=configs)
+
+
+def plan_file(results: str | Path, name: str) -> Path:
+    """Where the plan of an experiment lies."""
+    return Path(results, name, "config", "plan.json")
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan from its file. Raises ValueError when the file is missing, damaged, or not of this version."""
+    data = read_json(path)
+    try:
+        return Plan(**{field.name: data[field.name] for field in fields(Plan)})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no plan of this version: {error}. Delete it, and start Snakemake again.") from None
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The experiments that Snakemake is to make and those that they build on, by name; and by what they share."""
+
+    by_name: dict[str, Plan]
+
+    @classmethod
+    def read(cls, results: str | Path, names: Iterable[str]) -> Plans:
+        """The plans of experiments, each followed by those that it builds on. Raises ValueError (see `read_plan`)."""
+        found: dict[str, Plan] = {}
+
+        def add(name: str) -> None:
+            if name not in found:
+                found[name] = read_plan(plan_file(results, name))
+                for other in found[name].builds_on:
+                    add(other)
+
+        for name in names:
+            add(name)
+        return cls(found)
+
+    @cached_property
+    def datasets(self) -> dict[str, Plan]:
+        """A plan that uses a data set, by the data set."""
+        return {plan.dataset: plan for plan in self.by_name.values()}
+
+    @cached_property
+    def latents(self) -> dict[tuple[str, str], Plan]:
+        """A plan that uses latents or tokens, by data set and codec."""
+        plans = [*self.by_name.values(), *(plan.of_tokens() for plan in self.by_name.values() if plan.tokens)]
+        return {(plan.dataset, plan.codec): plan for plan in plans if plan.codec}
+
+    @cached_property
+    def pairs(self) -> dict[tuple[str, str], Plan]:
+        """A plan that learns from pairs of embeddings, by data set and name of the pairs."""
+        return {(plan.dataset, plan.pairs): plan for plan in self.by_name.values() if plan.pairs}
+
+    def of(self, wildcards: Wildcards) -> Plan:
+        """The plan that a job belongs to; for a data set, that of an experiment which uses it."""
+        if "experiment" in wildcards.keys():  # noqa: SIM118 - Snakemake's wildcards are a list with names
+            return self.by_name[wildcards["experiment"]]
+        dataset = wildcards["dataset"]
+        if "codec" in wildcards.keys():  # noqa: SIM118
+            return self.latents[dataset, wildcards["codec"]]
+        if "pairs" in wildcards.keys():  # noqa: SIM118
+            return self.pairs[dataset, wildcards["pairs"]]
+        return self.datasets[dataset]
+
+    def pattern(self, wildcard: str) -> str:
+        """The regular expression of what a wildcard may stand for: what there is, and nothing else."""
+        known: dict[str, Iterable[str]] = {
+            "experiment": self.by_name,
+            "dataset": self.datasets,
+            "codec": sorted({codec for _, codec in self.latents}),
+            "pairs": sorted({pairs for _, pairs in self.pairs}),
+        }
+        return "|".join(map(re.escape, known[wildcard])) or "none"

@@ -1,0 +1,95 @@
+"""Experiments become plans: `configure` is run when something has changed, and only then, since it imports torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files import digest, read_json, sha256_file, write_json
+from image_diffusion.workflow.code import package_digest, stage_digests
+from image_diffusion.workflow.environment import with_package
+from image_diffusion.workflow.plans import Plans, plan_file
+
+CONFIG = Path("config", "config.yaml")
+EXPERIMENTS = Path("config", "experiments")
+
+
+def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Have the experiments checked and written out stage by stage; the digest of each stage's code.
+
+    root: the folder of the workflow. config: its configuration. The experiments are files of the folder Snakemake runs
+    in. What was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and
+    written: what has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
+    """
+    results, source = Path(config.get("results", "results")), root / "src"
+    known = _read(results)
+    now: dict[str, Any] = {"config": digest(config), "package": package_digest(source)}
+    if known.get("config") != now["config"]:
+        check_config(config, root / "workflow" / "schemas" / "config.schema.json")
+    same_package = known.get("package") == now["package"]
+    now["code"] = known["code"] if same_package else stage_digests(source)
+    now["experiments"] = config["experiments"]
+    if same_package and known["experiments"] == now["experiments"] and _intact(known["files"]):
+        now["files"] = known["files"]
+    else:
+        configure([EXPERIMENTS / f"{name}.yaml" for name in now["experiments"]], results, source)
+        now["files"] = {str(path): sha256_file(path) for path in _read_and_written(results, now["experiments"])}
+    if now != known:
+        write_json(_cache(results), now)
+    return dict(now["code"])
+
+
+def resolved_code(results: Path) -> dict[str, str]:
+    """What `resolve` found where Snakemake was started, for a job on another machine."""
+    return dict(read_json(_cache(results))["code"])
+
+
+def check_config(config: Mapping[str, Any], schema: Path) -> None:
+    """Raise ValueError unless config.yaml, with what the command line added to it, fits its schema."""
+    import jsonschema  # a tenth of a second: not for those whose configuration has been checked
+
+    for problem in jsonschema.Draft202012Validator(json.loads(schema.read_text())).iter_errors(config):
+        key = ".".join(map(str, problem.absolute_path))
+        raise ValueError(": ".join([str(CONFIG), *([key] if key else []), problem.message]))
+
+
+def configure(experiments: list[Path], results: Path, source: Path) -> None:
+    """Run `configure` of the package in a folder. Raises ValueError with what it says."""
+    given = ["--experiments", *map(str, experiments), "--results", str(results)]
+    command = [sys.executable, "-m", "image_diffusion.configure", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=with_package(source))
+    if done.returncode:
+        raise ValueError(done.stderr.strip().removeprefix("error: "))
+
+
+def _read_and_written(results: Path, experiments: list[str]) -> list[Path]:
+    """The files that `configure` read and wrote: those of the experiments and of all that they build on."""
+    plans = Plans.read(results, experiments).by_name
+    found = {EXPERIMENTS / f"{name}.yaml" for name in plans} | {plan_file(results, name) for name in plans}
+    for plan in plans.values():
+        points = {Path(path) for axis in plan.sweep.values() for path in axis.values()}
+        found |= {*map(Path, plan.configs.values()), *points, *(path.with_name("evaluate.yaml") for path in points)}
+    return sorted(found)
+
+
+def _cache(results: Path) -> Path:
+    return results / ".resolved.json"
+
+
+def _read(results: Path) -> dict[str, Any]:
+    """What was found last time; nothing where that cannot be read."""
+    try:
+        known = read_json(_cache(results))
+    except ValueError:
+        return {}
+    complete = isinstance(known, dict) and {"config", "package", "code", "experiments", "files"} <= known.keys()
+    return known if complete else {}
+
+
+def _intact(files: Mapping[str, str]) -> bool:
+    """Whether all files are as they were."""
+    return all(Path(path).is_file() and sha256_file(Path(path)) == sha256 for path, sha256 in files.items())

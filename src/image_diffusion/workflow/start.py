@@ -1,0 +1,61 @@
+"""What happens when Snakemake starts: the experiments become plans, and the rules get to know them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files import sha256_file
+from image_diffusion.workflow.code import note_code
+from image_diffusion.workflow.environment import search_path
+from image_diffusion.workflow.files import Files
+from image_diffusion.workflow.machine import Machine
+from image_diffusion.workflow.plans import Plans
+from image_diffusion.workflow.resolve import resolve, resolved_code
+from image_diffusion.workflow.sources import look_at_sources
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the rules know."""
+
+    results: str
+    """The folder of all results."""
+    plans: Plans
+    files: Files
+    machine: Machine
+    code: Mapping[str, str]
+    """The digest of each stage's code."""
+    scripts: Mapping[str, str]
+    """The sha256 of each script of the report."""
+
+
+def start(root: Path, config: Mapping[str, Any], queued: bool, remote: bool) -> Known:
+    """Read everything once, where Snakemake was started; jobs on other machines take what it found.
+
+    root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
+    whether this is one of those jobs. A mistake ends Snakemake with one clear line.
+    """
+    os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
+    results = str(config.get("results", "results"))
+    try:
+        code = resolved_code(Path(results)) if remote else resolve(root, config)
+        plans = Plans.read(results, config["experiments"])
+        if not remote:
+            look_at_sources(plans, Path(results))
+            for sentence in note_code(plans, Path(results), code):
+                print(sentence, file=sys.stderr)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    return Known(
+        results=results,
+        plans=plans,
+        files=Files(results, plans),
+        machine=Machine(plans, config, queued, remote),
+        code=code,
+        scripts={path.name: sha256_file(path) for path in (root / "workflow" / "scripts").glob("*.py")},
+    )
