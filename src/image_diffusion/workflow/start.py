@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files import sha256_file
+from image_diffusion.core.lifeline import announce
 from image_diffusion.workflow.code import note_code
 from image_diffusion.workflow.environment import search_path
 from image_diffusion.workflow.files import Files
@@ -38,9 +39,11 @@ def start(root: Path, config: Mapping[str, Any], queued: bool, remote: bool) -> 
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
-    whether this is one of those jobs. A mistake ends Snakemake with one clear line.
+    whether this is one of those jobs. What Snakemake starts on this machine ends when it does. A mistake ends Snakemake
+    with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
+    announce(os.environ)
     results = str(config.get("results", "results"))
     try:
         code = resolved_code(Path(results)) if remote else resolve(root, config)
