@@ -122,7 +122,11 @@ def stamp_of(path: Path) -> Stamp:
 
     Raises OSError.
     """
-    found = path.stat()
+    return stamp_in(path.stat())
+
+
+def stamp_in(found: os.stat_result) -> Stamp:
+    """The same of what the system has told about a file."""
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 

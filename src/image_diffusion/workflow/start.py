@@ -49,7 +49,7 @@ def start(root: Path, config: Mapping[str, Any], queued: bool, remote: bool) -> 
         code = resolved_code(Path(results)) if remote else resolve(root, config)
         plans = Plans.read(results, config["experiments"])
         if not remote:
-            look_at_sources(plans, Path(results))
+            look_at_sources(plans, Path(results), config.get("trust_ctime", True))
             for sentence in note_code(plans, Path(results), code):
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:

@@ -11,10 +11,10 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
+from image_diffusion.core.files import Stamp, stamp_in
 from image_diffusion.data.sources.listing import (
     Item,
     Listing,
-    Stamp,
     caption_in,
     class_name,
     number_classes,
@@ -153,7 +153,7 @@ class _Walk:
                             continue
                         yield from self._below(entry.path, f"{name}/", (*above, real))
                     elif stat.S_ISREG(found.st_mode):
-                        yield name, (found.st_size, found.st_mtime_ns)
+                        yield name, stamp_in(found)
                     else:
                         self.rejected.append((plain_text(name), "neither a file nor a folder"))
                 except OSError as error:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import read_json
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, number_labels, stamp_of
+from image_diffusion.core.files import Stamp, read_json, stamp_of
+from image_diffusion.data.sources.listing import Item, Listing, number_labels
 
 
 class HuggingFace(Config):

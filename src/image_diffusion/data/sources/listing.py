@@ -7,11 +7,9 @@ import os
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-Stamp = tuple[int, int]
-"""Size in bytes and modification time in nanoseconds of a file."""
+from image_diffusion.core.files import Stamp
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,3 @@ def number_labels(labels: Iterable[str]) -> dict[str, int]:
     if all(label.isdecimal() for label in found):
         return {label: number for number, label in enumerate(sorted(found, key=int))}
     return number_classes(found)
-
-
-def stamp_of(path: Path) -> Stamp:
-    """A file's stamp. Raises OSError."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns

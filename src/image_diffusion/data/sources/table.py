@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, number_labels, stamp_of
+from image_diffusion.core.files import Stamp, stamp_of
+from image_diffusion.data.sources.listing import Item, Listing, number_labels
 
 
 class Table(Config):

@@ -10,14 +10,13 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
+from image_diffusion.core.files import Stamp, stamp_of
 from image_diffusion.data.sources.listing import (
     Item,
     Listing,
-    Stamp,
     caption_in,
     number_labels,
     plain_text,
-    stamp_of,
 )
 
 _LABELS = ("cls", "txt", "json")
