@@ -44,7 +44,7 @@ class HuggingFace(Config):
         if classes is not None:
             labels = [value if value is not None and value >= 0 else None for value in values]
         else:
-            numbers = number_labels(str(value) for value in values if value is not None)
+            numbers = number_labels((str(value) for value in values if value is not None), self.path)
             labels = [None if value is None else numbers[str(value)] for value in values]
             classes = list(numbers)
         rows = list(enumerate(zip(names, labels, strict=True)))
