@@ -48,7 +48,7 @@ from image_diffusion.data.records import (
 from image_diffusion.data.source import remember
 from image_diffusion.data.sources.listing import Item, Listing
 from image_diffusion.data.tar import KEY_DIGITS, Layout
-from image_diffusion.data.write import Chunk, chunk_samples, histogram, write_shard
+from image_diffusion.data.write import Chunk, histogram, write_shard
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ def crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) 
     bad: list[Quarantined] = []
     layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
     with quiet_pillow():
-        chunks = _crops(config, shard, items, chunk_samples(layout), samples, bad)
-        sha256, size, count = write_shard(output, shard, layout, chunks)
+        sha256, size, count = write_shard(output, shard, layout, _crops(config, shard, items, samples, bad))
     # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
     read = _hashes(samples, bad)
     made_from = _made_from(config, items, [read[item.name] for item in items])
@@ -130,11 +129,9 @@ def crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) 
 
 
 def _crops(
-    config: DataConfig, shard: int, items: list[Item], size: int, samples: list[Sample], bad: list[Quarantined]
+    config: DataConfig, shard: int, items: list[Item], samples: list[Sample], bad: list[Quarantined]
 ) -> Iterator[Chunk]:
-    """The crops of a shard, some at a time; notes each image as a sample or as bad."""
-    crops: list[Any] = []
-    labels: list[int] = []
+    """The crops of a shard, one at a time; notes each image as a sample or as bad."""
     for item in items:
         data = b""
         try:
@@ -149,13 +146,7 @@ def _crops(
         key = f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"
         sha256 = hashlib.sha256(data).hexdigest()
         samples.append(Sample(key, item.name, sha256, item.label, crop.size, crop.flags))
-        crops.append(crop.pixels)
-        labels.append(item.label or 0)
-        if len(crops) == size:
-            yield {"npy": np.stack(crops)}, np.array(labels, dtype=np.int64)
-            crops, labels = [], []
-    if crops:
-        yield {"npy": np.stack(crops)}, np.array(labels, dtype=np.int64)
+        yield {"npy": crop.pixels[np.newaxis]}, np.array([item.label or 0])
 
 
 def _hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, str]:

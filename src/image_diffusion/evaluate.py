@@ -64,6 +64,8 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         samples = result["protocol"].get("samples", {})
         step = given.model.step if given.model is not None else int(samples.get("step", 0))
         journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
+        if given.model is not None:
+            journal.metrics({"examples_seen": given.model.examples_seen}, step)
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
             journal.metrics(values, point["step"])

@@ -24,7 +24,7 @@ from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import sha256_file, write_json
+from image_diffusion.core.files import hashes, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
@@ -91,15 +91,16 @@ def main() -> None:
         images = read_arrays(arguments.output)["arr_0"]
         shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
         save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
-        for name, picture in made.pictures().items():
+        pictures = made.pictures()
+        for name, picture in pictures.items():
             save_picture(picture, output / f"{name}.png")
         if settings.pictures:
             for seed, image in enumerate(images, settings.first_seed):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
-        write_json(
-            output / "samples.json",
-            protocol(settings, model) | made.described | {"sha256": sha256_file(arguments.output)},
-        )
+        drawn = [output / f"{name}.png" for name in ("grid", *pictures)]
+        described = {**made.described, "files": hashes(output, [arguments.output, *drawn])}
+        write_json(output / "samples.json", protocol(settings, model) | described)
+        journal.metrics({"examples_seen": model.examples_seen}, model.step)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torchvision.utils import make_grid
 
+from image_diffusion.core.pictures import image_grid
 from image_diffusion.crop import crop_dataset, write_sheets
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.sheets import reconstruction_sheet
@@ -57,3 +60,12 @@ def test_a_reconstruction_sheet_shows_image_decoded_and_difference(tmp_path: Pat
     rows = [pixels[14 + i * (128 + 2 + 14) + 64] for i in range(3)]
     assert [int(row[64, 0]) for row in rows] == [100, 100, 0]
     assert [int(row[130 + 64, 0]) for row in rows] == [100, 90, 40]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(("count", "columns"), [(7, 3), (12, 4), (6, 6), (5, 1)])
+def test_a_grid_is_the_picture_that_torchvision_makes(channels: int, count: int, columns: int) -> None:
+    images = torch.randint(0, 256, (count, channels, 20, 30), dtype=torch.uint8)
+    enlarged = images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
+    theirs = make_grid(enlarged, nrow=columns, padding=2, pad_value=128)[:channels, 2:, 2:].permute(1, 2, 0)
+    assert (np.asarray(image_grid(images, columns)) == theirs.squeeze(2).numpy()).all()

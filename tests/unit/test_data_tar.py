@@ -65,6 +65,15 @@ def test_a_shard_is_byte_identical_to_webdatasets_own(
     assert len(ours) == layout.file_bytes(count)
 
 
+def test_a_shard_has_the_bytes_it_always_had(tmp_path: Path) -> None:
+    """Another webdataset must not change them: every shard that there is would be another one."""
+    x = np.arange(24).reshape(4, 2, 3)
+    layout = Layout(("npy", "flip.npy"), (2, 3), "float16", labelled=True)
+    chunks = [({"npy": x, "flip.npy": -x}, np.array([7, 0, 123, 2**31 - 1]))]
+    sha256, _, _ = write_shard(tmp_path, 3, layout, chunks)
+    assert sha256 == "56e993ffe74f02a553adf73e64badad36319fc42646e40593468425b6dde1823"
+
+
 def test_more_samples_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.data.write.MAX_SAMPLES", 3)
     layout = Layout(("npy",), (1,), "uint8", labelled=False)

@@ -14,7 +14,7 @@ from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import sha256_file, write_json
+from image_diffusion.core.files import hashes, write_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
 from image_diffusion.metrics.samples import read_samples
@@ -104,6 +104,25 @@ def test_a_class_that_does_not_exist_is_named(label: int | str) -> None:
 def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="never learnt to do without a label"):
         Generator(random_network(system(0.0)), system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0}))
+
+
+def test_the_variance_of_the_objective_decides_the_steps() -> None:
+    """Unless the sampler names another: samples and bits per dimension are then of one model."""
+    of = DiTSystem(network=system().network, objective={"variance": "fixed_large", "loss": "simple"})
+    network, seeds, labels = random_network(of), torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    images = {
+        variance: Generator(
+            network, of, SPEC, Rgb(), SampleConfig.model_validate({"sampler": {"type": "ddpm", "num_steps": 4} | named})
+        )(seeds, labels)
+        for variance, named in {
+            "unset": {},
+            "large": {"variance": "fixed_large"},
+            "small": {"variance": "fixed_small"},
+            "unclipped": {"clip_denoised": False},
+        }.items()
+    }
+    assert torch.equal(images["unset"], images["large"])
+    assert not torch.equal(images["unset"], images["small"]) and not torch.equal(images["unset"], images["unclipped"])
 
 
 def run(monkeypatch: pytest.MonkeyPatch, module: object, *arguments: object) -> None:
@@ -210,7 +229,8 @@ def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         images = torch.full((4, 3, 8, 8), len(name) + (name == "two"), dtype=torch.uint8)
         save_samples(tmp_path / name / "samples.npz", images, None)
-        write_json(tmp_path / name / "samples.json", {"sha256": sha256_file(tmp_path / name / "samples.npz")})
+        files = hashes(tmp_path / name, [tmp_path / name / "samples.npz"])
+        write_json(tmp_path / name / "samples.json", {"files": files})
     assert read_samples(tmp_path / "one/samples.npz").num_samples == 4
     (tmp_path / "one/samples.npz").write_bytes((tmp_path / "two/samples.npz").read_bytes())
     with pytest.raises(ValueError, match=r"samples\.npz is not the file that .*samples\.json describes\. Run sample"):

@@ -65,6 +65,21 @@ def test_an_experiment_that_is_missing(fresh: Project) -> None:
     assert line.startswith("error: config/experiments/macro.yaml does not exist. Did you mean micro?")
 
 
+def test_a_name_where_a_list_is_meant(fresh: Project) -> None:
+    line = told(fresh, "--config", "experiments=micro")
+    assert line.startswith("error: config/config.yaml: experiments is 'micro', but a list is meant.")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "experiments/micro.yaml"])
+def test_a_key_that_stands_twice(fresh: Project, name: str) -> None:
+    path = fresh / "config" / name
+    first = next(line for line in path.read_text().splitlines() if line and line[0].isalpha())
+    path.write_text(f"{path.read_text()}\n{first}\n")
+    key = first.partition(":")[0]
+    assert f"error: config/{name} is not valid YAML: line " in told(fresh, "--config", "results=elsewhere")
+    assert f"the key {key} stands here and in line " in told(fresh, "--config", "results=elsewhere")
+
+
 def test_a_key_of_the_workflow_that_is_misspelt(fresh: Project) -> None:
     line = told(fresh, "--config", "reslts=elsewhere")
     assert line.startswith("error: config/config.yaml: ")

@@ -19,6 +19,7 @@ rule sweep_weights:
         mem_mb=machine.memory_mb,
         runtime=30,
     params:
+        code=code["ema"],
         state=f"{results}/{{experiment}}/train/state",
     shell:
         "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} --step {wildcards.value}"

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -134,6 +134,12 @@ def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """The sha256 of files by their path from a folder: the key "files" of a JSON file in there, which is compared with
+    them whenever Snakemake starts."""
+    return {os.path.relpath(path, folder): sha256_file(path) for path in paths}
 
 
 def digest(data: Any) -> str:

@@ -82,10 +82,12 @@ def _write(source: Source, path: Path, entries: Entries) -> None:
 
 
 def _is_whole(path: Path) -> bool:
+    """Whether source.json is there and says how many files there are."""
     try:
-        return bool(read_json(path)["revision"])
-    except (ValueError, KeyError, TypeError):
+        found = read_json(path)
+    except ValueError:
         return False
+    return isinstance(found, dict) and isinstance(found.get("files"), int)
 
 
 def _cache_path(path: Path) -> Path:

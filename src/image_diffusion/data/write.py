@@ -1,18 +1,18 @@
-"""Writing one shard: whole or absent, hashed on the way."""
+"""Writing one shard by webdataset: whole or absent, hashed on the way, the same bytes for the same samples."""
 
 from __future__ import annotations
 
 import hashlib
-import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from image_diffusion.core.files import atomic_write
 from image_diffusion.data.records import key_prefix, record_path, tar_path
-from image_diffusion.data.tar import BLOCK, MAX_SAMPLES, Layout
+from image_diffusion.data.tar import KEY_DIGITS, MAX_SAMPLES, Layout
 
 CHUNK_BYTES = 8 << 20
 """About how much of a shard is built in memory at a time."""
@@ -32,21 +32,38 @@ def write_shard(folder: Path, shard: int, layout: Layout, chunks: Iterable[Chunk
     The shard's old record goes first, so that a record never stands beside a tar it does not describe.
     Raises ValueError when the shard would hold too many samples.
     """
+    # It imports PyTorch: seconds, which crops that are all there already should not cost.
+    from webdataset import TarWriter
+
     record_path(folder, shard).unlink(missing_ok=True)
-    hasher, count = hashlib.sha256(), 0
+    count = 0
     with atomic_write(tar_path(folder, shard)) as file:
-        for arrays, labels in chunks:
-            if count + len(labels) > MAX_SAMPLES:
-                raise ValueError(f"Shard {shard} would hold more than {MAX_SAMPLES:,} samples. Raise data.num_shards.")
-            block = layout.samples(arrays, labels, key_prefix(shard), count).reshape(-1)
-            file.write(block.data)
-            hasher.update(block.data)
-            count += len(labels)
-        written = count * layout.stride
-        end = bytes(-(written + 2 * BLOCK) % tarfile.RECORDSIZE + 2 * BLOCK)
-        file.write(end)
-        hasher.update(end)
-    return hasher.hexdigest(), written + len(end), count
+        hashed = _Hashed(file)
+        with TarWriter(hashed, encoder=False, mtime=0) as tar:
+            for arrays, labels in chunks:
+                if count + len(labels) > MAX_SAMPLES:
+                    raise ValueError(
+                        f"Shard {shard} would hold more than {MAX_SAMPLES:,} samples. Raise data.num_shards."
+                    )
+                stored = {name: array.astype(layout.dtype, copy=False) for name, array in arrays.items()}
+                for i, label in enumerate(labels):
+                    sample: dict[str, str | bytes] = {"__key__": f"{key_prefix(shard)}{count + i:0{KEY_DIGITS}d}"}
+                    sample |= {name: layout.header + array[i].tobytes() for name, array in stored.items()}
+                    tar.write(sample | ({"cls": str(label).encode()} if layout.labelled else {}))
+                count += len(labels)
+    return hashed.sha256.hexdigest(), hashed.size, count
+
+
+class _Hashed:
+    """A file that is hashed and measured while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sha256, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        self.size += len(data)
+        return self._file.write(data)
 
 
 def histogram(labels: Iterable[int | None]) -> dict[str, int]:

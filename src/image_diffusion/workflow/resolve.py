@@ -13,6 +13,7 @@ from image_diffusion.core.files import digest, read_json, sha256_file, write_jso
 from image_diffusion.workflow.code import package_digest, stage_digests
 from image_diffusion.workflow.environment import with_package
 from image_diffusion.workflow.plans import Plans, plan_file
+from image_diffusion.workflow.settings import check_settings
 
 CONFIG = Path("config", "config.yaml")
 EXPERIMENTS = Path("config", "experiments")
@@ -25,11 +26,13 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
     in. What was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and
     written: what has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
     """
-    results, source = Path(config.get("results", "results")), root / "src"
+    results, source = Path(str(config.get("results", "results"))), root / "src"
     known = _read(results)
-    now: dict[str, Any] = {"config": digest(config), "package": package_digest(source)}
+    plain = json.loads(json.dumps(config, default=str))  # YAML knows dates
+    now: dict[str, Any] = {"config": digest(plain), "package": package_digest(source)}
     if known.get("config") != now["config"]:
-        check_config(config, root / "workflow" / "schemas" / "config.schema.json")
+        schema = json.loads((root / "workflow" / "schemas" / "config.schema.json").read_text())
+        check_settings(config, schema, CONFIG, EXPERIMENTS)
     same_package = known.get("package") == now["package"]
     now["code"] = known["code"] if same_package else stage_digests(source)
     now["experiments"] = config["experiments"]
@@ -46,15 +49,6 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def resolved_code(results: Path) -> dict[str, str]:
     """What `resolve` found where Snakemake was started, for a job on another machine."""
     return dict(read_json(_cache(results))["code"])
-
-
-def check_config(config: Mapping[str, Any], schema: Path) -> None:
-    """Raise ValueError unless config.yaml, with what the command line added to it, fits its schema."""
-    import jsonschema  # a tenth of a second: not for those whose configuration has been checked
-
-    for problem in jsonschema.Draft202012Validator(json.loads(schema.read_text())).iter_errors(config):
-        key = ".".join(map(str, problem.absolute_path))
-        raise ValueError(": ".join([str(CONFIG), *([key] if key else []), problem.message]))
 
 
 def configure(experiments: list[Path], results: Path, source: Path) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.arrays import save_samples
+from image_diffusion.core.config import dump
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
-from image_diffusion.systems.diffusion.enlarging import SmallImages, small_held_out, small_images
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, requested_labels
+from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, fitted, requested_labels
 from image_diffusion.systems.given import Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
 
@@ -36,7 +37,7 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
             f"network that it is to guide. Name a weaker network of the same data."
         )
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
+    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds, settings.seed)
     enlarged = small_images(settings.small_images, given.small_images, system.low_resolution, model.spec, seeds)
     if enlarged is not None and model.classes:
         if enlarged.labels is None and isinstance(settings.labels, str):
@@ -45,19 +46,26 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
                 "experiment with the same classes, or list their classes in sample.labels."
             )
         labels = labels if enlarged.labels is None else enlarged.labels
-    return MadeImages(_generator(system, model, settings, given.codec, weaker), seeds, labels, enlarged)
+    described = {"settings": dump(fitted(system, given.codec, settings))}
+    if enlarged is not None:
+        described["enlarged"] = enlarged.source
+    low_res = None if enlarged is None else enlarged.images
+    return MadeImages(_generator(system, model, settings, given.codec, weaker), seeds, labels, low_res, described)
 
 
 class MadeImages:
     """Images by row, as `systems.given.Maker` says."""
 
     def __init__(
-        self, generator: Generator, seeds: Tensor, labels: Tensor | None, enlarged: SmallImages | None
+        self,
+        generator: Generator,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None,
+        described: dict[str, Any],
     ) -> None:
-        self.labels = labels
-        self.described: dict[str, Any] = {} if enlarged is None else {"enlarged": enlarged.source}
-        self._generator, self._seeds = generator, seeds
-        self._low_res = None if enlarged is None else enlarged.images
+        self.labels, self.described = labels, described
+        self._generator, self._seeds, self._low_res = generator, seeds, low_res
 
     def __call__(self, rows: slice) -> Tensor:
         return self._generator(*self._of(rows))
@@ -77,7 +85,7 @@ def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
     """Draws `step-NNNNNNN.png` and the same images as .npz. Raises ValueError for a class that does not exist."""
     settings, classes = given.settings, given.training.classes
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, len(seeds), classes, seeds)
+    labels = requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed)
     low_res: Tensor | None = None
     if system.low_resolution is not None:
         low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
@@ -113,7 +121,7 @@ class Images:
         wanted: str | list[int | str] = self._settings.labels
         if "label" in rows:
             wanted = [int(label) for label in rows["label"]]
-        labels = requested_labels(wanted, len(seeds), self._classes, seeds)
+        labels = requested_labels(wanted, len(seeds), self._classes, seeds, self._settings.seed)
         size = self._settings.batch_size
         parts = zip(seeds.split(size), [None] * len(seeds) if labels is None else labels.split(size), strict=False)
         return torch.cat([self._generator(*part) for part in parts]).permute(0, 2, 3, 1).contiguous().numpy()

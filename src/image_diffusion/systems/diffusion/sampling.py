@@ -60,6 +60,12 @@ class SampleConfig(Config):
         return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
 
 
+def fitted(system: DiffusionSystem, codec: Codec, settings: SampleConfig) -> SampleConfig:
+    """The settings with what the sampler takes from the model filled in."""
+    sampler = settings.sampler.fitted(system.objective.variance, codec.bounded)
+    return settings.model_copy(update={"sampler": sampler})
+
+
 class Generator:
     """Makes images from seeds, on the device of the network.
 
@@ -85,7 +91,7 @@ class Generator:
             )
         self._device = next(network.parameters()).device
         self._spec, self._system, self._codec = spec, system, codec
-        self._sampler, self._seed = settings.sampler, settings.seed
+        self._sampler, self._seed = fitted(system, codec, settings).sampler, settings.seed
         self._grid = self._sampler.grid(system.process)
         drops = labelled and weaker is None
         null = {"label": torch.tensor(spec.num_classes, device=self._device)} if drops else {}
@@ -121,17 +127,17 @@ class Generator:
 
 
 def requested_labels(
-    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor
+    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor, seed: int = 0
 ) -> Tensor | None:
     """The label of each sample, int64 [N]; None without classes.
 
-    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed, a list of class names
-    or numbers is repeated in turn. Raises ValueError for a class that does not exist.
+    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
+    share, a list of class names or numbers is repeated in turn. Raises ValueError for a class that does not exist.
     """
     if not classes:
         return None
     if labels == "random":
-        return image_streams(seeds).integers("label", len(classes))
+        return image_streams(seeds, seed).integers("label", len(classes))
     chosen = range(len(classes)) if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
     return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
 

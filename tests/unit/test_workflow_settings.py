@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from image_diffusion.core.settings import check_settings
+from image_diffusion.workflow.settings import check_settings
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())

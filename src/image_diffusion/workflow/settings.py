@@ -16,8 +16,7 @@ def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file:
     settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
     the data alone cannot see: keys that stand twice. experiments: the folder of the experiments that they name.
     """
-    # It comes with Snakemake, which a stage on another machine may have to do without.
-    import jsonschema
+    import jsonschema  # a tenth of a second: not for those whose settings have been checked
 
     if file.is_file():
         read_yaml(file)
@@ -28,7 +27,8 @@ def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file:
         if name not in there:
             close = nearest(name, there)
             advice = f" Did you mean {close}?" if close else ""
-            raise ValueError(f"{experiments / name}.yaml does not exist.{advice} Known: {', '.join(there)}.")
+            known = f" Known: {', '.join(there)}." if there else ""
+            raise ValueError(f"{experiments / name}.yaml does not exist.{advice}{known}")
 
 
 def _sentence(problem: Any) -> str:

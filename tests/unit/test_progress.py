@@ -1,0 +1,48 @@
+"""A log tells how far a stage is in lines; a terminal has a bar."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from image_diffusion.core import progress as module
+from image_diffusion.core.progress import Progress
+
+
+def test_a_log_gets_a_line_at_the_start_now_and_then_and_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", 0.05)
+    with Progress("train", 2000, "step", initial=1000) as progress:
+        for _ in range(500):
+            progress.advance()
+        time.sleep(0.06)
+        progress.advance(500, "loss 0.1234")
+    start, *_, end = lines = capsys.readouterr().err.splitlines()
+    assert start == "train: 1,000 of 2,000 steps (50%), ? steps/s, ? left"
+    assert re.fullmatch(r"train: 2,000 of 2,000 steps \(100%\), [\d.]+ steps/s, 00:00 left, loss 0.1234", end)
+    assert 2 <= len(lines) < 10
+
+
+def test_nothing_to_do_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("crop", 0, "image"):
+        pass
+    assert set(capsys.readouterr().err.splitlines()) == {"crop: 0 of 0 images (0%), ? images/s, ? left"}
+
+
+def test_one_within_another_is_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("train", 1, "step") as outer:
+        with Progress("sample", 1, "image") as inner:
+            inner.advance()
+        outer.advance()
+    titles = [re.match(r"(\w+): \d of 1 (step|image)s", line) for line in capsys.readouterr().err.splitlines()]
+    assert [title and title[1] for title in titles] == ["train", "sample", "sample", "train"]
+
+
+def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Progress("sample", 4, "image") as progress:
+        progress.advance(4)
+    assert "sample: 100%|" in capsys.readouterr().err
