@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
     arguments = parser.parse_args()
 
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.output.parent)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     per_node = arguments.processes_per_node
     found = forecast(training.build, training.stage.train, arguments.nodes * per_node, arguments.steps)
     system, every = training.stage.system, training.stage.train.grid_every_steps

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, output)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     run(training.build, training.stage.train, training.model, training.data, output, arguments.journal)
 
 
@@ -65,15 +65,15 @@ class Training:
     data: dict[str, Any]
 
 
-def prepare_training(config: Path, data: Path | str, codec_weights: Path | None, output: Path) -> Training:
-    """Put together what the stage of a file trains on the data of a manifest. output: where previews are drawn.
+def prepare_training(config: Path, data: Path | str, codec_weights: Path | None) -> Training:
+    """Put together what the stage of a file trains on the data of a manifest.
 
     Raises ValueError where configuration, data and codec do not fit one another.
     """
     stage = load(TrainStage, config)
     folder = folder_of(data)
-    training = open_shards(folder, "train")
-    validation = open_shards(folder, "validation")
+    training = open_shards(folder, "train", in_background=True)
+    validation = open_shards(folder, "validation", in_background=True)
     if training.num_samples < stage.train.global_batch:
         raise ValueError(
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "
@@ -96,9 +96,7 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
         return system.batch(stored, label, streams, spec, codec)
 
-    shown = ToPreview(
-        spec, decoder, stage.preview, training, validation, stage.train.validation_samples, output / "previews"
-    )
+    shown = ToPreview(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
     preview = system.preview(shown)
 
     def build(world: World) -> Task:

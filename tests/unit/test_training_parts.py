@@ -343,6 +343,11 @@ def test_what_decides_the_result_is_part_of_the_identity(change: dict[str, Any])
     assert settings(**change).identity() != settings().identity()
 
 
+@pytest.mark.parametrize("change", [{"weights": "ema"}, {"validate_every_steps": 5}, {"validation_samples": 5}])
+def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(change: dict[str, Any]) -> None:
+    assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
+
+
 def test_the_length_counts_where_the_learning_rate_depends_on_it() -> None:
     short, long = (settings(steps=steps, schedule={"type": "cosine"}).identity() for steps in (10, 20))
     assert short != long

@@ -149,6 +149,8 @@ class TrainConfig(Config):
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
             "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
         }  # fmt: skip
+        if self.weights == "best":  # the state holds the best of the validations there were
+            free -= {"weights", "validate_every_steps", "validation_samples"}
         if not self.schedule.has_horizon:
             free.add("steps")
         if self.deterministic == "off":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class Task:
     prepare: Callable[[Tensor, Tensor, Streams], Batch]
     data: Shards
     validation: Shards | None = None
-    grid: Callable[[nn.Module, int], Mapping[str, Path | float]] | None = None
+    grid: Callable[[nn.Module, int, Path], Mapping[str, Path | float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,9 @@ class Parts:
             "meter": self.meter.state(),
             "objective": objective.state_dict() if isinstance(objective, Remembers) else {},
         }
-        extra = {"precision": self.precision.state()} if self.precision.skips_overflow else {}
+        extra: dict[str, Any] = {"ended": step == self.config.steps}
+        if self.precision.skips_overflow:
+            extra["precision"] = self.precision.state()
         if self.best is not None:
             groups["best"] = self.flat.named(self.best.vector)
             extra["best"] = {"loss": self.best.loss, "step": self.best.step}
@@ -265,7 +267,7 @@ class Parts:
             self.task.objective.load_state_dict(_within("objective/", small))
         if "precision" in extra:
             self.precision.load(extra["precision"])
-        return step, reports_due
+        return step, reports_due or (step == self.config.steps and not extra["ended"])  # it was one on the way then
 
     def _network_state(self) -> dict[str, Tensor]:
         """The network's tensors by name, whole in the first process. All processes call it together."""

@@ -90,9 +90,9 @@ def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
     if system.low_resolution is not None:
         low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
 
-    def draw(network: nn.Module, step: int) -> Mapping[str, Path | float]:
+    def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
         images = Generator(network, system, given.spec, given.codec(), settings)(seeds, labels, low_res)
-        path = given.folder / f"step-{step:07d}.png"
+        path = folder / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)
         save_picture(image_grid(images, grid_columns(len(images), len(classes))), path)
         return {"preview": path}
