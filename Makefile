@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests workflow/scripts
 snakefiles := Snakefile workflow/rules
 
-.PHONY: help demo test lint format test-slurm test-gpu bench bench-gpu soak ui lock clean
+.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -36,6 +36,9 @@ test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (
 
 test-gpu: .venv/.ready ## the tests that need a GPU, in nine minutes at most
 	OMP_NUM_THREADS=1 timeout 540 python -m pytest tests/gpu --numprocesses=4
+
+test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=folder of imagenet-240.tar, cifar10-20k.tar
+	IMAGE_DIFFUSION_DATA=$(DATA) python -m pytest tests/bench
 
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done

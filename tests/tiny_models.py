@@ -11,11 +11,10 @@ from image_diffusion.core.config import dump, to_yaml
 from image_diffusion.core.files import write_text
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
-from image_diffusion.experiment import SampleStage
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.generation import SampleConfig
 
 
 def write_model(experiment: Path, step: int, seed: int = 0) -> None:
@@ -34,5 +33,5 @@ def write_model(experiment: Path, step: int, seed: int = 0) -> None:
         "ema": None,
     }
     save_weights(experiment / "train", network.state_dict(), described)
-    sampling = SampleStage(sample=SampleConfig(sampler=Ddim(num_steps=2), batch_size=2))
-    write_text(experiment / "config" / "sample.yaml", to_yaml(dump(sampling)))
+    sampling = SampleConfig(sampler=Ddim(num_steps=2), batch_size=2)
+    write_text(experiment / "config" / "sample.yaml", to_yaml({"sample": dump(sampling)}))

@@ -25,18 +25,15 @@ from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
     EmbedStage,
     EncodeStage,
-    EvaluateStage,
     Experiment,
     ExportStage,
-    SampleStage,
     TrainStage,
     check_experiment,
     load_experiment,
+    schema,
 )
-from image_diffusion.systems import CodecSystem
-from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.pairs import HashedPairs, PairsConfig
-from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.embedding.pairs import HashedPairs, PairsConfig
+from image_diffusion.systems.given import Others
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
@@ -44,11 +41,11 @@ AGAINST = "evaluate.against.experiment"
 
 def built_on(experiment: Experiment) -> dict[str, str]:
     """The experiments that have to be made before this one, by the key that names them."""
-    codec, small_images, against = experiment.codec, experiment.sample.small_images, experiment.evaluate.against
+    codec, inputs = experiment.codec, experiment.system.inputs(experiment)
     return {
         **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
-        **({SMALL_IMAGES: small_images.experiment} if isinstance(small_images, SamplesOf) else {}),
-        **({AGAINST: against.experiment} if isinstance(against, SamplesOf) else {}),
+        **({SMALL_IMAGES: inputs.small_images.experiment} if isinstance(inputs.small_images, SamplesOf) else {}),
+        **({AGAINST: inputs.against.experiment} if isinstance(inputs.against, SamplesOf) else {}),
     }
 
 
@@ -73,7 +70,7 @@ def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
     for path, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
         try:
-            check_experiment(experiment, others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST))
+            check_experiment(experiment, Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST)))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     _check_shared_data(found)
@@ -86,8 +83,7 @@ def _check_shared_data(found: dict[str, tuple[Path, Experiment]]) -> None:
     for path, experiment in found.values():
         sections: dict[str, Config] = {experiment.data.folder: experiment.data}
         if experiment.codec.name is not None:
-            stage = EncodeStage(codec=experiment.codec, encode=experiment.encode)
-            sections[f"{experiment.data.folder}/{experiment.codec.name}"] = stage
+            sections[f"{experiment.data.folder}/{experiment.codec.name}"] = encode_stage(experiment)
         if experiment.pairs is not None:
             sections[f"{experiment.data.folder}/{experiment.pairs.name}"] = embed_stage(experiment)
         for folder, section in sections.items():
@@ -105,6 +101,23 @@ def caption_table(pairs: PairsConfig | None) -> str | None:
     return captions.path if isinstance(captions, TableCaptions) else None
 
 
+def encode_stage(experiment: Experiment) -> EncodeStage:
+    """What `encode` runs with, for an experiment that has a codec."""
+    assert experiment.encode is not None
+    return EncodeStage(codec=experiment.codec, encode=experiment.encode)
+
+
+def train_stage(name: str, experiment: Experiment) -> TrainStage:
+    """What `train` runs with, for the experiment of that name."""
+    return TrainStage(
+        experiment=name,
+        codec=experiment.codec,
+        system=experiment.system,
+        train=experiment.train,
+        preview=experiment.preview,
+    )
+
+
 def embed_stage(experiment: Experiment) -> EmbedStage:
     """What `embed` runs with, for an experiment that has pairs."""
     assert experiment.pairs is not None
@@ -118,59 +131,54 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     dataset = results / "datasets" / experiment.data.folder
     codec = experiment.codec.name
     own = results / name / "config"
-    prediction = experiment.prediction if isinstance(experiment.system, PriorSystem) else None
-    stages: dict[str, tuple[Path, Config]] = {
-        "crop": (dataset / "config" / "crop.yaml", experiment.data),
-        "train": (
-            own / "train.yaml",
-            TrainStage(
-                experiment=name,
-                codec=experiment.codec,
-                system=experiment.system,
-                train=experiment.train,
-                preview=experiment.preview,
-            ),
+    system, codec = experiment.system, experiment.codec.name
+    stages: dict[str, tuple[Path, dict[str, Any]]] = {
+        "crop": (dataset / "config" / "crop.yaml", dump(experiment.data)),
+        "train": (own / "train.yaml", dump(train_stage(name, experiment))),
+        "evaluate": (
+            own / "evaluate.yaml",
+            {section: dump(experiment.section(section)) for section in system.judged_by},
         ),
-        "sample": (own / "sample.yaml", SampleStage(sample=experiment.sample)),
-        "evaluate": (own / "evaluate.yaml", EvaluateStage(evaluate=experiment.evaluate, prediction=prediction)),
-        "export": (own / "export.yaml", ExportStage(export=experiment.export)),
+        "export": (own / "export.yaml", dump(ExportStage(export=experiment.export))),
     }
+    if "sample" in system.sections:
+        stages["sample"] = (own / "sample.yaml", {"sample": dump(experiment.section("sample"))})
     if codec is not None:
-        encode = EncodeStage(codec=experiment.codec, encode=experiment.encode)
-        stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", encode)
+        stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", dump(encode_stage(experiment)))
     tokens = None
-    if isinstance(experiment.system, DVAESystem) and experiment.encode.tokens:
+    if experiment.encode is not None and experiment.encode.tokens:
         tokens = f"{name}-tokens"
         own_codec = EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
-        stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", own_codec)
+        stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", dump(own_codec))
     pairs = experiment.pairs
     if pairs is not None:
-        stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", embed_stage(experiment))
+        stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", dump(embed_stage(experiment)))
     for path, stage in stages.values():
-        write_if_changed(path, to_yaml(dump(stage)))
+        write_if_changed(path, to_yaml(stage))
     swept = write_sweep(experiment, own / "sweep")
+    samples, inputs, others = experiment.samples, system.inputs(experiment), built_on(experiment)
     plan: dict[str, Any] = {
         "experiment": name,
-        "system": experiment.system.type,
+        "system": system.type,
         "dataset": experiment.data.folder,
         "source": dump(experiment.data)["source"],
         "num_shards": experiment.data.num_shards,
         "codec": codec,
-        "codec_experiment": built_on(experiment).get(CODEC),
-        "small_images": experiment.sample.small_images if isinstance(experiment.sample.small_images, str) else None,
-        "small_images_experiment": built_on(experiment).get(SMALL_IMAGES),
-        "against": experiment.evaluate.against if isinstance(experiment.evaluate.against, str) else None,
-        "against_experiment": built_on(experiment).get(AGAINST),
+        "codec_experiment": others.get(CODEC),
+        "small_images": inputs.small_images if isinstance(inputs.small_images, str) else None,
+        "small_images_experiment": others.get(SMALL_IMAGES),
+        "against": inputs.against if isinstance(inputs.against, str) else None,
+        "against_experiment": others.get(AGAINST),
         "tokens": tokens,
         "pairs": pairs.name if pairs is not None else None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
         "pairs_of_detector": isinstance(pairs, HashedPairs),
         "captions": caption_table(pairs),
-        "makes_samples": not isinstance(experiment.system, CodecSystem | PriorSystem),
-        "sample_jobs": experiment.sample.num_jobs,
+        "makes_samples": samples is not None,
+        "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,
-        "detector": experiment.evaluate.detector.type,
-        "headline": headline(experiment),
+        "detector": system.detector(experiment),
+        "headline": system.headline(experiment),
         "sweep": swept,
         "export": experiment.export.format,
         "resources": dump(experiment.resources),
@@ -185,32 +193,19 @@ def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str
     Returns where, by what is varied and by value. Copies, bits and the like, which say nothing of one setting, are
     left to `evaluate`.
     """
-    light = {"copies": False, "two_sample": False, "infinity": False, "likelihood": None}
-    judged = EvaluateStage(evaluate=experiment.evaluate.model_copy(update=light))
     written: dict[str, dict[str, str]] = {}
+    if experiment.sweep is None:
+        return written
+    light = {"copies": False, "two_sample": False, "infinity": False, "likelihood": None}
+    judged = experiment.evaluate.model_copy(update=light)
     for axis, values in experiment.sweep.values.items():
-        write_if_changed(folder / "evaluate.yaml", to_yaml(dump(judged)))
+        write_if_changed(folder / "evaluate.yaml", to_yaml({"evaluate": dump(judged)}))
         for value in values:
             path = folder / f"{axis}-{value}.yaml"
-            point = SampleStage(sample=experiment.sweep.samples(axis, value, experiment.sample))
-            write_if_changed(path, to_yaml(dump(point)))
+            point = experiment.sweep.samples(axis, value, experiment.sample)
+            write_if_changed(path, to_yaml({"sample": dump(point)}))
             written.setdefault(axis, {})[value] = str(path)
     return written
-
-
-def headline(experiment: Experiment) -> str:
-    """The metric by which the best of several models is chosen; lower is better."""
-    named = experiment.evaluate.detector.metric_name
-    system = experiment.system
-    if isinstance(system, PriorSystem):
-        return "loss_validation"
-    return f"{named('reconstruction_fd')}_{system.decoded}" if isinstance(system, CodecSystem) else named("fd")
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of an experiment file, from the configuration classes themselves."""
-    found = Experiment.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
 
 def main() -> None:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from image_diffusion.core import command
-from image_diffusion.core.config import Config, load
 from image_diffusion.core.files import write_json
 from image_diffusion.data.remote import place
-from image_diffusion.experiment import SampleStage
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.generation import SampleConfig
+from image_diffusion.experiment import load_sections
+from image_diffusion.systems.system import System
 from image_diffusion.train import prepare_training
 from image_diffusion.training.forecast import Forecast, forecast, free_disk, memory_limit
 
@@ -42,10 +41,13 @@ def main() -> None:
     found = forecast(training.build, training.stage.train, arguments.nodes * per_node, arguments.steps)
     system, every = training.stage.system, training.stage.train.grid_every_steps
     previews = -(-found.steps // every) if every else 0
-    previews_s = previews * sampling_seconds(training.stage.preview, system, found)
+    shown = training.stage.preview
+    previews_s = previews * sampling_seconds(shown, system, found) if shown is not None else 0.0
     sample_s = 0.0
     if arguments.sample is not None:
-        sample_s = sampling_seconds(load(SampleStage, arguments.sample).sample, system, found)
+        sample_s = sampling_seconds(
+            load_sections(arguments.sample, ["sample"], system.sections)["sample"], system, found
+        )
     on_gpu = torch.cuda.is_available()
     together = found.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
@@ -65,13 +67,9 @@ def main() -> None:
     write_json(arguments.output, asdict(found) | others)
 
 
-def sampling_seconds(settings: SampleConfig, system: Config, found: Forecast) -> float:
-    """Seconds in which images are made: so many passes of the network as the one that was timed, one for each step of
-    the sampler, two with guidance. 0 for a system that makes no images from noise."""
-    if not isinstance(system, DiffusionSystem):
-        return 0.0
-    passes = settings.sampler.grid(system.process).num_steps * (2 if settings.guidance.guidance_scale != 1 else 1)
-    return settings.num_samples * passes * found.evaluation_s
+def sampling_seconds(settings: Any, system: System, found: Forecast) -> float:
+    """Seconds in which images are made: so many passes of the network as the one that was timed."""
+    return float(settings.num_samples * system.evaluations(settings) * found.evaluation_s)
 
 
 def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> None:

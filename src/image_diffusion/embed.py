@@ -17,7 +17,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.pairs import write_pairs
 from image_diffusion.experiment import EmbedStage
-from image_diffusion.systems.pairs import Given
+from image_diffusion.systems.embedding.pairs import Given
 
 
 def main() -> None:

@@ -16,28 +16,19 @@ from typing import Any
 
 from torch import nn
 
-from image_diffusion.codecs import CodecConfig
 from image_diffusion.core import command
-from image_diffusion.core.config import dump, load, parse
+from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.remote import place
-from image_diffusion.data.shards import Shards, Split, open_shards
-from image_diffusion.experiment import EvaluateStage
-from image_diffusion.metrics.curve import read_previews
-from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
-from image_diffusion.metrics.features import Detector
-from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.samples import read_samples
-from image_diffusion.systems import CodecSystem
-from image_diffusion.systems.codec_evaluation import evaluate_codec
-from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
-from image_diffusion.systems.likelihood import ImageBound
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.prior_evaluation import PredictionConfig, evaluate_prior
+from image_diffusion.data.shards import open_shards
+from image_diffusion.experiment import load_sections
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.systems.diffusion.evaluation import judge_diffusion
+from image_diffusion.systems.given import Section, ToJudge
 from image_diffusion.training.distributed import join
-from image_diffusion.training.model import Model, load_model
+from image_diffusion.training.model import load_model
 
 
 def main() -> None:
@@ -62,15 +53,14 @@ def main() -> None:
 
 def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
     """Measure; write metrics.json and print the numbers, where this process is the one that `writes`."""
-    stage = load(EvaluateStage, arguments.config)
-    data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
-    model = load_model(arguments.weights.parent) if arguments.weights else None
-    tags = {"manifest_digest": data.train.digest}
+    given = to_judge(arguments)
+    tags = {"manifest_digest": open_shards(arguments.data, "train").digest}
     journal = Journal.open(arguments.journal, "evaluate", tags=tags) if arguments.journal else NullJournal()
     with journal:
-        journal.params(dump(stage))
-        result = measure(model, data, stage, arguments)
-        step = model.step if model is not None else int(result["protocol"].get("samples", {}).get("step", 0))
+        journal.params({name: dump(section) for name, section in given.sections.items()})
+        result = judge(given)
+        samples = result["protocol"].get("samples", {})
+        step = given.model.step if given.model is not None else int(samples.get("step", 0))
         journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
@@ -82,75 +72,40 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
             tell(result["metrics"])
 
 
-def measure(
-    model: Model | None,
-    data: RealImages,
-    stage: EvaluateStage,
-    arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}. One paragraph for each kind of system."""
-    report: Path | None = arguments.report
-    if report is not None:
-        report.mkdir(parents=True, exist_ok=True)
-    settings = stage.evaluate
+def to_judge(arguments: argparse.Namespace) -> ToJudge:
+    """What the command line names."""
+    model = load_model(arguments.weights.parent) if arguments.weights else None
+    known = model.system.sections if model is not None else {"evaluate": Section(EvaluateConfig, EvaluateConfig())}
+    names = model.system.judged_by if model is not None else ("evaluate",)
 
-    def detector() -> Detector:
-        return settings.detector.build(arguments.detector, str(best_device()))
+    def raw() -> nn.Module | None:
+        folder = arguments.weights.parent / "raw"
+        return load_model(folder).network.to(best_device()) if (folder / "model.json").is_file() else None
 
-    if model is not None and isinstance(model.system, PriorSystem):
-        names: tuple[Split, ...] = ("train", "validation", "test")
-        splits: dict[str, Shards] = {name: open_shards(arguments.data, name) for name in names}
-        networks = {"": model.network.to(best_device())} | online(arguments.weights.parent)
-        prediction = stage.prediction or PredictionConfig()
-        result = evaluate_prior(networks, model.system, model.spec, splits, prediction, report)
-
-    elif model is not None and isinstance(model.system, CodecSystem):
-        network = model.network.to(best_device())
-        result = evaluate_codec(network, data, detector(), settings, report)
-
-    else:
-        if arguments.samples is None and settings.likelihood is None:
-            raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
-        result = {"metrics": {}, "curve": [], "classes": {}, "protocol": {}}
-        if arguments.samples is not None:
-            if settings.against is not None and arguments.reference is None:
-                raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
-            samples = read_samples(arguments.samples, data.train.classes)
-            previews = read_previews(arguments.previews, data.train.classes) if arguments.previews else {}
-            result = evaluate_samples(samples, data, detector(), settings, report, arguments.reference, previews)
-            result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, report)
-        if settings.likelihood is not None:
-            bits, result["likelihood"] = likelihood(model, data, settings.likelihood, report)
-            result["metrics"] |= bits
-            result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
-
-    if model is not None:
-        result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
-    return result
+    return ToJudge(
+        model,
+        load_sections(arguments.config, names, known),
+        arguments.data,
+        arguments.samples,
+        arguments.detector,
+        arguments.reference,
+        arguments.previews,
+        arguments.report,
+        raw,
+    )
 
 
-def online(folder: Path) -> dict[str, nn.Module]:
-    """The network with the weights that were not averaged, where training kept those (train.keep_raw)."""
-    if not (folder / "raw" / "model.json").is_file():
-        return {}
-    return {"online": load_model(folder / "raw").network.to(best_device())}
-
-
-def likelihood(
-    model: Model | None, data: RealImages, settings: LikelihoodConfig, report: Path | None
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """The bits per dimension of real images, and their terms by timestep."""
+def judge(given: ToJudge) -> dict[str, Any]:
+    """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}. What is measured, the system says; samples
+    from elsewhere are judged as a diffusion's are."""
+    if given.report is not None:
+        given.report.mkdir(parents=True, exist_ok=True)
+    model = given.model
     if model is None:
-        raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
-    spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
-    if shape != (spec.channels, spec.resolution, spec.resolution) or spec.num_classes not in (0, num_classes):
-        raise ValueError(
-            f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]} with "
-            f"{spec.num_classes} classes, but --data holds {list(shape)} with {num_classes}. Name images like its own."
-        )
-    codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
-    bound = ImageBound(model.network.to(best_device()), model.system, model.spec, codec, settings)
-    return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)
+        return judge_diffusion(given)
+    result = model.system.judge(given)
+    result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
+    return result
 
 
 def tell(metrics: dict[str, dict[str, Any]]) -> None:

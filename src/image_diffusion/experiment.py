@@ -1,40 +1,35 @@
-"""An experiment: one section per stage. A YAML file under config/experiments is one of these."""
+"""An experiment: one section per stage. A YAML file under config/experiments is one of these.
+
+Which sections it has is for its system to say: `experiment_of` gives the class of the experiments of one system.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import torch
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic.json_schema import models_json_schema
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import Config, load
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.config import Config, parse, read_yaml
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.embeddings import Embeddings
-from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.systems import CodecSystem, System
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.enlarging import check_wanted
-from image_diffusion.systems.generation import SampleConfig
-from image_diffusion.systems.likelihood import check_likelihood
-from image_diffusion.systems.pairs import FilePairs, PairsConfig
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.prior_evaluation import PredictionConfig
-from image_diffusion.systems.rin import RinSystem
-from image_diffusion.systems.sweep import SweepConfig, check_sweep
+from image_diffusion.systems import SYSTEMS, AnySystem
+from image_diffusion.systems.embedding.pairs import PairsConfig
+from image_diffusion.systems.given import Others, SampleSettings, Section
+from image_diffusion.systems.system import System, name_of, no_export
 from image_diffusion.training.config import TrainConfig
 
 
 class ExportConfig(Config):
     """What the trained model is written as, for other programs."""
 
-    format: Literal["diffusers", "none"] = "none"
+    format: str = "none"
     """diffusers: a folder that diffusers loads (a DiTPipeline, or an AutoencoderKL). none: nothing."""
 
 
@@ -56,34 +51,88 @@ class ResourcesConfig(Config):
 
 
 class Experiment(Config):
-    """From images to a report."""
+    """From images to a report. Of a section that its system does not have, there is nothing, or what stands here."""
 
     data: DataConfig
     """Which images, and how they are cropped."""
     codec: CodecConfig = Rgb()
     """The space the network works in."""
-    encode: EncodeConfig = EncodeConfig()
-    """How images become latents."""
+    encode: EncodeConfig | None = None
+    """How images become latents, or tokens."""
     pairs: PairsConfig | None = None
-    """Where pairs of image and text embeddings come from; only for the system prior, which learns from them."""
-    system: System
+    """Where pairs of image and text embeddings come from."""
+    system: AnySystem
     """The network, the process and the objective."""
     train: TrainConfig
     """How it is trained."""
-    preview: SampleConfig = SampleConfig()
-    """Which images are drawn now and then while training (train.grid_every_steps)."""
-    sample: SampleConfig = SampleConfig()
+    preview: Any = None
+    """What is drawn now and then while training (train.grid_every_steps)."""
+    sample: Any = None
     """Which images are made from the trained weights."""
-    evaluate: EvaluateConfig = EvaluateConfig()
-    """How those images are judged."""
-    prediction: PredictionConfig = PredictionConfig()
-    """How a prior predicts image embeddings, to be judged by them; only for the system prior."""
-    sweep: SweepConfig = SweepConfig()
+    evaluate: Any = None
+    """How the trained model, or its images, are judged."""
+    prediction: Any = None
+    """How a prior predicts image embeddings, to be judged by them."""
+    sweep: Any = None
     """Curves of the metrics against one setting at a time."""
     export: ExportConfig = ExportConfig()
     """What the model is written as for other programs."""
     resources: ResourcesConfig = ResourcesConfig()
     """Where training runs."""
+
+    def section(self, name: str) -> Any:
+        """A section that the system has, by name."""
+        return getattr(self, name)
+
+    @property
+    def samples(self) -> SampleSettings | None:
+        """How images are made, where the system makes any."""
+        found: SampleSettings | None = self.sample
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_are_its_own(cls, data: Any) -> Any:
+        kind = cls.model_fields["system"].annotation
+        if isinstance(data, dict) and isinstance(kind, type) and issubclass(kind, System):
+            others = {name for each in SYSTEMS for name in each.sections} - set(kind.sections)
+            if unused := sorted(others & data.keys()):
+                raise ValueError(_no_use(unused, kind))
+            for name, section in kind.sections.items():
+                if section.default is None and name not in data:
+                    raise ValueError(
+                        f"{name} is missing, and a system of type {name_of(kind)} needs it. Add a section, such as "
+                        f"{name}: {section.example}."
+                    )
+        return data
+
+    @model_validator(mode="after")
+    def _keys_do_something(self) -> Experiment:
+        for name, section in self.system.sections.items():
+            written = getattr(self, name)
+            for key in sorted(written.model_fields_set - section.keys) if section.keys is not None else ():
+                if getattr(written, key) is not None:
+                    raise ValueError(_no_use([f"{name}.{key}"], type(self.system)))
+        if self.export.format not in ("none", *self.system.exports):
+            raise ValueError(no_export(self.system, self.export.format))
+        return self
+
+
+def _no_use(keys: list[str], kind: type[System]) -> str:
+    are, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+    told = f"{' and '.join(keys)} {are} set, but a system of type {name_of(kind)} has no use for {them}."
+    return f"{told} Leave {them} out."
+
+
+@cache
+def experiment_of(system: type[System]) -> type[Experiment]:
+    """The experiments of one kind of system: its own sections with their own defaults."""
+    fields: dict[str, Any] = {"system": (system, Field(description=Experiment.model_fields["system"].description))}
+    for name, section in system.sections.items():
+        known = Experiment.model_fields.get(name)
+        about = known.description if known is not None else section.kind.__doc__
+        fields[name] = (section.kind, Field(... if section.default is None else section.default, description=about))
+    return create_model(f"Experiment of {name_of(system)}", __base__=Experiment, **fields)
 
 
 class EncodeStage(Config):
@@ -103,26 +152,21 @@ class EmbedStage(Config):
 
 
 class TrainStage(Config):
-    """What `train` runs with."""
+    """What `train` runs with. preview: of a system that has such a section."""
 
     experiment: str
     codec: CodecConfig
-    system: System
+    system: AnySystem
     train: TrainConfig
-    preview: SampleConfig
+    preview: SerializeAsAny[Config] | None = None
 
-
-class SampleStage(Config):
-    """What `sample` runs with."""
-
-    sample: SampleConfig
-
-
-class EvaluateStage(Config):
-    """What `evaluate` runs with. prediction: for a prior."""
-
-    evaluate: EvaluateConfig
-    prediction: PredictionConfig | None = None
+    @field_validator("preview", mode="before")
+    @classmethod
+    def _is_of_the_system(cls, value: Any, info: Any) -> Any:
+        system: System | None = info.data.get("system")
+        if not isinstance(value, dict) or system is None:
+            return value
+        return parse(system.sections["preview"].kind, value, "preview") if "preview" in system.sections else None
 
 
 class ExportStage(Config):
@@ -131,102 +175,60 @@ class ExportStage(Config):
     export: ExportConfig
 
 
+def load_sections(path: Path, names: Iterable[str], sections: Mapping[str, Section]) -> dict[str, Any]:
+    """Sections by name from the file of a stage. A section with a default may be left out.
+
+    Raises ValueError with one line for each mistake in it.
+    """
+    found, raw = {}, read_yaml(path)
+    names = list(names)
+    if not isinstance(raw, dict) or set(raw) - set(names):
+        raise ValueError(f"{path} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
+    for name in names:
+        section = sections[name]
+        missing = section.default if name not in raw and section.default is not None else None
+        found[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{path}: {name}")
+    return found
+
+
 def load_experiment(path: Path) -> Experiment:
     """Read an experiment file. Raises ValueError with one line for each mistake in it."""
-    return load(Experiment, path)
+    return parse_experiment(read_yaml(path), str(path))
 
 
-def check_experiment(
-    experiment: Experiment,
-    codec_experiment: Experiment | None,
-    base: Experiment | None = None,
-    against: Experiment | None = None,
-) -> None:
-    """Raise ValueError for what cannot work, before any work is done: sizes that do not fit one another.
-
-    codec_experiment: the experiment that trains the codec, base: that whose samples are enlarged, against: that whose
-    samples these are compared with, where there are. The network is built without memory (torch's meta device), so that
-    its own checks speak.
-    """
-    if isinstance(experiment.system, PriorSystem) or experiment.pairs is not None:
-        _check_prior(experiment)
-        return
-    images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
-    autoencoder = None
-    if codec_experiment is not None and isinstance(codec_experiment.system, CodecSystem):
-        autoencoder = codec_experiment.system.network
-        if codec_experiment.data != experiment.data:
-            raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
-    if isinstance(experiment.system, CodecSystem) and not isinstance(experiment.codec, Rgb):
-        raise ValueError("An autoencoder is trained on pixels. Leave out the codec section.")
-    _check_against(experiment, against)
-    check_sweep(experiment.sweep, experiment.sample, experiment.system, experiment.train.keeps)
-    if experiment.encode.tokens and not isinstance(experiment.system, DVAESystem):
-        raise ValueError(
-            "encode.tokens is set, but only an experiment that trains a discrete VAE (system.type dvae) writes tokens. "
-            "Set it there."
-        )
-    enlarges = isinstance(experiment.system, DiffusionSystem) and experiment.system.low_resolution is not None
-    if enlarges and not isinstance(experiment.codec, Rgb):
-        raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
-    if isinstance(experiment.system, RinSystem) and not isinstance(experiment.codec, Rgb):
-        experiment.system.self_conditioning.check_latents()
-    if experiment.evaluate.likelihood is not None:
-        check_likelihood(experiment.system, experiment.codec, experiment.evaluate.likelihood)
-    spec = experiment.codec.spec(images, autoencoder)
-    with torch.device("meta"):
-        experiment.system.build_network(spec)
-    _check_small_images(experiment, base)
+def parse_experiment(raw: Any, where: str) -> Experiment:
+    """An experiment from plain data. Raises ValueError with one line for each mistake, each opening with `where`."""
+    section = raw.get("system") if isinstance(raw, dict) else None
+    wanted = section.get("type") if isinstance(section, dict) else None
+    kinds = {name_of(each): experiment_of(each) for each in SYSTEMS}
+    kind = kinds.get(wanted, Experiment) if isinstance(wanted, str) else Experiment
+    experiment: Experiment = parse(kind, raw, where)
+    return experiment
 
 
-def _check_against(experiment: Experiment, against: Experiment | None) -> None:
-    """Whether the samples of two experiments can be compared."""
-    if experiment.evaluate.against is not None and not isinstance(experiment.system, DiffusionSystem):
-        raise ValueError("evaluate.against is set, but the system makes no samples to compare. Leave it out.")
-    if against is not None:
-        if not isinstance(against.system, DiffusionSystem):
-            raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
-        ours, theirs = ((each.data.channels, each.data.resolution) for each in (experiment, against))
-        if ours != theirs:
-            raise ValueError(
-                f"evaluate.against.experiment makes images of {theirs[0]} x {theirs[1]} x {theirs[1]}, this one of "
-                f"{ours[0]} x {ours[1]} x {ours[1]}. Compare images of one size."
-            )
+def schema() -> dict[str, Any]:
+    """The JSON schema of an experiment file, from the configuration classes themselves."""
+    kinds = {name_of(each): experiment_of(each) for each in SYSTEMS}
+    found, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()])
+
+    def is_of(name: str) -> dict[str, Any]:
+        return {"properties": {"system": {"properties": {"type": {"const": name}}}}}
+
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Experiment",
+        "description": "From images to a report. Which sections there are follows from system.type.",
+        "type": "object",
+        "required": ["data", "system", "train"],
+        "properties": {"system": {"required": ["type"], "properties": {"type": {"enum": list(kinds)}}}},
+        "allOf": [{"if": is_of(name), "then": found[kind, "validation"]} for name, kind in kinds.items()],
+        **definitions,
+    }
 
 
-def _check_small_images(experiment: Experiment, base: Experiment | None) -> None:
-    """Of a cascade: whether what one experiment makes is what the next one enlarges."""
-    system, data, wanted = experiment.system, experiment.data, experiment.sample.small_images
-    side = system.low_resolution if isinstance(system, DiffusionSystem) else None
-    check_wanted(wanted, side)
-    if experiment.preview.small_images is not None:
-        raise ValueError("preview.small_images: previews enlarge held-out images, made small. Leave it out.")
-    if wanted == "validation" and data.validation_fraction == 0:
-        raise ValueError("sample.small_images is validation, but data.validation_fraction is 0. Hold some images out.")
-    if base is not None:
-        if not isinstance(base.system, DiffusionSystem):
-            raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
-        if (base.data.resolution, base.data.channels) != (side, data.channels):
-            raise ValueError(
-                f"sample.small_images.experiment makes images of {base.data.resolution} x {base.data.resolution} with "
-                f"{base.data.channels} channels, but the network enlarges {side} x {side} with {data.channels}. Name "
-                f"one that fits, or change system.network.low_resolution."
-            )
-
-
-def _check_prior(experiment: Experiment) -> None:
-    """Of a prior: whether it has pairs, and whether they and its other sections go together."""
-    system, pairs = experiment.system, experiment.pairs
-    if not isinstance(system, PriorSystem):
-        raise ValueError(f"The system {system.type} does not learn from pairs. Leave out the pairs section.")
-    if pairs is None:
-        raise ValueError("The system prior learns from pairs of embeddings. Add a section: pairs: {type: hashed}.")
-    if not isinstance(experiment.codec, Rgb):
-        raise ValueError("A prior has no codec: it learns from embeddings. Leave out the codec section.")
-    if isinstance(pairs, FilePairs) != isinstance(experiment.data.source, Embeddings):
-        raise ValueError(
-            f"pairs.type is {pairs.type} but data.source.type {experiment.data.source.type}. Files of embeddings take "
-            f"type files and source embeddings; all other pairs are made from images."
-        )
-    system.check_flips(experiment.train.flip_probability)
-    experiment.prediction.check(system)
+def check_experiment(experiment: Experiment, others: Others) -> None:
+    """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
+    if others.codec is not None and others.codec.data != experiment.data:
+        raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
+    experiment.system.check_flips(experiment.train.flip_probability)
+    experiment.system.check(experiment, others)

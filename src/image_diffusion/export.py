@@ -12,144 +12,66 @@ from which `sample` makes images without training and `evaluate` judges a prior.
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.core import command
-from image_diffusion.core.config import Config, dump, load
+from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import read_json, write_bytes, write_text
-from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
-from image_diffusion.experiment import ExportStage, load_experiment
-from image_diffusion.networks.autoencoder import Autoencoder
-from image_diffusion.networks.dit import DiT
-from image_diffusion.networks.dit_diffusers import ddim_scheduler, flow_scheduler, write_dit_pipeline
-from image_diffusion.networks.dit_weights import load_tensors, read_dit
-from image_diffusion.networks.unet_weights import is_unet
-from image_diffusion.objectives.denoising import Denoising
-from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.flow import Flow
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.iddpm import IddpmSystem
-from image_diffusion.systems.iddpm_published import read_iddpm
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.prior_published import is_prior, read_prior
+from image_diffusion.experiment import Experiment, ExportStage, load_experiment
+from image_diffusion.networks.dit_weights import load_tensors
+from image_diffusion.systems import SYSTEMS
+from image_diffusion.systems.given import CardUse, Model
+from image_diffusion.systems.system import System, name_of, no_export
 from image_diffusion.training.card import model_card
-from image_diffusion.training.model import Model, load_codec, load_model
+from image_diffusion.training.model import load_codec, load_model
 
 
-def write_diffusers(model: Model, codec_weights: Path | None, folder: Path) -> None:
-    """Write a model as diffusers knows it. Raises ValueError for what diffusers has no place for."""
-    if isinstance(model.network, Autoencoder):
-        _write_vae(model.network, folder)
-        return
-    if not isinstance(model.network, DiT) or not isinstance(model.system, DiTSystem):
-        raise ValueError(f"Diffusers has no pipeline for the system {model.system.type}. Set export.format to none.")
-    codec = load_codec(model, codec_weights, torch.device("cpu"))
-    if not isinstance(codec, KlCodec):
-        raise ValueError(
-            "Diffusers' DiTPipeline works on latents, but this model works on pixels. Set export.format to none."
-        )
-    process, prediction = model.system.process, model.system.objective.prediction
-    scheduler: Any
-    if isinstance(process, Flow):
-        scheduler = flow_scheduler(process.time_scale, prediction)
-    elif isinstance(process, Discrete) and process.respacing == "" and not process.rescale_timesteps:
-        scheduler = ddim_scheduler(process.build().betas, prediction)
-    else:
-        raise ValueError(
-            "Diffusers' DiTPipeline has no scheduler for this process. Train on a discrete process with all its "
-            "timesteps or on a flow process, or set export.format to none."
-        )
-    write_dit_pipeline(folder, model.network, codec.vae, codec.scale, scheduler, model.classes)
-
-
-def _write_vae(network: Autoencoder, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        written = Path(temporary) / folder.name
-        network.vae.save_pretrained(written)
-        if folder.exists():
-            shutil.rmtree(folder)
-        written.rename(folder)
+def write_model(model: Model, format_: str, codec_weights: Path | None, folder: Path) -> CardUse:
+    """Write a model as another program reads it. Raises ValueError for what that has no place for."""
+    if format_ not in model.system.exports:
+        raise ValueError(no_export(model.system, format_))
+    return model.system.export(model, load_codec(model, codec_weights, torch.device("cpu")), format_, folder)
 
 
 def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) -> None:
-    """Write a weights folder from a DiT, a U-Net or a prior that was trained elsewhere.
+    """Write a weights folder from a network that was trained elsewhere.
 
-    codec: of a DiT's latents. experiment: the file that describes a U-Net or a prior of no published name. Raises
-    ValueError listing what is missing, unexpected or of another shape.
+    codec: of a DiT's latents. experiment: the file that describes a network of no published name. Raises ValueError
+    listing what is missing, unexpected or of another shape, or for weights of a kind that no system knows.
     """
     content = {} if path.is_dir() else load_tensors(path)
-    if is_prior(content):
-        _read_prior(content, path, experiment, folder)
-    elif is_unet(content):
-        _read_unet(content, path, experiment, folder)
+
+    def described(kind: type[System]) -> Experiment | None:
+        found = None if experiment is None else load_experiment(experiment)
+        name = name_of(kind)
+        if found is not None and found.system.type != name:
+            raise ValueError(
+                f"{path} is of a system of type {name}, but {experiment} has system.type {found.system.type}. Use "
+                f"{name}."
+            )
+        return found
+
+    for system in SYSTEMS:
+        found = system.read_foreign(content, path, codec, described)
+        if found is not None:
+            break
     else:
-        _read_dit(path, content, codec, folder)
-
-
-def _read_dit(path: Path, content: Mapping[str, Any], codec: str, folder: Path) -> None:
-    """A DiT predicts eps, with a learned variance, on 1,000 linear steps."""
-    weights = read_dit(path, content=content)
-    learned = weights.learned_variance
-    objective = Denoising(
-        prediction="eps",
-        variance="learned_range" if learned else "fixed_large",
-        loss="hybrid" if learned else "simple",
-        label_drop_probability=0.1 if weights.spec.num_classes else 0.0,
-    )
-    vae = StabilityVae(weights=codec)
-    identity = vae.build(None, None, torch.device("cpu"), torch.float32).identity
-    system = DiTSystem(network=weights.config, objective=objective)
-    _save(folder, weights.tensors, system, weights.spec, vae, identity)
-
-
-def _read_unet(tensors: Mapping[str, Tensor], path: Path, experiment: Path | None, folder: Path) -> None:
-    """A U-Net on pixels, of a published name or as an experiment file describes it."""
-    described = None
-    if experiment is not None:
-        sections = load_experiment(experiment)
-        if not isinstance(sections.system, IddpmSystem):
-            raise ValueError(f"{path} is a U-Net, but {experiment} has system.type {sections.system.type}. Use iddpm.")
-        described = sections.system, DataSpec(channels=sections.data.channels, resolution=sections.data.resolution)
-    system, spec = read_iddpm(tensors, path, described)
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    _save(folder, tensors, system, spec, Rgb(), Rgb().identity)
-
-
-def _read_prior(content: Mapping[str, Any], path: Path, experiment: Path | None, folder: Path) -> None:
-    """A prior of DALLE2-pytorch, of a published name or as an experiment file describes it."""
-    described = None
-    if experiment is not None:
-        named = load_experiment(experiment).system
-        if not isinstance(named, PriorSystem):
-            raise ValueError(f"{path} is a prior, but {experiment} has system.type {named.type}. Use prior.")
-        described = named
-    tensors, system, spec = read_prior(content, path, described)
-    _save(folder, tensors, system, spec, Rgb(), Rgb().identity)
-
-
-def _save(
-    folder: Path, tensors: Mapping[str, Tensor], system: Config, spec: DataSpec, codec: Config, identity: dict[str, Any]
-) -> None:
+        names = ", ".join(list(content)[:4])
+        raise ValueError(
+            f"{path} holds no weights that are known here; its first entries are {names}. Give those of a DiT, of a "
+            f"U-Net of improved-diffusion or guided-diffusion, or of a prior of DALLE2-pytorch."
+        )
     save_weights(
         folder,
-        tensors,
+        found.tensors,
         {
-            "system": dump(system),
-            "spec": dump(spec),
-            "codec": {"config": dump(codec), "identity": identity, "scale": None},
-            "classes": [str(number) for number in range(spec.num_classes)],
+            "system": dump(found.system),
+            "spec": dump(found.spec),
+            "codec": {"config": dump(found.codec), "identity": found.identity, "scale": None},
+            "classes": [str(number) for number in range(found.spec.num_classes)],
             "step": 0,
             "examples_seen": 0,
             "ema": None,
@@ -188,14 +110,14 @@ def main() -> None:
         raise ValueError("export.format is none: there is nothing to write. Set it to diffusers.")
     codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
     model = load_model(arguments.weights.parent)
-    write_diffusers(model, codec_weights, arguments.output)
+    use = write_model(model, stage.export.format, codec_weights, arguments.output)
     pictures = {}
     if arguments.grid is not None:
         write_bytes(arguments.output / "grid.png", arguments.grid.read_bytes())
         pictures["grid.png"] = "Samples"
     measured = read_json(arguments.metrics) if arguments.metrics else None
     name = arguments.output.resolve().parent.name
-    write_text(arguments.output / "README.md", model_card(name, arguments.data_name, model, measured, pictures))
+    write_text(arguments.output / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
     print(f"export: {arguments.output} is a folder for diffusers")
 
 

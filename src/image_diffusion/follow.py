@@ -16,10 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from image_diffusion.core.command import run
 from image_diffusion.core.files import read_json
-from image_diffusion.track import Request, Tracker, watched
+from image_diffusion.tracking.plan import Request, watched
+
+if TYPE_CHECKING:
+    from image_diffusion.tracking.tracker import Tracker
 
 
 def follow(
@@ -70,6 +74,13 @@ def request_of(results: Path, experiment: str) -> Request:
     return Request(results / experiment, [results / "datasets" / plan["dataset"]], weights, plan["headline"])
 
 
+def _connected(store: str, project: str) -> Tracker:
+    # It imports MLflow: seconds of a core, not before there is something to send.
+    from image_diffusion.tracking.tracker import Tracker
+
+    return Tracker(store, project)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.follow", description=__doc__.split("\n")[0])
     parser.add_argument("--store", required=True, help="MLflow tracking URI, e.g. sqlite:///mlflow.db")
@@ -89,7 +100,7 @@ def main() -> None:
 
     threading.Thread(target=wait_for_end, daemon=True).start()
     requests = [request_of(options.results, name) for name in options.experiments]
-    follow(lambda: Tracker(options.store, options.project), requests, options.every, stop)
+    follow(lambda: _connected(options.store, options.project), requests, options.every, stop)
 
 
 if __name__ == "__main__":

@@ -22,31 +22,23 @@ from torch import Tensor
 
 from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
-from image_diffusion.core.config import dump, load
+from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
-from image_diffusion.experiment import SampleStage
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.enlarging import small_images
-from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels, rows_of_part
-from image_diffusion.training.model import Model, load_codec, load_model
+from image_diffusion.experiment import load_sections
+from image_diffusion.systems.given import Model, SampleSettings, ToSample
+from image_diffusion.training.model import load_codec, load_model
 
 
-def denoising_strip(
-    generator: Generator, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None
-) -> Image.Image:
-    """A row for each seed: what was predicted at ten steps evenly spread from the first to the last."""
-    steps = generator.trajectory(seeds, labels, low_res)
-    chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
-    return image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))
-
-
-def some(values: Tensor | None, rows: slice) -> Tensor | None:
-    """Some rows, where there are any values."""
-    return None if values is None else values[rows]
+def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> list[slice]:
+    """The batches of part i of n, (i, n): all parts together make the batches of a single one."""
+    index, of = part
+    starts = range(0, num_samples, batch_size)
+    mine = starts[len(starts) * index // of : len(starts) * (index + 1) // of]
+    return [slice(start, min(start + batch_size, num_samples)) for start in mine]
 
 
 def main() -> None:
@@ -69,39 +61,14 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
     arguments = parser.parse_args()
 
-    device = best_device()
-    settings = load(SampleStage, arguments.config).sample
     model = load_model(arguments.weights.parent)
-    codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, device)
-    weaker = load_model(Path(settings.weaker_weights)) if settings.weaker_weights else None
-    if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
+    if "sample" not in model.system.sections:
         raise ValueError(
-            f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than "
-            f"{arguments.weights.parent}. Name a weaker network of the same data."
+            f"A system of type {model.system.type} makes no images. Sample an experiment whose system does."
         )
-    generator = Generator(
-        model.network.to(device),
-        model.system,
-        model.spec,
-        codec,
-        settings,
-        weaker.network.to(device) if weaker is not None else None,
-    )
-    seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
-    side = model.system.low_resolution if isinstance(model.system, DiffusionSystem) else None
-    enlarged = small_images(settings.small_images, arguments.small_images, side, model.spec, seeds)
-    low_res = None if enlarged is None else enlarged.images
-    if enlarged is not None and model.classes:
-        if enlarged.labels is None and isinstance(settings.labels, str):
-            raise ValueError(
-                "sample.small_images has no labels, but the network was trained with classes. Enlarge images of an "
-                "experiment with the same classes, or list their classes in sample.labels."
-            )
-        labels = labels if enlarged.labels is None else enlarged.labels
-
-    def made(rows: slice) -> Tensor:
-        return generator(seeds[rows], some(labels, rows), some(low_res, rows))
+    settings = load_sections(arguments.config, ["sample"], model.system.sections)["sample"]
+    codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
+    made = model.system.maker(ToSample(model, settings, codec, load_model, arguments.small_images))
 
     if arguments.part is not None:
         batches = rows_of_part(settings.num_samples, settings.batch_size, arguments.part)
@@ -117,25 +84,22 @@ def main() -> None:
         journal.params({"sample": dump(settings)})
         rows_of_all = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
         batches_made = joined(arguments.made, settings) if arguments.made else map(made, rows_of_all)
-        stream_samples(arguments.output, told(batches_made, progress), settings.num_samples, labels)
+        stream_samples(arguments.output, told(batches_made, progress), settings.num_samples, made.labels)
         images = read_arrays(arguments.output)["arr_0"]
         shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
         save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
-        save_picture(
-            denoising_strip(generator, seeds[:8], some(labels, slice(8)), some(low_res, slice(8))),
-            output / "steps.png",
-        )
+        for name, picture in made.pictures().items():
+            save_picture(picture, output / f"{name}.png")
         if settings.pictures:
-            for seed, image in zip(seeds.tolist(), images, strict=True):
+            for seed, image in enumerate(images, settings.first_seed):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
-        described = {} if enlarged is None else {"enlarged": enlarged.source}
-        write_json(output / "samples.json", protocol(settings, model) | described)
+        write_json(output / "samples.json", protocol(settings, model) | made.described)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
 
 
-def joined(parts: list[Path], settings: SampleConfig) -> Iterator[Tensor]:
+def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
     """The batches [B, C, H, W] that the parts wrote, in order. Raises ValueError when they are not all of them."""
     arrays = [read_arrays(path)["arr_0"] for path in parts]
     if sum(map(len, arrays)) != settings.num_samples:
@@ -155,7 +119,7 @@ def told(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:
         progress.advance(len(batch))
 
 
-def protocol(settings: SampleConfig, model: Model) -> dict[str, Any]:
+def protocol(settings: Any, model: Model) -> dict[str, Any]:
     """How samples were made: what metrics.json repeats beside every number."""
     return {
         "kind": "samples",

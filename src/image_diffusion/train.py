@@ -14,36 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core import command
-from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Batch
 from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.enlarging import shrink, small_held_out
-from image_diffusion.systems.generation import Generator, requested_labels
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.reconstruction import show_reconstructions
+from image_diffusion.systems.given import ToPreview
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
-
-
-def data_spec(data: Shards) -> DataSpec:
-    """What the stored samples fix about a network: crops are [C, H, W], latents [2, c, h, w], pairs [2 + L, dim]."""
-    if data.manifest["kind"] == "pairs":
-        return DataSpec(channels=data.shape[-1], resolution=1)
-    return DataSpec(channels=data.shape[-3], resolution=data.shape[-1], num_classes=data.num_classes)
 
 
 def latent_scale(data: Shards) -> float | None:
@@ -93,57 +79,35 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "
             f"train.global_batch = {stage.train.global_batch}. Add images, or make the batch smaller."
         )
-    if isinstance(stage.system, PriorSystem) != (training.manifest["kind"] == "pairs"):
+    system, kind = stage.system, training.manifest["kind"]
+    if kind not in system.reads:
         raise ValueError(
-            f"{folder} holds {training.manifest['kind']}, from which a {stage.system.type} does not learn. Train a "
-            f"prior on pairs, every other system on crops or latents."
+            f"{folder} holds {kind}, from which a {system.type} does not learn. Give it {' or '.join(system.reads)}."
         )
-    if isinstance(stage.system, PriorSystem):
-        stage.system.check_flips(stage.train.flip_probability)
+    system.check_flips(stage.train.flip_probability)
     codec = codec_of(stage, training, codec_weights)
-    spec = data_spec(training)
+    spec = system.spec(training)
 
-    side = stage.system.low_resolution if isinstance(stage.system, DiffusionSystem) else None
+    def decoder() -> Codec:
+        weights = codec_weights.parent if codec_weights else None
+        found: Codec = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
+        return found
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-        if isinstance(stage.system, PriorSystem):
-            return stage.system.batch(stored, streams)
-        cond = {"label": label} if spec.num_classes and stage.system.is_conditional else {}
-        x = codec.draw(stored, streams)
-        if side is not None:
-            cond["low_res"] = shrink(x, side)
-        return Batch(x, cond, streams)
+        return system.batch(stored, label, streams, spec, codec)
 
-    def draw_preview(network: nn.Module, step: int) -> dict[str, Path | float]:
-        weights = codec_weights.parent if codec_weights else None
-        decoder = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
-        generator = Generator(network, stage.system, spec, decoder, stage.preview)
-        seeds = torch.arange(stage.preview.first_seed, stage.preview.first_seed + stage.preview.num_samples)
-        labels = requested_labels(stage.preview.labels, len(seeds), training.classes, seeds)
-        low_res = None
-        if side is not None:
-            low_res, labels = small_held_out(validation if validation.num_samples else training, side, seeds)
-        images = generator(seeds, labels, low_res)
-        path: Path = output / "previews" / f"step-{step:07d}.png"
-        save_samples(path.with_suffix(".npz"), images, labels)
-        save_picture(image_grid(images, grid_columns(len(images), training.num_classes)), path)
-        return {"preview": path}
-
-    def draw_reconstructions(network: nn.Module, step: int) -> dict[str, Path | float]:
-        held_out = validation if validation.num_samples else training
-        images = held_out.gather(np.arange(min(held_out.num_samples, stage.train.validation_samples)))
-        return show_reconstructions(network, images, stage.preview.batch_size, output / "previews", step)
-
-    draws_images = isinstance(stage.system, DiffusionSystem)
-    preview = None if isinstance(stage.system, PriorSystem) else draw_preview if draws_images else draw_reconstructions
+    shown = ToPreview(
+        spec, decoder, stage.preview, training, validation, stage.train.validation_samples, output / "previews"
+    )
+    preview = system.preview(shown)
 
     def build(world: World) -> Task:
-        network: nn.Module = stage.system.build_network(spec)
-        objective = stage.system.build_objective(spec)
+        network: nn.Module = system.build_network(spec)
+        objective = system.build_objective(spec)
         return Task(network, objective, prepare, training, validation if validation.num_samples else None, preview)
 
     model = {
-        "system": dump(stage.system),
+        "system": dump(system),
         "spec": dump(spec),
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
         "classes": training.classes,

@@ -18,15 +18,14 @@ from pathlib import Path
 import torch
 
 from image_diffusion.core import command
-from image_diffusion.core.config import load
 from image_diffusion.core.devices import best_device
 from image_diffusion.data.shards import open_shards
-from image_diffusion.experiment import EvaluateStage, SampleStage
+from image_diffusion.experiment import load_sections
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, SamplerConfig, UniPc
-from image_diffusion.systems.diffusion import DiffusionSystem
-from image_diffusion.systems.generation import Generator, requested_labels
+from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.diffusion.sampling import Generator, requested_labels
 from image_diffusion.training.model import load_codec, load_model
 
 CALLS = (5, 10, 25, 50)
@@ -59,8 +58,9 @@ def main() -> None:
     device = best_device()
     model = load_model(arguments.experiment / "train")
     codec = load_codec(model, arguments.codec / "train", device)
-    settings = load(SampleStage, arguments.experiment / "config" / "sample.yaml").sample
-    judge = load(EvaluateStage, arguments.experiment / "config" / "evaluate.yaml").evaluate
+    sections, config = model.system.sections, arguments.experiment / "config"
+    settings = load_sections(config / "sample.yaml", ["sample"], sections)["sample"]
+    judge = load_sections(config / "evaluate.yaml", ["evaluate"], sections)["evaluate"]
     judge = judge.model_copy(update={"two_sample": False, "copies": False})
     crops = arguments.data / "crops"
     data = RealImages(open_shards(crops, "train"), open_shards(crops, "validation"))

@@ -1,10 +1,9 @@
-"""Golden numbers of the original codes, where a checkout has them: the tests that need them are skipped elsewhere."""
+"""The golden numbers of the original codes, opened by the name of their file."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+FOLDER = Path(__file__).parent / "golden"
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,15 @@ class Golden:
         return iter(self.cases)
 
 
-def _folder() -> Path:
-    default = Path(__file__).resolve().parents[3] / "shared" / "reference" / "golden"
-    return Path(os.environ.get("IMAGE_DIFFUSION_GOLDEN", default))
-
-
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Golden]:
-    """Open a golden file by name: `golden("m01_dit.npz")`. Set IMAGE_DIFFUSION_GOLDEN to the folder that holds them."""
-    if not (_folder() / "MANIFEST.json").is_file():
-        pytest.skip(f"golden numbers are not at {_folder()}; set IMAGE_DIFFUSION_GOLDEN to their folder")
-    manifest = json.loads((_folder() / "MANIFEST.json").read_text())
+    """Open a golden file: `golden("m01_dit.npz")`."""
+    manifest = json.loads((FOLDER / "MANIFEST.json").read_text(encoding="utf-8"))
+    entries = {entry["file"]: entry for entry in manifest["files"]}
 
     def open_file(name: str) -> Golden:
-        entry = next(each for each in manifest["files"] if each["file"] == name)
-        with np.load(_folder() / name, allow_pickle=False) as arrays:
-            return Golden({case["id"]: case for case in entry["cases"]}, dict(arrays))
+        with np.load(FOLDER / name, allow_pickle=False) as arrays:
+            return Golden({case["id"]: case for case in entries[name]["cases"]}, dict(arrays))
 
     return open_file
 
@@ -67,11 +61,9 @@ def golden() -> Callable[[str], Golden]:
 @pytest.fixture(scope="session")
 def golden_names() -> Callable[[str], dict[str, Any]]:
     """Parameter names, shapes and counts of published networks: `golden_names("names_dit.json.gz")`."""
-    if not (_folder() / "MANIFEST.json").is_file():
-        pytest.skip(f"golden numbers are not at {_folder()}; set IMAGE_DIFFUSION_GOLDEN to their folder")
 
     def open_file(name: str) -> dict[str, Any]:
-        with gzip.open(_folder() / name) as file:
+        with gzip.open(FOLDER / name) as file:
             content: dict[str, Any] = json.load(file)
         return content
 

@@ -5,6 +5,7 @@ Differences are wanted where the original is wrong; each has a test of its own h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,7 +31,7 @@ from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.samplers.noise import image_streams
-from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
 from image_diffusion.systems.prior import PriorSystem
 
 CLOSE = {"rtol": 1e-3, "atol": 5e-5}
@@ -105,8 +106,12 @@ def test_the_schedules_are_those_of_the_original(golden, name, steps):
     torch.testing.assert_close(process.alpha_bar.float(), file[f"{case}/alphas_cumprod"], **close)
     variance = file[f"{case}/posterior_variance"]
     torch.testing.assert_close(process.steps.variance.float(), variance, rtol=1e-3, atol=1e-7)
+    # The last step, t = 0, has no variance: the original takes the logarithm of 1e-20 for it, we the one of the step
+    # before, as IDDPM does. No noise is drawn in it, so that nothing follows from either.
     log = file[f"{case}/posterior_log_variance_clipped"]
     torch.testing.assert_close(process.steps.log_variance[1:].float(), log[1:], rtol=1e-3, atol=1e-5)
+    assert log[0].item() == pytest.approx(math.log(1e-20))
+    assert process.steps.log_variance[0] == process.steps.log_variance[1]
     torch.testing.assert_close(
         process.steps.x0_weight.float(), file[f"{case}/posterior_mean_coef1"], rtol=1e-3, atol=1e-6
     )
@@ -202,7 +207,7 @@ def test_the_loss_is_that_of_the_original(golden, kind, loss):
     file = golden("m05_prior.npz")
     system, network = system_of(file, kind, loss), network_of(file, "prior_in")
     pairs = pairs_of(file)
-    batch = system.batch(pairs, streams_of(4))
+    batch = system.pair_batch(pairs, streams_of(4))
     objective = system.build_objective(network.spec)
     losses = objective.losses_at(network, batch.x, file["prior_in/t"], file["prior_in/noise"], batch.cond, None)
     torch.testing.assert_close(losses.loss.mean(), file[f"prior_{kind}_{loss}/loss"], **LOOPS)
@@ -322,7 +327,7 @@ def test_difference_nothing_is_dropped_while_the_network_is_not_trained(golden):
     """D-42: the original drops conditions in validation as well."""
     file = golden("m05_prior.npz")
     network = network_of(file, "prior_in")
-    batch = system_of(file, "x0").batch(pairs_of(file), streams_of(4))
+    batch = system_of(file, "x0").pair_batch(pairs_of(file), streams_of(4))
     losses = {}
     for often in (0.0, 1.0):
         system = system_of(file, "x0", text_drop_probability=often, image_drop_probability=often)

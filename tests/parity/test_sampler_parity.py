@@ -14,9 +14,10 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
-from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.discrete import Discrete, DiscreteProcess
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
-from image_diffusion.process.parameterization import to_x0_and_eps
+from image_diffusion.process.parameterization import Prediction, Variance, to_x0_and_eps
 from image_diffusion.process.schedules import Cosine, Linear
 from image_diffusion.samplers import Ddim, Ddpm, guided
 from image_diffusion.samplers.gradient import with_mean_gradient, with_score_gradient
@@ -44,32 +45,34 @@ def given(noise: Tensor) -> GivenNoise:
     return GivenNoise(0, zeros, zeros, noise)
 
 
-def discrete_grid(params: dict[str, Any]) -> Grid:
+def discrete_process(params: dict[str, Any]) -> DiscreteProcess:
     schedule = {"linear": Linear(), "cosine": Cosine()}[params["schedule"]]
     rescale = params.get("rescale_timesteps", False)
-    process = Discrete(schedule=schedule, num_timesteps=params["steps"], rescale_timesteps=rescale)
-    return process.build().grid(params["respacing"])
+    return Discrete(schedule=schedule, num_timesteps=params["steps"], rescale_timesteps=rescale).build()
+
+
+def discrete_grid(params: dict[str, Any]) -> Grid:
+    return discrete_process(params).grid(params["respacing"])
 
 
 def toy_denoiser(golden: Any, case: str, grid: Grid, dtype: torch.dtype, offset: int = 0) -> Denoiser:
-    """The toy network of [d06] read as the case's mean and variance types; i counts from point `offset` of the grid."""
+    """Our denoiser around the toy network of [d06]; i counts from point `offset` of the grid.
+
+    The second half of the network's output is of a learned variance.
+    """
     params = golden.params(case)
     A, B, C, A2, B2, C2 = (golden[f"{case}/{name}"].to(dtype) for name in ("A", "B", "C0", "A2", "B2", "C2"))
+    learned = params["var_type"] == "LEARNED_RANGE"
 
-    def denoiser(x: Tensor, i: int) -> Denoised:
-        i = i + offset
-        time, alpha, sigma = grid.time[i].item(), grid.alpha[i].item(), grid.sigma[i].item()
-        out = A * x + B * (time / 1000) + C
-        x0, eps = (
-            ((x - sigma * out) / alpha, out) if params["mean_type"] == "EPSILON" else (out, (x - alpha * out) / sigma)
-        )
-        if params["var_type"] != "LEARNED_RANGE":
-            return Denoised(x0, eps)
-        share = (A2 * x + B2 * (time / 1000) + C2 + 1) / 2
-        low, high = grid.steps.log_variance[i].item(), grid.steps.log_beta[i].item()
-        return Denoised(x0, eps, share * high + (1 - share) * low)
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        share = t.view(-1, 1, 1, 1) / 1000
+        halves = [A * x + B * share + C, A2 * x + B2 * share + C2]
+        return torch.cat(halves if learned else halves[:1], 1)
 
-    return denoiser
+    prediction: Prediction = "eps" if params["mean_type"] == "EPSILON" else "x0"
+    variance: Variance = "learned_range" if learned else "fixed_small"
+    denoiser = NetworkDenoiser(network, discrete_process(params), grid, prediction, variance)
+    return lambda x, i: denoiser(x, i + offset)
 
 
 def one_step(grid: Grid, i: int) -> Grid:

@@ -57,10 +57,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with nothing in it yet."""
-    from image_diffusion import mlflow_connection, pyfunc  # noqa: F401 - what is forked later has it imported
+    from image_diffusion.tracking import connection, pyfunc  # noqa: F401 - what is forked later has it imported
 
     database = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    mlflow_connection.create_database(database)
+    connection.create_database(database)
     return database
 
 

@@ -18,8 +18,9 @@ from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow
-from image_diffusion.mlflow_connection import without_password
-from image_diffusion.track import Request, Tracker
+from image_diffusion.tracking.connection import without_password
+from image_diffusion.tracking.plan import Request
+from image_diffusion.tracking.tracker import Tracker
 
 
 def test_everything_arrives_once_and_a_replay_adds_nothing(finished: Path, sent: tuple[Path, dict[str, Any]]) -> None:

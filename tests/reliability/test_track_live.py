@@ -22,7 +22,8 @@ from comparison import results
 from tracked import forked, status_of
 
 from image_diffusion.follow import follow
-from image_diffusion.track import Request, Tracker
+from image_diffusion.tracking.plan import Request
+from image_diffusion.tracking.tracker import Tracker
 
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "50"))
 WEATHER = ("fine", "broken", "500", "slow", "dead")

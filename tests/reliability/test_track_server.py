@@ -16,10 +16,11 @@ from breaking import BreakingProxy, Server, free_port
 from tracked import check_whole, contents, forked, status_of, track
 
 from image_diffusion.follow import follow
-from image_diffusion.mlflow_connection import Connection
-from image_diffusion.mlflow_models import FinalWeights, Models
-from image_diffusion.mlflow_runs import Runs
-from image_diffusion.track import Request, Tracker
+from image_diffusion.tracking.connection import Connection
+from image_diffusion.tracking.models import Models
+from image_diffusion.tracking.plan import FinalWeights, Request
+from image_diffusion.tracking.runs import Runs
+from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 

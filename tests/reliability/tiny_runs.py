@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import time
-import typing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 from image_diffusion.core.config import parse
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network
-from image_diffusion.systems import System
-from image_diffusion.systems.enlarging import shrink
+from image_diffusion.systems import SYSTEMS, AnySystem
+from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
@@ -273,11 +272,11 @@ def _small(kind: str) -> Callable[[World], Task]:
     """A system of the product, as small as it gets."""
 
     def build(world: World) -> Task:
-        system = parse(System, {"type": kind, **TINY[kind]}, kind)
+        system = parse(AnySystem, {"type": kind, **TINY[kind]}, kind)
         if isinstance(system, PriorSystem):
             return _small_prior(system)
         spec = DataSpec(channels=4, resolution=8, num_classes=3)
-        labelled = getattr(system, "is_conditional", False)
+        labelled = "sample" in system.sections
 
         def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
             cond = {"label": label} if labelled else {}
@@ -295,7 +294,7 @@ def _small_prior(system: PriorSystem) -> Task:
     """A prior of pairs: the 32 rows of 8 numbers are an image, its caption, and the caption's tokens."""
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-        return system.batch(stored.flatten(1, 2), streams)
+        return system.pair_batch(stored.flatten(1, 2), streams)
 
     spec = DataSpec(channels=8, resolution=1)
     return Task(
@@ -307,7 +306,7 @@ def _small_prior(system: PriorSystem) -> Task:
     )
 
 
-KINDS = [kind.model_fields["type"].default for kind in typing.get_args(typing.get_args(System)[0])]
+KINDS = [kind.model_fields["type"].default for kind in SYSTEMS]
 
 assert set(KINDS) <= set(TINY), "a system has no tiny settings"
 SYSTEMS: dict[str, Callable[[World], Task]] = {"mlp": mlp, **{kind: _small(kind) for kind in TINY}}

@@ -19,7 +19,8 @@ from mlflow.entities import LoggedModelStatus
 from PIL import Image
 
 from image_diffusion.core.journal import Journal
-from image_diffusion.track import Request, Tracker
+from image_diffusion.tracking.plan import Request
+from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 STEPS = 360

@@ -20,7 +20,7 @@ from image_diffusion.metrics.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
-from image_diffusion.systems.codec_evaluation import evaluate_codec
+from image_diffusion.systems.codec.evaluation import evaluate_codec
 
 SPEC = DataSpec(channels=3, resolution=16)
 

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+import yaml
 from pydantic import Field
 
-from image_diffusion.core.config import Config, dump, load, parse, to_yaml
+from image_diffusion.core.config import Config, dump, load, parse, read_yaml, to_yaml
+from image_diffusion.data.config import DataConfig
+from image_diffusion.training.config import TrainConfig
 
 
 class Circle(Config):
@@ -24,8 +27,16 @@ class Inner(Config):
     mode: Literal["fast", "exact"] = "fast"
 
 
+class Deeper(Config):
+    rate: float = 0.5
+    circle: Circle = Circle()
+    words: str = ""
+    often: int = 1
+
+
 class Outer(Config):
     train: Inner
+    slow: Deeper = Deeper()
     shape: Annotated[Circle | Square, Field(discriminator="type")] = Circle()
     shapes: list[Annotated[Circle | Square, Field(discriminator="type")]] = Field(default_factory=list)
 
@@ -40,13 +51,36 @@ GOOD = {"train": {"steps": 3}}
         ({"train": {}}, "train.steps is required."),
         ({"train": {"steps": 0}}, "train.steps is 0: input should be greater than or equal to 1."),
         ({**GOOD, "shape": {"type": "circel"}}, "Unknown shape 'circel'. Known: circle, square."),
-        ({**GOOD, "shape": {"radius": 1}}, "shape.type is required."),
-        ({**GOOD, "shape": {"type": "square", "radius": 2}}, "shape.radius is not a known key. Known: side, type."),
+        ({**GOOD, "shape": {"radius": 1}}, "shape.type is required. Known: circle, square."),
+        (
+            {**GOOD, "shape": {"type": "square", "radius": 2}},
+            "shape.radius is not a known key. It is a key of type circle.",
+        ),
         ({**GOOD, "shape": {"type": "circle", "radius": -1}}, "shape.radius is -1: input should be greater than 0."),
         (
             {**GOOD, "shapes": [{"type": "square", "sid": 2}]},
             "shapes.0.sid is not a known key. Did you mean shapes.0.side?",
         ),
+        ({**GOOD, "rate": 1}, "rate is not a known key. Did you mean slow.rate?"),
+        ({**GOOD, "side": 1}, "side is not a known key. Did you mean shape.side?"),
+        ({**GOOD, "slow": {"radius": 1}}, "slow.radius is not a known key. Did you mean slow.circle.radius?"),
+        ({**GOOD, "slow": {"raduis": 1}}, "slow.raduis is not a known key. Did you mean slow.circle.radius?"),
+        ({**GOOD, "slow": {"mode": 1}}, "slow.mode is not a known key. Did you mean train.mode?"),
+        ({**GOOD, "slow": {"zzz": 1}}, "slow.zzz is not a known key. Known: circle, often, rate, words."),
+        ({**GOOD, "shape": {"type": "square", "zzz": 2}}, "shape.zzz is not a known key. Known: side, type."),
+        ({**GOOD, "shape": "circle"}, "shape is 'circle', but a section is meant. Write shape: {type: circle}."),
+        ({**GOOD, "shape": "sqare"}, "shape is 'sqare', but a section is meant. Write shape: {type: square}."),
+        (
+            {**GOOD, "shape": "zzz"},
+            "shape is 'zzz', but a section is meant. Write shape: {type: circle}. Known types: circle, square.",
+        ),
+        ({"train": 3}, "train is 3, but a section is meant, with keys such as steps, mode."),
+        (
+            {**GOOD, "slow": None},
+            "slow is empty, but a section is meant, with keys such as rate, circle, words, often. "
+            "Leave it out to have its defaults.",
+        ),
+        (None, "the file is empty, but a section is meant, with keys such as train, slow, shape, shapes."),
         ({"train": {"steps": 1, "mode": "fsat"}}, "Unknown train.mode 'fsat'. Known: fast or exact."),
     ],
 )
@@ -78,3 +112,75 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
     with pytest.raises(ValueError, match=message) as caught:
         load(Outer, path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "train:\n  steps: 1\n  steps: 2\n",
+            "line 3, column 3: the key steps stands here and in line 2; keep one of them.",
+        ),
+        (
+            "train: {steps: 1, steps: 2}",
+            "line 1, column 19: the key steps stands here and in line 1; keep one of them.",
+        ),
+        ("train:\n\tsteps: 1\n", "line 2 begins with a tab; indent with spaces."),
+        ("train:\n  steps: 1\n\tmode: fast\n", "line 3 begins with a tab; indent with spaces."),
+        ("train: a: b", "line 1, column 9: mapping values are not allowed here."),
+        ("train: \x00", "unacceptable character"),
+    ],
+)
+def test_a_mistake_in_writing_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load(Outer, tmp_path / "config.yaml")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/config.yaml is not valid YAML: ")
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("1e5", 1e5), ("1E+5", 1e5), ("1e-4", 1e-4), (".5", 0.5), ("1.", 1.0), ("-.inf", float("-inf")),
+        ("1_000", 1000), ("010", 10), ("0x1F", 31), ("-3", -3), ("off", "off"), ("no", "no"),
+        ("true", True), ("False", False),
+        ("12:30:00", "12:30:00"), ("2024-01-01", "2024-01-01"), ("", None), ("~", None), ("null", None), ("e5", "e5"),
+    ],
+)  # fmt: skip
+def test_words_mean_what_yaml_1_2_says(tmp_path: Path, word: str, value: object) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"word: {word}\n")
+    assert read_yaml(path) == {"word": value} and type(read_yaml(path)["word"]) is type(value)
+    path.write_text(to_yaml({"word": word}))  # a word that looks like something else survives both readers
+    assert read_yaml(path) == {"word": word} == yaml.safe_load(path.read_text())
+
+
+def test_sections_can_be_shared_by_anchors(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
+    assert read_yaml(tmp_path / "c.yaml")["b"] == {"x": 1, "y": 3}
+
+
+def test_a_whole_number_may_be_written_as_a_power_of_ten(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 1e5}")
+    assert load(Outer, tmp_path / "config.yaml").train.steps == 100_000
+
+
+def test_a_file_that_is_missing_is_told_with_those_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "demo.yaml").touch()
+    with pytest.raises(ValueError, match=r"mien.yaml does not exist. Did you mean mine\? In .* are: demo, mine\."):
+        read_yaml(tmp_path / "mien.yaml")
+
+
+@pytest.mark.parametrize(("name", "fitting"), [("my-flowers", "my_flowers"), ("two words", "two_words"), (".x", "x")])
+def test_a_data_set_whose_name_cannot_begin_a_folder_is_told_one_that_can(name: str, fitting: str) -> None:
+    data = {"name": name, "source": {"type": "digits"}, "resolution": 32}
+    with pytest.raises(ValueError, match=rf"x.yaml: name: '{name}' cannot name a data set. .*: {fitting}\.$"):
+        parse(DataConfig, data, "x.yaml")
+
+
+def test_the_learning_rate_is_found_where_it_is() -> None:
+    data = {"steps": 1, "lr": 1e-4}
+    with pytest.raises(ValueError, match="x.yaml: lr is not a known key. Did you mean optimizer.lr?"):
+        parse(TrainConfig, data, "x.yaml")

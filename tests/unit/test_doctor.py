@@ -16,8 +16,8 @@ from image_diffusion.doctor import check, duration, sampling_seconds
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.generation import SampleConfig
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.forecast import Forecast, forecast

@@ -15,16 +15,17 @@ from image_diffusion.codecs.codec import from_uint8, to_uint8
 from image_diffusion.codecs.dvae import DVAECodec
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.configure import load_all
-from image_diffusion.core.config import dump, parse
+from image_diffusion.core.config import dump
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
-from image_diffusion.experiment import Experiment, check_experiment
+from image_diffusion.experiment import Experiment, check_experiment, parse_experiment
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.codec.reconstruction import show_reconstructions
 from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.reconstruction import show_reconstructions
+from image_diffusion.systems.given import Others
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SMALL = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
@@ -86,19 +87,21 @@ def experiments(**changes: Any) -> tuple[Experiment, Experiment]:
     vae = {"data": data, "system": {"type": "dvae", "network": dump(SMALL) | changes}, "train": {"steps": 1}}
     network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 2}
     dit = {"codec": {"type": "trained", "experiment": "vae"}, "system": {"type": "dit", "network": network}}
-    return parse(Experiment, vae | dit, "dit.yaml"), parse(Experiment, vae, "vae.yaml")
+    return parse_experiment(vae | dit, "dit.yaml"), parse_experiment(vae, "vae.yaml")
 
 
 def test_a_diffusion_experiment_takes_its_latents_for_data() -> None:
     dit, vae = experiments()
-    check_experiment(vae, None)
-    check_experiment(dit, vae)
+    check_experiment(vae, Others())
+    check_experiment(dit, Others(codec=vae))
     images = DataSpec(channels=3, resolution=16, num_classes=10)
     assert dit.codec.spec(images, SMALL) == DataSpec(channels=5, resolution=4, num_classes=10)
     with pytest.raises(ValueError, match="patches of 2"):
-        check_experiment(*experiments(num_layers=4))
-    with pytest.raises(ValueError, match="trained on pixels. Leave out the codec section"):
-        check_experiment(dit.model_copy(update={"system": vae.system}), vae)
+        dit, vae = experiments(num_layers=4)
+        check_experiment(dit, Others(codec=vae))
+    with pytest.raises(ValueError, match="codec is set, but a system of type dvae has no use for it. Leave it out."):
+        raw = {name: dump(vae)[name] for name in ("data", "system", "train")}
+        parse_experiment(raw | {"codec": {"type": "trained", "experiment": "vae"}}, "vae.yaml")
 
 
 def test_what_is_told_while_it_is_trained(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 import yaml
 
-from image_diffusion.configure import load_all, schema, write_stages
+from image_diffusion.configure import load_all, write_stages
 from image_diffusion.core.config import load
 from image_diffusion.core.files import to_json
-from image_diffusion.experiment import SampleStage, TrainStage
+from image_diffusion.experiment import TrainStage, load_sections, schema
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "config" / "experiments").glob("*.yaml"))
@@ -24,7 +24,12 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
         plan = json.loads((tmp_path / name / "config" / "plan.json").read_text())
         train = load(TrainStage, Path(plan["configs"]["train"]))
         assert train.system == experiment.system and train.train == experiment.train
-        assert load(SampleStage, Path(plan["configs"]["sample"])).sample == experiment.sample
+        sections = experiment.system.sections
+        assert plan["makes_samples"] == ("sample" in sections)
+        for stage, names in {"sample": ["sample"], "evaluate": experiment.system.judged_by}.items():
+            if stage in plan["configs"]:
+                written = load_sections(Path(plan["configs"][stage]), names, sections)
+                assert written == {name: experiment.section(name) for name in names}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -18,9 +18,9 @@ from image_diffusion.core.config import parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.systems import System
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.diffusion.likelihood import ImageBound
 from image_diffusion.systems.iddpm import IddpmSystem
-from image_diffusion.systems.likelihood import ImageBound
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
 NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attention_resolutions": [4]}
@@ -34,7 +34,7 @@ def images(count: int = 7) -> Samples:
 
 def system(**changes: Any) -> IddpmSystem:
     data = {"type": "iddpm", "network": NETWORK, "process": {"type": "discrete", "num_timesteps": 20}, **changes}
-    built = parse(System, data, "system")
+    built = parse(AnySystem, data, "system")
     assert isinstance(built, IddpmSystem)
     return built
 
@@ -151,7 +151,10 @@ def test_more_images_than_there_are_is_told() -> None:
         ),
         ({"system": {"type": "rin", "network": {"patch": 4}}}, "the process continuous has no steps"),
         ({"system": DIT, "codec": {"type": "stability_vae"}}, "works on latents"),
-        ({"system": {"type": "autoencoder"}}, "AutoencoderSystem is no diffusion of images"),
+        (
+            {"system": {"type": "autoencoder"}},
+            "evaluate.likelihood is set, but a system of type autoencoder has no",
+        ),
         ({"system": DIT, "evaluate": {"likelihood": {"timesteps": 2000}}}, "2000"),
     ],
     ids=["flow", "continuous", "latents", "codec", "timesteps"],

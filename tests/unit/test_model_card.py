@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from image_diffusion.systems.given import CardUse
 from image_diffusion.training.card import model_card
 from image_diffusion.training.model import load_model
 from tiny_models import write_model
 
+USE = CardUse("unconditional-image-generation", "DiTPipeline", 'pipeline = DiTPipeline.from_pretrained(".")')
 MEASURED = {
     "metrics": {
         "inpipe_fd": {"value": 1.5, "interval": [1.0, 2.0], "n": 300, "note": "few | samples"},
@@ -23,7 +25,7 @@ MEASURED = {
 @pytest.fixture
 def card(tmp_path: Path) -> ModelCard:
     write_model(tmp_path, step=10)
-    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), MEASURED, {"grid.png": "Samples"})
+    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, MEASURED, {"grid.png": "Samples"})
     (tmp_path / "README.md").write_text(text)
     return ModelCard.load(tmp_path / "README.md")
 
@@ -43,5 +45,5 @@ def test_it_says_what_a_reader_wants_to_know(card: ModelCard) -> None:
 
 def test_without_metrics_it_claims_none(tmp_path: Path) -> None:
     write_model(tmp_path, step=10)
-    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), None, {})
+    text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, None, {})
     assert "model-index" not in text and "## Results" not in text

@@ -26,7 +26,7 @@ from image_diffusion.data.pairs import Splits, write_pairs
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.systems.pairs import FilePairs, Given, HashedPairs, PairsConfig
+from image_diffusion.systems.embedding.pairs import FilePairs, Given, HashedPairs, PairsConfig
 from image_diffusion.train import prepare_training
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def test_training_refuses_what_does_not_learn_from_pairs_and_mirror_images(sourc
     train = {"steps": 1, "global_batch": 4}
     cases = {
         "holds pairs, from which a dit does not learn": ({"type": "dit"}, {}),
-        "embeddings have no mirror image": ({"type": "prior"}, {"flip_probability": 0.5}),
+        "pairs have no mirror image": ({"type": "prior"}, {"flip_probability": 0.5}),
     }
     path = tmp_path / "train.yaml"
     for message, (system, changes) in cases.items():

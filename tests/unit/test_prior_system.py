@@ -19,10 +19,10 @@ from image_diffusion.export import read_foreign
 from image_diffusion.metrics.similarity import other_captions, similarities
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
-from image_diffusion.systems.embedding_sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.embedding.evaluation import PredictionConfig, evaluate_prior
+from image_diffusion.systems.embedding.published import network_of_shapes
+from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
 from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.prior_evaluation import PredictionConfig, evaluate_prior
-from image_diffusion.systems.prior_published import network_of_shapes
 from image_diffusion.training.model import load_model
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_pairs_of_another_dimension_are_refused():
     with pytest.raises(ValueError, match="Text embeddings have 6 dimensions but the network was built for 8"):
         network(torch.zeros(2, 8), torch.zeros(2), text_embed=torch.zeros(2, 6))
     with pytest.raises(ValueError, match="pairs of embeddings"):
-        system_of().batch(torch.zeros(2, 3, 8, 8), None)  # type: ignore[arg-type]
+        system_of().pair_batch(torch.zeros(2, 3, 8, 8), None)  # type: ignore[arg-type]
 
 
 def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noise():
@@ -173,8 +173,8 @@ def demo(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pairs": None}, "Add a section: pairs"),
-        ({"train__flip_probability": 0.5}, "embeddings have no mirror image"),
+        ({"pairs": None}, "Add a section, such as pairs: {type: hashed}"),
+        ({"train__flip_probability": 0.5}, "pairs have no mirror image"),
         ({"pairs__splits": {"train": 0.8, "validation": 0.3, "test": 0.1}}, "sum to 1.2"),
         ({"pairs": {"type": "files"}}, "pairs.type is files but data.source.type digits"),
         ({"prediction__num_steps": [64, 1001]}, "prediction.num_steps holds 1001; expected from 1 to"),
@@ -182,8 +182,8 @@ def demo(**changes: Any) -> dict[str, Any]:
         ({"prediction__guidance_scale": 2, "system__objective": {"text_drop_probability": 0}}, "never learns to do"),
         ({"system__network__num_timesteps": 100}, "network.num_timesteps is 100 but process.num_timesteps 1000"),
         ({"system__objective": {"prediction": "eps", "clamp_norm": True}}, "clamp_norm is of a predicted x0"),
-        ({"codec": {"type": "stability_vae"}}, "A prior has no codec"),
-        ({"system": {"type": "dit"}}, "does not learn from pairs"),
+        ({"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),
+        ({"system": {"type": "dit"}}, "pairs and prediction are set, but a system of type dit has no use for them"),
         ({"train__validate_every_steps": None}, "weights is best but validate_every_steps is unset"),
         ({"pairs__captions": {"type": "classes", "template": "a photo"}}, "must hold {} once"),
     ],
@@ -258,7 +258,7 @@ def test_bf16_computes_what_float32_does_up_to_its_precision():
     torch.manual_seed(0)
     network = PriorConfig(**SMALL | {"self_cond": True, "normformer": True, "norm_in": True}).build(SPEC)
     system = system_of()
-    batch = system.batch(Pairs(16).stored, Streams(0, torch.zeros(16).long(), torch.arange(16)))
+    batch = system.pair_batch(Pairs(16).stored, Streams(0, torch.zeros(16).long(), torch.arange(16)))
     objective = system.build_objective(SPEC)
     exact = objective(network, batch).loss
     with torch.autocast("cpu", torch.bfloat16):

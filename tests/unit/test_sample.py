@@ -22,8 +22,8 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.samplers import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, requested_labels
 from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.generation import Generator, SampleConfig, requested_labels
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=4)
 NETWORK = DiTConfig(depth=2, width=16, num_heads=2, patch=2)

@@ -15,7 +15,7 @@ from image_diffusion.configure import load_all, write_stages
 from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import Experiment
 from image_diffusion.metrics.sweep import plot_sweep, reading, sweep_curve
-from image_diffusion.systems.sweep import SweepConfig
+from image_diffusion.systems.diffusion.sweep import SweepConfig
 from image_diffusion.training.checkpoint import Checkpoint, folder_name, write_checkpoint
 from image_diffusion.training.kept import weights_at
 
@@ -71,7 +71,7 @@ def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
         ),
         (
             {"sweep": {"num_steps": [2]}, "system": {"type": "dvae", "network": {"num_layers": 2}}},
-            "the system makes no samples",
+            "sample and sweep are set, but a system of type dvae has no use for them",
         ),
     ],
 )
@@ -98,7 +98,10 @@ def test_another_experiment_to_compare_with_is_found_and_must_make_images_of_the
     with pytest.raises(ValueError, match="makes images of 3 x 32 x 32, this one of 3 x 16 x 16"):
         experiment(tmp_path, **against)
     (tmp_path / "other.yaml").write_text(
-        yaml.safe_dump(TEXT | {"system": {"type": "dvae", "network": {"num_layers": 2}}})
+        yaml.safe_dump(
+            {name: TEXT[name] for name in ("data", "train")}
+            | {"system": {"type": "dvae", "network": {"num_layers": 2}}}
+        )
     )
     with pytest.raises(ValueError, match="evaluate.against.experiment makes no samples"):
         experiment(tmp_path, **against)

@@ -12,7 +12,7 @@ import pytest
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow, request_of
-from image_diffusion.track import Request, watched
+from image_diffusion.tracking.plan import Request, watched
 
 
 class Store:

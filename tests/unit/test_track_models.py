@@ -16,9 +16,10 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.files import read_json, write_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
-from image_diffusion.mlflow_models import FinalWeights, write_pyfunc, zip_package
-from image_diffusion.pyfunc import _load_pyfunc, signature
 from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.tracking.models import write_pyfunc, zip_package
+from image_diffusion.tracking.plan import FinalWeights
+from image_diffusion.tracking.pyfunc import _load_pyfunc, signature
 from tiny_models import write_model
 
 USE = """
@@ -91,4 +92,4 @@ def test_the_same_code_gives_the_same_zip(tmp_path: Path) -> None:
     for name in ("a.zip", "b.zip"):
         zip_package(tmp_path / name)
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
-    assert "image_diffusion/pyfunc.py" in zipfile.ZipFile(tmp_path / "a.zip").namelist()
+    assert "image_diffusion/tracking/pyfunc.py" in zipfile.ZipFile(tmp_path / "a.zip").namelist()

@@ -9,7 +9,7 @@ import pytest
 
 from image_diffusion.core import journal as journal_module
 from image_diffusion.core.journal import Journal
-from image_diffusion.track import plan
+from image_diffusion.tracking.plan import plan
 
 
 @pytest.fixture(autouse=True)

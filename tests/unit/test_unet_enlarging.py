@@ -22,8 +22,8 @@ from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples, read_samples
-from image_diffusion.systems.enlarging import shrink, small_images, small_samples
-from image_diffusion.systems.enlarging_evaluation import evaluate_enlarging
+from image_diffusion.systems.diffusion.enlarging import shrink, small_images, small_samples
+from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3)
 
@@ -126,7 +126,8 @@ def written(folder: Path, name: str, sections: dict[str, Any], **changes: Any) -
         ({"sample": {"small_images": {"experiment": "nowhere"}}},
          r"sample\.small_images\.experiment is nowhere, but .*nowhere\.yaml is missing"),
         ({"sample": {"small_images": "validation"}, "data": {"validation_fraction": 0.0}}, "Hold some images out"),
-        ({"preview": {"small_images": "validation"}}, r"preview\.small_images: previews enlarge held-out images"),
+        ({"preview": {"small_images": "validation"}},
+         r"preview\.small_images is set, but a system of type iddpm has no use for it"),
         ({"data": {"resolution": 32}, "system": {"network": {"channels": 32, "low_resolution": 16}}},
          "makes images of 8 x 8 with 3 channels, but the network enlarges 16 x 16 with 3"),
         ({"system": {"network": {"channels": 32, "multipliers": [1, 1], "attention_resolutions": [8],

@@ -11,8 +11,8 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.systems import System
-from image_diffusion.systems.generation import Generator, SampleConfig
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
 from image_diffusion.systems.iddpm import IddpmSystem
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
@@ -22,7 +22,7 @@ NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attentio
 def system(**changes) -> IddpmSystem:
     """A small one, from plain data as an experiment file gives it."""
     data = {"type": "iddpm", "network": NETWORK, "process": {"type": "discrete", "num_timesteps": 20}, **changes}
-    built = parse(System, data, "system")
+    built = parse(AnySystem, data, "system")
     assert isinstance(built, IddpmSystem)
     return built
 
@@ -35,13 +35,13 @@ def batch(size: int = 4) -> Batch:
 
 
 def test_the_defaults_are_the_paper_s():
-    default = parse(System, {"type": "iddpm"}, "system")
+    default = parse(AnySystem, {"type": "iddpm"}, "system")
     assert isinstance(default.process, Discrete) and isinstance(default.objective, Denoising)
     assert (default.process.schedule.type, default.process.num_timesteps) == ("cosine", 4000)
     assert default.process.rescale_timesteps
     objective = default.objective
     assert (objective.prediction, objective.variance, objective.loss) == ("eps", "learned_range", "rescaled_hybrid")
-    assert parse(System, dump(default), "system") == default
+    assert parse(AnySystem, dump(default), "system") == default
 
 
 @pytest.mark.parametrize(("probability", "rows"), [(0.0, 3), (0.1, 4)])

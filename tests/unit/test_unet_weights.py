@@ -16,8 +16,8 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.export import read_foreign
 from image_diffusion.networks.unet import UNet, UNetConfig
 from image_diffusion.networks.unet_weights import is_unet, unet_of_shapes
-from image_diffusion.systems.generation import Generator, SampleConfig
-from image_diffusion.systems.iddpm_published import PUBLISHED
+from image_diffusion.systems.diffusion.iddpm_published import PUBLISHED
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
 from image_diffusion.training.model import load_codec, load_model
 
 SMALL = {"channels": 32, "num_res_blocks": 1}
@@ -170,5 +170,7 @@ def test_an_experiment_of_another_system_is_told(tmp_path):
     sections = yaml.safe_load(experiment.read_text())
     sections["system"] = {"type": "dit", "network": {"size": "DiT-S/8"}}
     experiment.write_text(yaml.safe_dump(sections))
-    with pytest.raises(ValueError, match=r"is a U-Net, but .*mine\.yaml has system\.type dit\. Use iddpm"):
+    with pytest.raises(
+        ValueError, match=r"of a system of type iddpm, but .*mine\.yaml has system\.type dit\. Use iddpm"
+    ):
         read(random_unet().state_dict(), tmp_path / "mine.pt", experiment)

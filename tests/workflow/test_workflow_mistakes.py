@@ -61,7 +61,8 @@ def test_fewer_images_than_a_batch(fresh: Project) -> None:
 
 
 def test_an_experiment_that_is_missing(fresh: Project) -> None:
-    assert told(fresh, "--config", "experiments=[macro]") == "error: config/experiments/macro.yaml does not exist."
+    line = told(fresh, "--config", "experiments=[macro]")
+    assert line.startswith("error: config/experiments/macro.yaml does not exist. Did you mean micro?")
 
 
 def test_a_key_of_the_workflow_that_is_misspelt(fresh: Project) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from image_diffusion.core import plain_yaml
+from image_diffusion.core.mistakes import nearest, sentence
 
 T = TypeVar("T")
 
@@ -23,11 +23,11 @@ class Config(BaseModel):
 def read_yaml(path: Path) -> Any:
     """The plain data in a YAML file. Raises ValueError naming the file when it is missing or is not YAML."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return plain_yaml.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} does not exist.{_files_beside(path)}") from None
+    except ValueError as error:  # bytes that are no text, too
+        raise ValueError(f"{path} is not valid YAML: {error}.") from None
 
 
 def parse(kind: Any, data: Any, where: str) -> Any:
@@ -38,7 +38,7 @@ def parse(kind: Any, data: Any, where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        problems = [_sentence(problem, kind, data) for problem in error.errors()]
+        problems = [sentence(problem, kind, data) for problem in error.errors()]
         raise ValueError("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems))) from None
 
 
@@ -54,72 +54,12 @@ def dump(config: Config) -> dict[str, Any]:
 
 def to_yaml(data: Any) -> str:
     """Plain data as YAML, keys in their given order: the same data always gives the same bytes."""
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+    return plain_yaml.to_text(data)
 
 
-def _sentence(problem: Any, kind: Any, data: Any) -> str:
-    location = _visible_location(problem["loc"], data)
-    key = ".".join(str(part) for part in location) or "the file"
-    match problem["type"]:
-        case "extra_forbidden":
-            parent = _fields_at(kind, data, location[:-1])
-            close = difflib.get_close_matches(str(location[-1]), parent, n=1)
-            prefix = "".join(f"{part}." for part in location[:-1])
-            advice = f"Did you mean {prefix}{close[0]}?" if close else f"Known: {', '.join(sorted(parent))}."
-            return f"{key} is not a known key. {advice}"
-        case "missing":
-            return f"{key} is required."
-        case "union_tag_invalid":
-            tag = problem["ctx"]["tag"]
-            return f"Unknown {key} '{tag}'. Known: {problem['ctx']['expected_tags'].replace(chr(39), '')}."
-        case "union_tag_not_found":
-            return f"{key}.type is required."
-        case "literal_error":
-            return f"Unknown {key} '{problem['input']}'. Known: {problem['ctx']['expected'].replace(chr(39), '')}."
-        case "value_error":
-            return f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"])
-        case _:
-            return f"{key} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
-
-
-def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
-    """The keys as the user wrote them: pydantic also lists the tags of the unions it passed through."""
-    visible: list[int | str] = []
-    for position, part in enumerate(location):
-        if isinstance(data, dict) and part not in data and position + 1 < len(location):
-            continue
-        visible.append(part)
-        if isinstance(data, dict):
-            data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-    return visible
-
-
-def _fields_at(kind: Any, data: Any, location: list[int | str]) -> list[str]:
-    """Names of the fields allowed at a place in the data."""
-    models = _models(kind)
-    tag = data.get("type") if isinstance(data, dict) else None
-    tagged = [
-        m for m in models if "type" in m.model_fields and tag in typing.get_args(m.model_fields["type"].annotation)
-    ]
-    models = tagged or models
-    if not location:
-        return sorted({name for model in models for name in model.model_fields})
-    inner = data.get(location[0]) if isinstance(data, dict) else data[location[0]]
-    if isinstance(location[0], int):
-        return _fields_at(kind, inner, location[1:])
-    kinds = [m.model_fields[location[0]].annotation for m in models if location[0] in m.model_fields]
-    return sorted({name for each in kinds for name in _fields_at(each, inner, location[1:])})
-
-
-def _models(kind: Any) -> list[type[BaseModel]]:
-    """Every pydantic model a type annotation can stand for."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return [kind]
-    if isinstance(kind, typing.TypeAliasType if hasattr(typing, "TypeAliasType") else ()):
-        return _models(kind.__value__)
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
-        return [model for argument in arguments for model in _models(argument)]
-    return []
+def _files_beside(path: Path) -> str:
+    """What may have been meant by a file that is missing: one like it, and which there are."""
+    there = sorted(each.stem for each in path.parent.glob(f"*{path.suffix}"))
+    close = nearest(path.stem, there)
+    advice = f" Did you mean {close}?" if close else ""
+    return f"{advice} In {path.parent} there are: {', '.join(there)}." if there else advice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -10,12 +11,13 @@ from image_diffusion.core.config import Config
 from image_diffusion.data.sources import Source
 
 WHITE = (255, 255, 255)
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._]*$"
 
 
 class DataConfig(Config):
     """From images to crops."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._]*$")
+    name: str = Field(pattern=_NAME)
     """Name of the data set, the start of its folder's name: letters, digits, dots and underscores."""
     source: Source
     """Where the images come from."""
@@ -38,6 +40,17 @@ class DataConfig(Config):
     """Share of the images kept for validation, chosen by the hash of their content: stable when images are added."""
     num_shards: int = Field(default=16, ge=1, le=99_999)
     """Number of shards. An image's path decides its shard, so changing one image rewrites one shard."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _begins_a_folder_name(cls, value: Any) -> Any:
+        fitting = re.sub(r"[^A-Za-z0-9._]", "_", str(value)).lstrip("._") or "images"
+        if not re.match(_NAME, str(value)):
+            raise ValueError(
+                f"{str(value)!r} cannot name a data set. Use letters, digits, dots and underscores (a hyphen parts the "
+                f"name from the resolution in results/datasets/<name>-<resolution>): {fitting}."
+            )
+        return value
 
     @field_validator("background")
     @classmethod

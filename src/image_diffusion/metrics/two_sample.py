@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
@@ -20,6 +17,10 @@ def two_sample_test(features: Tensor, reference: Tensor) -> Estimate:
 
     As many of each side as the smaller has, at most 5000. Two halves; each is judged by the model fitted to the other.
     """
+    from sklearn.linear_model import LogisticRegression  # here: loading it would slow the start of every stage
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     count = min(len(features), len(reference), _MOST)
     if count < 4:
         raise ValueError(f"A two-sample test needs at least 4 samples on each side; got {count}.")

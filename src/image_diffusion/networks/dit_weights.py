@@ -71,6 +71,12 @@ def read_dit(
     return _from_shapes(tensors, path, time_frequencies or "dit", num_heads or _heads_of(arguments))
 
 
+def is_dit(content: Mapping[str, Any]) -> bool:
+    """Whether a file's content holds a DiT: its tensors by name, or a training checkpoint with their average."""
+    average = content.get("ema")
+    return "x_embedder.proj.weight" in (average if isinstance(average, Mapping) else content)
+
+
 def load_tensors(path: Path) -> Mapping[str, Any]:
     """The content of a .safetensors file or, loaded safely, of a torch file: tensors and plain data by name.
 

@@ -1,6 +1,6 @@
-"""One page per system: which parts it is made of. One system, one file; its name in `System`."""
+"""One page per system: which parts it is made of. One system, one file; its name in `AnySystem`."""
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
@@ -10,10 +10,11 @@ from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.iddpm import IddpmSystem
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.rin import RinSystem
+from image_diffusion.systems.system import System
 
-System = Annotated[
+AnySystem = Annotated[
     DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem | PriorSystem, Field(discriminator="type")
 ]
 
-CodecSystem = AutoencoderSystem | DVAESystem
-"""The systems that are trained on pixels to be the codec of others; they make no samples."""
+SYSTEMS: tuple[type[System], ...] = get_args(get_args(AnySystem)[0])
+"""The same, to be gone through."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from image_diffusion.core.config import Config
+from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.autoencoder import Autoencoder, AutoencoderConfig
 from image_diffusion.objectives.autoencoding import Autoencoding, AutoencodingConfig
+from image_diffusion.systems.codec.family import CodecSystem
+from image_diffusion.systems.codec.vae_export import write_vae
+from image_diffusion.systems.given import CardUse, Model
 
 
-class AutoencoderSystem(Config):
+class AutoencoderSystem(CodecSystem):
     """A KL autoencoder of pixels."""
 
     type: Literal["autoencoder"] = "autoencoder"
@@ -20,15 +24,8 @@ class AutoencoderSystem(Config):
     objective: AutoencodingConfig = AutoencodingConfig()
     """Weights of the loss."""
 
-    @property
-    def is_conditional(self) -> bool:
-        """Labels play no part."""
-        return False
-
-    @property
-    def decoded(self) -> str:
-        """The reconstruction that it is judged by: from the mean of the posterior."""
-        return "mean"
+    exports: ClassVar[tuple[str, ...]] = ("diffusers",)
+    decoded: ClassVar[str] = "mean"
 
     def build_network(self, spec: DataSpec) -> Autoencoder:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
@@ -37,3 +34,6 @@ class AutoencoderSystem(Config):
     def build_objective(self, spec: DataSpec) -> Autoencoding:
         """The objective for images of `spec`."""
         return self.objective.build(self.network.latent_shape(spec))
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        return write_vae(model, folder)

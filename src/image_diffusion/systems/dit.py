@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
+from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.networks.dit_weights import is_dit
+from image_diffusion.systems.diffusion.dit_export import check_pipeline, latents_of, read_published, write_pipeline
+from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Sections
 
 
 class DiTSystem(DiffusionSystem):
@@ -17,6 +23,30 @@ class DiTSystem(DiffusionSystem):
     network: DiTConfig = DiTConfig(size="DiT-XL/2")
     """Size of the network."""
 
+    exports: ClassVar[tuple[str, ...]] = ("diffusers",)
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        super().check(experiment, others)
+        if self.drops_labels and not self.network.null_label:
+            raise ValueError(
+                f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
+                f"system.network.null_label is false: no label stands for none. Set null_label to true, or drop none."
+            )
+        if experiment.section("export").format == "diffusers":
+            check_pipeline(self, experiment.codec)
+
     def build_network(self, spec: DataSpec) -> DiT:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""
         return self.network.build(spec, learned_variance=self.learns_variance)
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        return write_pipeline(self, model, codec, folder)
+
+    @classmethod
+    def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
+        if not path.is_dir() and not is_dit(content):
+            return None
+        weights, objective = read_published(content, path)
+        vae, identity = latents_of(codec)
+        system = cls(network=weights.config, objective=objective)
+        return Foreign(weights.tensors, system, weights.spec, vae, identity)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
+from image_diffusion.systems.codec.family import CodecSystem
+from image_diffusion.systems.given import Section
 
 
-class DVAESystem(Config):
+class DVAESystem(CodecSystem):
     """A discrete VAE of pixels."""
 
     type: Literal["dvae"] = "dvae"
@@ -20,15 +23,11 @@ class DVAESystem(Config):
     objective: DiscreteAutoencodingConfig = DiscreteAutoencodingConfig()
     """What a reconstruction costs, and how the temperature falls."""
 
-    @property
-    def is_conditional(self) -> bool:
-        """Labels play no part."""
-        return False
-
-    @property
-    def decoded(self) -> str:
-        """The reconstruction that it is judged by: from the most probable tokens."""
-        return "hard"
+    sections: ClassVar[Mapping[str, Section]] = {
+        **CodecSystem.sections,
+        "encode": Section(EncodeConfig, EncodeConfig()),
+    }
+    decoded: ClassVar[str] = "hard"
 
     def build_network(self, spec: DataSpec) -> DVAE:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
+
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import UNet, UNetConfig
+from image_diffusion.networks.unet_weights import check_fit, is_unet, num_label_rows
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
-from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.diffusion.iddpm_published import published
+from image_diffusion.systems.given import Described, Foreign
 
 
 class IddpmSystem(DiffusionSystem):
@@ -37,3 +45,26 @@ class IddpmSystem(DiffusionSystem):
         Raises ValueError when it does not fit the data.
         """
         return self.network.build(spec, learned_variance=self.learns_variance, null_label=self.drops_labels)
+
+    @classmethod
+    def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
+        """A U-Net on pixels, of a published name or as an experiment describes it.
+
+        The experiment's number of classes is not looked at, since the label table tells it.
+        """
+        if not is_unet(content):
+            return None
+        experiment = described(cls)
+        if experiment is None:
+            parts, spec = published(content, path)
+            system = cls(**parts)
+        else:
+            assert isinstance(experiment.system, cls)
+            system = experiment.system
+            num_classes = max(num_label_rows(content) - system.drops_labels, 0)
+            data = experiment.data
+            spec = DataSpec(channels=data.channels, resolution=data.resolution, num_classes=num_classes)
+        with torch.device("meta"):
+            expected = system.build_network(spec).state_dict()
+        check_fit(expected, content, path)
+        return Foreign({name: each.float() for name, each in content.items()}, system, spec, Rgb(), Rgb().identity)

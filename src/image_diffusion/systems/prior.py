@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network
+from image_diffusion.data.pairs import IMAGE, TEXT, TOKENS
+from image_diffusion.data.shards import Shards
+from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.networks.prior import Prior, PriorConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising, EmbeddingObjective
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.schedules import Cosine
+from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
+from image_diffusion.systems.embedding.pairs import FilePairs, PairsConfig
+from image_diffusion.systems.embedding.published import check_fit, is_prior, named_tensors, published, spec_of
+from image_diffusion.systems.given import Described, Foreign, Others, Section, Sections, ToJudge
+from image_diffusion.systems.system import System
 
-IMAGE, TEXT, TOKENS = 0, 1, 2
-"""Rows of a stored pair, [2 + L, dim]: the image's embedding, the caption's, and from here on those of its tokens."""
 
-
-class PriorSystem(Config):
+class PriorSystem(System):
     """A causal transformer that removes noise from image embeddings."""
 
     type: Literal["prior"] = "prior"
@@ -40,6 +47,14 @@ class PriorSystem(Config):
     token_encodings: bool = True
     """Condition on the encodings of a caption's tokens too, where the pairs hold them."""
 
+    sections: ClassVar[Mapping[str, Section]] = {
+        "pairs": Section(PairsConfig, None, example="{type: hashed}"),
+        "prediction": Section(PredictionConfig, PredictionConfig()),
+    }
+    reads: ClassVar = ("pairs",)
+    mirrors: ClassVar = False
+    judged_by: ClassVar = ("prediction",)
+
     @model_validator(mode="after")
     def _table_fits(self) -> PriorSystem:
         rows, timesteps = self.network.num_timesteps, self.process.num_timesteps
@@ -50,17 +65,29 @@ class PriorSystem(Config):
             )
         return self
 
-    @property
-    def is_conditional(self) -> bool:
-        """Labels play no part."""
-        return False
-
-    def check_flips(self, probability: float) -> None:
-        """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability)."""
-        if probability > 0:
+    def check(self, experiment: Sections, others: Others) -> None:
+        pairs, room = experiment.section("pairs"), self.network.max_text_len
+        if isinstance(pairs, FilePairs) != isinstance(experiment.data.source, Embeddings):
             raise ValueError(
-                f"train.flip_probability is {probability}, but embeddings have no mirror image. Set it to 0."
+                f"pairs.type is {pairs.type} but data.source.type {experiment.data.source.type}. Files of embeddings "
+                f"take type files and source embeddings; all other pairs are made from images."
             )
+        if self.token_encodings and pairs.num_tokens > room:
+            raise ValueError(
+                f"pairs.num_tokens is {pairs.num_tokens}, but the network has places for {room}: the rest would be cut "
+                f"off. Set system.network.max_text_len to {pairs.num_tokens}, or store fewer."
+            )
+        experiment.section("prediction").check(self)
+
+    def headline(self, experiment: Sections) -> str:
+        return "loss_validation"
+
+    def detector(self, experiment: Sections) -> str | None:
+        return None
+
+    def spec(self, data: Shards) -> DataSpec:
+        """Pairs are [2 + L, dim]."""
+        return DataSpec(channels=data.shape[-1], resolution=1)
 
     def scale(self, spec: DataSpec) -> float:
         """What image embeddings are multiplied with."""
@@ -74,7 +101,10 @@ class PriorSystem(Config):
         """The objective for embeddings of `spec`."""
         return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)
 
-    def batch(self, pairs: Tensor, streams: Streams) -> Batch:
+    def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
+        return self.pair_batch(stored, streams)
+
+    def pair_batch(self, pairs: Tensor, streams: Streams) -> Batch:
         """What the objective is given of stored pairs [B, 2 + L, dim]. Raises ValueError for another shape."""
         if pairs.ndim != 3 or pairs.shape[1] < TOKENS:
             raise ValueError(
@@ -108,6 +138,26 @@ class PriorSystem(Config):
         return _Carrying(
             guided, lambda plain: NetworkDenoiser(plain, process, grid, prediction, cond=cond, restrict=restrict)
         )
+
+    def judge(self, given: ToJudge) -> dict[str, Any]:
+        return judge_prior(self, given)
+
+    @classmethod
+    def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
+        """A prior of DALLE2-pytorch, of a published name or as an experiment describes it."""
+        if not is_prior(content):
+            return None
+        tensors, experiment = named_tensors(content), described(cls)
+        if experiment is None:
+            system = cls(**published(tensors, path))
+        else:
+            assert isinstance(experiment.system, cls)
+            system = experiment.system
+        spec = spec_of(tensors)
+        with torch.device("meta"):
+            expected = system.build_network(spec).state_dict()
+        check_fit(expected, tensors, path)
+        return Foreign({name: each.float() for name, each in tensors.items()}, system, spec, Rgb(), Rgb().identity)
 
 
 class _Carrying:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.networks.rin import Rin, RinConfig
@@ -16,7 +17,8 @@ from image_diffusion.objectives.weighting import MinSnrWeighting
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.self_conditioned import SelfConditionedDenoiser
-from image_diffusion.systems.diffusion import DiffusionSystem
+from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.given import Others, Sections
 
 
 class RinSystem(DiffusionSystem):
@@ -32,6 +34,16 @@ class RinSystem(DiffusionSystem):
     """What the network predicts, and how its error is weighed."""
     self_conditioning: SelfConditioning = SelfConditioning()
     """How the network is conditioned on its own earlier estimate."""
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        if self.objective.prediction == "previous_x":
+            raise ValueError(
+                "system.objective.prediction is previous_x, but in continuous time there is no previous x. Use eps, x0 "
+                "or v."
+            )
+        if not isinstance(experiment.codec, Rgb):
+            self.self_conditioning.check_latents()
+        super().check(experiment, others)
 
     def build_network(self, spec: DataSpec) -> Rin:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""

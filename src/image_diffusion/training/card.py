@@ -7,27 +7,25 @@ from typing import Any
 
 import yaml
 
-from image_diffusion.systems import CodecSystem
-from image_diffusion.training.model import Model
+from image_diffusion.systems.given import CardUse, Model
 
 _USE = """```python
 from diffusers import {pipeline}
 
-{line}
+{code}
 ```"""
 
 
 def model_card(
-    name: str, data: str, model: Model, measured: Mapping[str, Any] | None, pictures: Mapping[str, str]
+    name: str, data: str, model: Model, use: CardUse, measured: Mapping[str, Any] | None, pictures: Mapping[str, str]
 ) -> str:
     """The card's text: YAML for the Hub, then what a reader wants to know.
 
-    name: of the experiment. data: of the data set. measured: what metrics.json holds; None: nothing was measured.
-    pictures: what they show, by their path beside the card.
+    name: of the experiment. data: of the data set. use: of the exported folder. measured: what metrics.json holds;
+    None: nothing was measured. pictures: what they show, by their path beside the card.
     """
-    is_codec = isinstance(model.system, CodecSystem)
     metrics = [] if measured is None else [(key, e) for key, e in measured["metrics"].items() if e["value"] is not None]
-    task = {"type": "image-to-image" if is_codec else "unconditional-image-generation"}
+    task = {"type": use.task}
     found = [{"type": key, "name": key, "value": float(entry["value"])} for key, entry in metrics]
     front: dict[str, Any] = {
         "library_name": "diffusers",
@@ -53,20 +51,13 @@ def model_card(
         *(f"![{title}]({path})" for path, title in pictures.items()),
         _table(("", ""), facts.items()),
         "## Use",
-        _usage(is_codec),
+        _USE.format(pipeline=use.pipeline, code=use.code),
         *_results(metrics, measured),
         "## Limits",
         "It makes images like those that it was trained on, with their gaps and their bias. Whether and for what it "
         "may be used follows from the licence of those images.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _usage(is_codec: bool) -> str:
-    if is_codec:
-        return _USE.format(pipeline="AutoencoderKL", line='vae = AutoencoderKL.from_pretrained(".")')
-    line = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_labels=[0]).images[0]'
-    return _USE.format(pipeline="DiTPipeline", line=line)
 
 
 def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, Any] | None) -> list[str]:

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.config import parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_weights
-from image_diffusion.systems import System
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a weights folder holds.
-
-    network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
-    codec: {"config", "identity", "scale"}. step, examples_seen: of the training. sha256: of the weights.
-    """
-
-    network: nn.Module
-    system: System
-    spec: DataSpec
-    codec: dict[str, Any]
-    classes: list[str]
-    step: int
-    examples_seen: int
-    sha256: str
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.given import Model
+from image_diffusion.systems.system import System
 
 
 def load_model(folder: Path) -> Model:
     """Rebuild the model in a weights folder. Raises ValueError when its files are missing or do not fit."""
     tensors, model = read_weights(folder)
     where = f"{folder}/model.json"
-    system = parse(System, model["system"], where)
+    system: System = parse(AnySystem, model["system"], where)
     spec = parse(DataSpec, model["spec"], where)
     network = system.build_network(spec)
     try:

@@ -22,6 +22,10 @@ class Digits(Config):
         items = [Item(f"{label}/{i:04d}.png", int(label), (i,)) for i, label in enumerate(labels)]
         return Listing(sorted(items, key=lambda item: item.name), [str(digit) for digit in range(10)], [], 0)
 
+    def known_classes(self) -> list[str]:
+        """The digits."""
+        return [str(digit) for digit in range(10)]
+
     def read(self, item: Item) -> bytes:
         """One digit as a grey PNG of 32 x 32 pixels, scaled from 0 … 16 to 0 … 255 and enlarged bicubically."""
         from PIL import Image  # not for those who only ask whether the source has changed

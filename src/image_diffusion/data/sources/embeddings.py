@@ -59,6 +59,10 @@ class Embeddings(Config):
         """There are no images. Raises ValueError."""
         raise ValueError("data.source.type is embeddings: there are no images to crop. Set pairs.type to files.")
 
+    def known_classes(self) -> list[str] | None:
+        """None: they are known when the files have been read."""
+        return None
+
     def read(self, item: Item) -> bytes:
         """There are no images. Raises OSError."""
         raise OSError(f"{item.name} is an embedding, not an image")

@@ -67,6 +67,17 @@ class Folder(Config):
         rejected += [(name, "lies outside every class folder") for name, _ in names if "/" not in name]
         return Listing(items, list(numbers), sorted(rejected), walk.ignored)
 
+    def known_classes(self) -> list[str] | None:
+        """The folders at the first level that hold anything; None where the folder is not there yet."""
+        if self.classes == "none":
+            return []
+        try:
+            with os.scandir(self.path) as entries:
+                folders = [each for each in entries if each.is_dir() and not _is_ignored(each.name)]
+            return list(number_classes(class_name(plain_text(each.name)) for each in folders if any(os.scandir(each))))
+        except OSError:
+            return None
+
     def read(self, item: Item) -> bytes:
         """The bytes of one file. Raises OSError."""
         return (Path(self.path) / str(item.address[0])).read_bytes()
@@ -110,6 +121,10 @@ def _beside_images(names: Iterable[str]) -> set[str]:
     return {stem + extension for stem, extension in parts if extension.lower() in _CAPTIONS and stem in stems}
 
 
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name in _NOT_DATA
+
+
 class _Walk:
     """One pass over a folder and everything below it."""
 
@@ -126,7 +141,7 @@ class _Walk:
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = prefix + entry.name
-                if entry.name.startswith(".") or entry.name in _NOT_DATA:
+                if _is_ignored(entry.name):
                     self.ignored += 1
                     continue
                 try:

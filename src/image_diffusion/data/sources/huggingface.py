@@ -51,6 +51,10 @@ class HuggingFace(Config):
         items = [Item(name, label, (number,)) for number, (name, label) in rows if label is not None]
         return Listing(items, list(classes), [(name, "no class") for _, (name, label) in rows if label is None], 0)
 
+    def known_classes(self) -> list[str] | None:
+        """None: they are known when the files have been read."""
+        return None
+
     def read(self, item: Item) -> bytes:
         """The bytes of one image file. Raises OSError."""
         image = self._dataset()[int(item.address[0])][self.image_column]

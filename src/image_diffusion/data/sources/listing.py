@@ -48,6 +48,10 @@ class ImageSource(Protocol):
         """Every image there is. Raises ValueError when there is none."""
         ...
 
+    def known_classes(self) -> list[str] | None:
+        """The classes by number, where they can be told without opening an image; None: `listing` will tell."""
+        ...
+
     def read(self, item: Item) -> bytes:
         """The bytes of one image file. Raises OSError."""
         ...

@@ -39,6 +39,15 @@ class Table(Config):
                 items[path] = Item(path, None if label is None else numbers[label], (path,))
         return Listing(list(items.values()), list(numbers), rejected, 0)
 
+    def known_classes(self) -> list[str] | None:
+        """Those in the column of classes; None where the table is not there yet."""
+        if self.label_column is None:
+            return []
+        try:
+            return list(number_labels(label for _, label in self._rows() if label))
+        except ValueError:
+            return None
+
     def read(self, item: Item) -> bytes:
         """The bytes of one file. Raises OSError."""
         return (Path(self.path).parent / str(item.address[0])).read_bytes()

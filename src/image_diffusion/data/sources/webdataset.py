@@ -59,6 +59,10 @@ class Webdataset(Config):
                 items.append(Item(name, None if label is None else numbers[label], address))
         return Listing(items, list(numbers), sorted(rejected), ignored)
 
+    def known_classes(self) -> list[str] | None:
+        """None: they are known when the files have been read."""
+        return None
+
     def read(self, item: Item) -> bytes:
         """The bytes of one image, straight from its place in the tar. Raises OSError."""
         path, start, size = item.address

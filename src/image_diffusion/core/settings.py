@@ -1,0 +1,46 @@
+"""The settings of the workflow: config/config.yaml and what the command line added. A mistake is told in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.config import read_yaml
+from image_diffusion.core.mistakes import nearest
+
+
+def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file: Path, experiments: Path) -> None:
+    """Raise ValueError for the first thing that cannot work.
+
+    settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
+    the data alone cannot see: keys that stand twice. experiments: the folder of the experiments that they name.
+    """
+    # It comes with Snakemake, which a stage on another machine may have to do without.
+    import jsonschema
+
+    if file.is_file():
+        read_yaml(file)
+    for problem in jsonschema.Draft202012Validator(schema).iter_errors(settings):
+        raise ValueError(f"{file}: {_sentence(problem)}")
+    there = sorted(path.stem for path in experiments.glob("*.yaml"))
+    for name in settings["experiments"]:
+        if name not in there:
+            close = nearest(name, there)
+            advice = f" Did you mean {close}?" if close else ""
+            raise ValueError(f"{experiments / name}.yaml does not exist.{advice} Known: {', '.join(there)}.")
+
+
+def _sentence(problem: Any) -> str:
+    key, value = ".".join(map(str, problem.absolute_path)), problem.instance
+    match problem.validator:
+        case "additionalProperties":
+            known = sorted(problem.schema["properties"])
+            name = next(each for each in value if each not in known)
+            close, prefix = nearest(name, known), f"{key}." if key else ""
+            advice = f"Did you mean {prefix}{close}?" if close else f"Known: {', '.join(known)}."
+            return f"{prefix}{name} is not a known key. {advice}"
+        case "type" if problem.validator_value == "array" and isinstance(value, str):
+            return f"{key} is {value!r}, but a list is meant. On the command line: --config '{key}=[{value}]'."
+        case _:
+            return f"{key}: {problem.message}." if key else f"{problem.message}."

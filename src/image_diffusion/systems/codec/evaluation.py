@@ -1,0 +1,153 @@
+"""A trained codec and a data set -> metrics.json and the pictures of the report: what is left of held-out images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.core.config import dump
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files import digest
+from image_diffusion.core.pictures import save_picture
+from image_diffusion.core.progress import Progress
+from image_diffusion.core.together import gathered, share
+from image_diffusion.data.shards import open_shards
+from image_diffusion.metrics.classes import agreement
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.evaluation import RealImages
+from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect
+from image_diffusion.metrics.frechet import frechet_between
+from image_diffusion.metrics.intervals import Estimate, mean_estimate
+from image_diffusion.metrics.lpips import Lpips
+from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each, check_finite
+from image_diffusion.metrics.panel import with_floor
+from image_diffusion.metrics.reconstruction import codebook_estimates, reconstruction_estimates
+from image_diffusion.networks.autoencoder import Autoencoder
+from image_diffusion.networks.dvae import DVAE
+from image_diffusion.systems.codec.reconstruction import plot_codebook, reconstruct
+from image_diffusion.systems.given import ToJudge
+from image_diffusion.systems.system import on_best_device
+
+_SHOWN = 16
+
+
+def judge_codec(given: ToJudge) -> dict[str, Any]:
+    """What metrics.json holds. Raises ValueError for what does not fit."""
+    assert given.model is not None
+    settings: EvaluateConfig = given.sections["evaluate"]
+    data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
+    detector = settings.detector.build(given.detector, str(best_device()))
+    return evaluate_codec(on_best_device(given.model), data, detector, settings, given.report)
+
+
+def evaluate_codec(
+    network: nn.Module, data: RealImages, detector: Detector, settings: EvaluateConfig, report: Path | None = None
+) -> dict[str, Any]:
+    """Judge the reconstructions of the held-out images. Returns plain data of the form of `evaluate_samples`.
+
+    Of each way to decode ("mean" of a KL autoencoder, "soft" and "hard" of a discrete VAE): psnr, ssim, lpips where its
+    weights are at hand, reconstruction_fd, same_class and, where the detector knows the data's classes, agreement with
+    the labels. Their floors are what real images score: the Fréchet distance of as many training images, the agreement
+    of the originals. Of a codebook its usage, perplexity and dead codes. report: a folder for reconstructions.png,
+    worst.png (originals above, lowest PSNR first) and codebook.png. Raises ValueError, before any long computation, for
+    what does not fit.
+    """
+    split = "validation" if data.validation.num_samples > 1 else "train"
+    images = data.split(split)
+    _check(network, images)
+    looks = settings.lpips.build(next(network.parameters()).device) if settings.lpips is not None else None
+    quality, seen, counts = _measure(network, images, detector, settings.batch_size, looks)
+    n, block = images.num_samples, block_of_each(images.num_samples)
+    original = seen.pop("original")
+    floor: dict[str, Estimate] = {}
+    if split == "validation" and data.train.num_samples > 1:
+        real = detect(detector, data.train, settings.batch_size, "features of training images", limit=n)
+        floor["reconstruction_fd"] = frechet_between(real.features, original.features)
+    labels = torch.from_numpy(np.asarray(images.labels)) if detector.classes else None
+    if labels is not None and original.logits is not None:
+        floor["agreement"] = agreement(original.logits.argmax(dim=1), labels)
+
+    limits = {"psnr": (0.0, float("inf")), "ssim": (-1.0, 1.0), "lpips": (0.0, float("inf"))}
+    found = {name: mean_estimate(each, block, *limits[name.split("_")[0]]) for name, each in quality.items()}
+    if counts is not None:
+        found |= codebook_estimates(counts, n)
+    entries = with_floor(found, found, {})
+    for way, decoded in seen.items():
+        estimates = reconstruction_estimates(original, decoded)
+        if labels is not None and decoded.logits is not None:
+            estimates["agreement"] = agreement(decoded.logits.argmax(dim=1), labels)
+        for name, entry in with_floor(estimates, estimates, floor).items():
+            entries[f"{detector.metric_name(name)}_{way}"] = entry
+
+    if report is not None:
+        _draw(network, images, quality, counts, report)
+    described = {"split": split, "data": images.digest, "num_images": n}
+    how: dict[str, Any] = {"detector": detector.identity, "reference": described, "settings": dump(settings)}
+    if settings.lpips is not None:
+        how["lpips"] = settings.lpips.identity
+    return {
+        "metrics": entries,
+        "curve": [],
+        "classes": {},
+        "protocol": {**how, "digest": digest(how), "num_samples": n},
+    }
+
+
+def _measure(
+    network: nn.Module, images: ImageSet, detector: Detector, batch_size: int, looks: Lpips | None
+) -> tuple[dict[str, Tensor], dict[str, Detected], Tensor | None]:
+    """The quality of each image [N] by name; what the detector sees in the originals and in what each way decodes;
+    how often each token is used by each block of images, int64 [blocks, K]."""
+    block = block_of_each(images.num_samples)
+    quality: dict[str, list[Tensor]] = {}
+    seen: dict[str, list[Detected]] = {}
+    num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
+    counts = torch.zeros(NUM_BLOCKS * num_tokens, dtype=torch.int64)
+    mine = share(np.arange(images.num_samples))
+    with torch.inference_mode(), Progress("reconstructions", len(mine), "image") as progress:
+        for start in range(0, len(mine), batch_size):
+            chosen = mine[start : start + batch_size]
+            found = reconstruct(network, images.gather(chosen))
+            distances = {f"lpips_{way}": looks(found.images, y) for way, y in found.decoded.items()} if looks else {}
+            for name, each in (found.quality() | distances).items():
+                quality.setdefault(name, []).append(each.cpu())
+            for way, pictures in {"original": found.images, **found.decoded}.items():
+                seen.setdefault(way, []).append(detector(pictures))
+            if found.tokens is not None:
+                tokens = found.tokens.flatten(1).cpu() + num_tokens * block[torch.from_numpy(chosen)].unsqueeze(1)
+                counts += tokens.flatten().bincount(minlength=len(counts))
+            progress.advance(len(chosen))
+    shares = gathered((quality, seen, counts))  # of all processes
+    of_each = {name: torch.cat([part for each in shares for part in each[0].get(name, [])]) for name in shares[0][0]}
+    joined = {way: Detected.join([part for each in shares for part in each[1].get(way, [])]) for way in shares[0][1]}
+    for each_way in joined.values():
+        check_finite(each_way.features)
+    total = sum((each[2] for each in shares), torch.zeros_like(counts))
+    return of_each, joined, total.view(NUM_BLOCKS, num_tokens) if num_tokens else None
+
+
+def _check(network: nn.Module, images: ImageSet) -> None:
+    if images.num_samples < 2:
+        raise ValueError(f"The data set has {images.num_samples} images. A codec is judged on at least 2.")
+    built_for = network.image_shape if isinstance(network, DVAE | Autoencoder) else images.shape
+    if tuple(images.shape) != tuple(built_for):
+        raise ValueError(
+            f"The images have shape {list(images.shape)} but the network was built for {list(built_for)} "
+            "(channels, height, width). Evaluate on the data set it was trained on."
+        )
+
+
+def _draw(
+    network: nn.Module, images: ImageSet, quality: dict[str, Tensor], counts: Tensor | None, report: Path
+) -> None:
+    spread = np.linspace(0, images.num_samples - 1, min(_SHOWN, images.num_samples)).astype(np.int64)
+    save_picture(reconstruct(network, images.gather(spread)).picture(), report / "reconstructions.png")
+    last_way = [each for name, each in quality.items() if name.startswith("psnr_")][-1]
+    worst = last_way.argsort(stable=True)[: len(spread)].numpy()
+    save_picture(reconstruct(network, images.gather(worst)).picture(), report / "worst.png")
+    if counts is not None:
+        plot_codebook(counts.sum(dim=0), report / "codebook.png")

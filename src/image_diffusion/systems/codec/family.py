@@ -1,0 +1,50 @@
+"""What the systems share that are trained on pixels to be the codec of others: they reconstruct, and make nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from image_diffusion.codecs.codec import Codec, LatentShape
+from image_diffusion.core.types import DataSpec
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.systems.codec.evaluation import judge_codec
+from image_diffusion.systems.codec.reconstruction import Reconstructions, preview_reconstructions
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.given import Model, Predict, Preview, Section, Sections, Served, ToJudge, ToPreview
+from image_diffusion.systems.system import System
+
+
+class CodecSystem(System):
+    """A system that learns to encode and decode images. A page of its own says which network it uses."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        "preview": Section(SampleConfig, SampleConfig(), frozenset({"batch_size"})),
+        "evaluate": Section(EvaluateConfig, EvaluateConfig(), frozenset({"detector", "lpips", "batch_size"})),
+    }
+    reads: ClassVar = ("crops",)
+    decoded: ClassVar[str]
+    """The reconstruction that it is judged by, of the ways that the network has to decode."""
+
+    @property
+    def latents(self) -> LatentShape:
+        network: LatentShape = getattr(self, "network")  # noqa: B009 - each page has one of its own type
+        return network
+
+    def headline(self, experiment: Sections) -> str:
+        return f"{experiment.section('evaluate').detector.metric_name('reconstruction_fd')}_{self.decoded}"
+
+    def detector(self, experiment: Sections) -> str | None:
+        return str(experiment.section("evaluate").detector.type)
+
+    def preview(self, given: ToPreview) -> Preview | None:
+        return preview_reconstructions(given)
+
+    def judge(self, given: ToJudge) -> dict[str, Any]:
+        return judge_codec(given)
+
+    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
+        return Served(images=(spec.resolution, spec.resolution, spec.channels))
+
+    def predictor(self, model: Model, settings: Any, codec: Callable[[], Codec], weaker: Model | None) -> Predict:
+        return Reconstructions(model, self.decoded)

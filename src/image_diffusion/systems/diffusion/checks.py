@@ -1,0 +1,83 @@
+"""Whether the sections of a diffusion experiment go together, before any work is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.types import SamplesOf
+from image_diffusion.systems.diffusion.enlarging import check_wanted
+from image_diffusion.systems.diffusion.likelihood import check_likelihood
+from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
+from image_diffusion.systems.diffusion.sweep import check_sweep
+from image_diffusion.systems.given import Others, Sections
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
+
+
+def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Others) -> None:
+    """Raise ValueError for what cannot work: sizes that do not fit one another, settings that would do nothing."""
+    sample: SampleConfig = experiment.section("sample")
+    check_settings("sample", sample, system, experiment)
+    check_settings("preview", experiment.section("preview"), system, experiment)
+    check_sweep(experiment.section("sweep"), sample, system, experiment.train.keeps)
+    if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
+        raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
+    if system.low_resolution is not None and not isinstance(experiment.codec, Rgb):
+        raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
+    likelihood = experiment.section("evaluate").likelihood
+    if likelihood is not None:
+        check_likelihood(system, experiment.codec, likelihood)
+    _check_against(experiment, others)
+
+
+def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem, experiment: Sections) -> None:
+    """Raise ValueError where the sampler, the guidance or the labels of a section do not fit system and data."""
+    try:
+        settings.sampler.grid(system.process)
+    except ValueError as error:
+        raise ValueError(f"{section}.sampler: {error}") from None
+    scale = settings.guidance.guidance_scale
+    if scale != 1 and not system.drops_labels and settings.weaker_weights is None:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
+            f"1, or train with system.objective.label_drop_probability above 0."
+        )
+    classes = experiment.data.source.known_classes()
+    if classes is not None and not isinstance(settings.labels, str):
+        if not classes:
+            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
+        chosen_classes(f"{section}.labels", settings.labels, classes)
+
+
+def _check_against(experiment: Sections, others: Others) -> None:
+    """Whether the samples of two experiments can be compared."""
+    if others.against is None:
+        return
+    if "sample" not in others.against.system.sections:
+        raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
+    ours, theirs = ((each.data.channels, each.data.resolution) for each in (experiment, others.against))
+    if ours != theirs:
+        raise ValueError(
+            f"evaluate.against.experiment makes images of {theirs[0]} x {theirs[1]} x {theirs[1]}, this one of "
+            f"{ours[0]} x {ours[1]} x {ours[1]}. Compare images of one size."
+        )
+
+
+def check_small_images(system: DiffusionSystem, experiment: Sections, others: Others) -> None:
+    """Of a cascade: raise ValueError unless what one experiment makes is what the next one enlarges."""
+    sample: SampleConfig = experiment.section("sample")
+    data, wanted, side, base = experiment.data, sample.small_images, system.low_resolution, others.small_images
+    check_wanted(wanted, side)
+    if wanted == "validation" and data.validation_fraction == 0:
+        raise ValueError("sample.small_images is validation, but data.validation_fraction is 0. Hold some images out.")
+    if isinstance(wanted, SamplesOf) and base is not None:
+        if "sample" not in base.system.sections:
+            raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
+        if (base.data.resolution, base.data.channels) != (side, data.channels):
+            raise ValueError(
+                f"sample.small_images.experiment makes images of {base.data.resolution} x {base.data.resolution} with "
+                f"{base.data.channels} channels, but the network enlarges {side} x {side} with {data.channels}. Name "
+                f"one that fits, or change system.network.low_resolution."
+            )

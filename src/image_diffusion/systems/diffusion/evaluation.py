@@ -1,0 +1,63 @@
+"""How a diffusion is judged: its samples beside real images, and the likelihood that it gives to those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.core.config import dump, parse
+from image_diffusion.core.devices import best_device
+from image_diffusion.data.shards import open_shards
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.curve import read_previews
+from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
+from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.metrics.samples import read_samples
+from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
+from image_diffusion.systems.diffusion.likelihood import ImageBound
+from image_diffusion.systems.given import Model, ToJudge
+from image_diffusion.systems.system import on_best_device
+
+
+def judge_diffusion(given: ToJudge) -> dict[str, Any]:
+    """What metrics.json holds, of samples where there are any, and of the likelihood where it is asked for.
+
+    Without a model, samples from anywhere are judged. Raises ValueError for what is missing or does not fit.
+    """
+    settings: EvaluateConfig = given.sections["evaluate"]
+    data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
+    if given.samples is None and settings.likelihood is None:
+        raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
+    result: dict[str, Any] = {"metrics": {}, "curve": [], "classes": {}, "protocol": {}}
+    if given.samples is not None:
+        if settings.against is not None and given.reference is None:
+            raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
+        detector = settings.detector.build(given.detector, str(best_device()))
+        samples = read_samples(given.samples, data.train.classes)
+        previews = read_previews(given.previews, data.train.classes) if given.previews else {}
+        result = evaluate_samples(samples, data, detector, settings, given.report, given.reference, previews)
+        result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
+    if settings.likelihood is not None:
+        bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)
+        result["metrics"] |= bits
+        result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
+    return result
+
+
+def _likelihood(
+    model: Model | None, data: RealImages, settings: LikelihoodConfig, report: Path | None
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The bits per dimension of real images, and their terms by timestep."""
+    if model is None:
+        raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
+    spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
+    if shape != (spec.channels, spec.resolution, spec.resolution) or spec.num_classes not in (0, num_classes):
+        raise ValueError(
+            f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]} with "
+            f"{spec.num_classes} classes, but --data holds {list(shape)} with {num_classes}. Name images like its own."
+        )
+    codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
+    system: Any = model.system
+    bound = ImageBound(on_best_device(model), system, model.spec, codec, settings)
+    return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)

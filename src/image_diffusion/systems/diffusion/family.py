@@ -1,0 +1,136 @@
+"""What the diffusion systems share: a process, an objective, and all that follows from learning to remove noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Network
+from image_diffusion.core.types import Objective as ObjectiveFunction
+from image_diffusion.data.encoding import EncodeConfig
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.objectives import Objective
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.process import Process
+from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.parameterization import LEARNED_VARIANCES
+from image_diffusion.systems.diffusion.checks import check_diffusion, check_small_images
+from image_diffusion.systems.diffusion.enlarging import shrink
+from image_diffusion.systems.diffusion.evaluation import judge_diffusion
+from image_diffusion.systems.diffusion.making import Images, image_columns, make_images, preview_images
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.diffusion.sweep import SweepConfig
+from image_diffusion.systems.given import (
+    Inputs,
+    Maker,
+    Model,
+    Others,
+    Predict,
+    Preview,
+    Section,
+    Sections,
+    Served,
+    ToJudge,
+    ToPreview,
+    ToSample,
+    all_but,
+)
+from image_diffusion.systems.system import System
+
+
+class DiffusionSystem(System):
+    """A system that learns to remove noise. A page of its own says which network it uses."""
+
+    process: Process = Discrete()
+    """How noise is added."""
+    objective: Objective = Denoising()
+    """What the network predicts, and how its error is weighed."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        "codec": Section(CodecConfig, Rgb()),
+        "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
+        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images")),
+        "sample": Section(SampleConfig, SampleConfig()),
+        "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips")),
+        "sweep": Section(SweepConfig, SweepConfig()),
+    }
+
+    @property
+    def learns_variance(self) -> bool:
+        """Whether the network returns the variance of the reverse process beside its prediction."""
+        return self.objective.variance in LEARNED_VARIANCES
+
+    @property
+    def drops_labels(self) -> bool:
+        """Whether the network also learns to do without a label, which guidance needs."""
+        return self.objective.label_drop_probability > 0
+
+    @property
+    def low_resolution(self) -> int | None:
+        """Side of the small images that the network enlarges; None: it makes images from noise alone."""
+        return None
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        check_diffusion(self, experiment, others)
+        super().check(experiment, others)
+        check_small_images(self, experiment, others)
+
+    def inputs(self, experiment: Sections) -> Inputs:
+        return Inputs(experiment.section("sample").small_images, experiment.section("evaluate").against)
+
+    def headline(self, experiment: Sections) -> str:
+        return str(experiment.section("evaluate").detector.metric_name("fd"))
+
+    def detector(self, experiment: Sections) -> str | None:
+        return str(experiment.section("evaluate").detector.type)
+
+    def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
+        """The objective. Raises ValueError where it does not fit the process or the data."""
+        return self.objective.build(self.process.build(), spec)
+
+    def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
+        x = codec.draw(stored, streams)
+        cond = {"label": label} if spec.num_classes else {}
+        if self.low_resolution is not None:
+            cond["low_res"] = shrink(x, self.low_resolution)
+        return Batch(x, cond, streams)
+
+    def preview(self, given: ToPreview) -> Preview | None:
+        return preview_images(self, given)
+
+    def denoiser(
+        self,
+        network: Network,
+        grid: Grid,
+        cond: Mapping[str, Tensor],
+        guide: Callable[[Network], Network] = lambda network: network,
+    ) -> Denoiser:
+        """The network as a sampler on `grid` sees it, for one batch of images. guide: a network -> the guided one."""
+        prediction, variance = self.objective.prediction, self.objective.variance
+        return NetworkDenoiser(guide(network), self.process.build(), grid, prediction, variance, cond)
+
+    def maker(self, given: ToSample) -> Maker:
+        return make_images(self, given)
+
+    def evaluations(self, settings: SampleConfig) -> int:
+        steps: int = settings.sampler.grid(self.process).num_steps
+        return steps * (2 if settings.guidance.guidance_scale != 1 else 1)
+
+    def judge(self, given: ToJudge) -> dict[str, Any]:
+        return judge_diffusion(given)
+
+    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
+        return image_columns(classes) if self.low_resolution is None else None
+
+    def predictor(
+        self, model: Model, settings: SampleConfig, codec: Callable[[], Codec], weaker: Model | None
+    ) -> Predict:
+        return Images(self, model, settings, codec(), weaker)

@@ -1,0 +1,126 @@
+"""The images of a diffusion system: those of the stage `sample`, the previews of a training, those that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core.arrays import save_samples
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
+from image_diffusion.systems.diffusion.enlarging import SmallImages, small_held_out, small_images
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, requested_labels
+from image_diffusion.systems.given import Model, Preview, Served, ToPreview, ToSample
+from image_diffusion.systems.system import on_best_device
+
+if TYPE_CHECKING:
+    import pandas
+
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
+
+
+def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
+    """What makes the images of the stage `sample`. Raises ValueError for what does not fit the model."""
+    settings, model = given.settings, given.model
+    weaker = given.load(Path(settings.weaker_weights)) if settings.weaker_weights else None
+    if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
+        raise ValueError(
+            f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than the "
+            f"network that it is to guide. Name a weaker network of the same data."
+        )
+    seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
+    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
+    enlarged = small_images(settings.small_images, given.small_images, system.low_resolution, model.spec, seeds)
+    if enlarged is not None and model.classes:
+        if enlarged.labels is None and isinstance(settings.labels, str):
+            raise ValueError(
+                "sample.small_images has no labels, but the network was trained with classes. Enlarge images of an "
+                "experiment with the same classes, or list their classes in sample.labels."
+            )
+        labels = labels if enlarged.labels is None else enlarged.labels
+    return MadeImages(_generator(system, model, settings, given.codec, weaker), seeds, labels, enlarged)
+
+
+class MadeImages:
+    """Images by row, as `systems.given.Maker` says."""
+
+    def __init__(
+        self, generator: Generator, seeds: Tensor, labels: Tensor | None, enlarged: SmallImages | None
+    ) -> None:
+        self.labels = labels
+        self.described: dict[str, Any] = {} if enlarged is None else {"enlarged": enlarged.source}
+        self._generator, self._seeds = generator, seeds
+        self._low_res = None if enlarged is None else enlarged.images
+
+    def __call__(self, rows: slice) -> Tensor:
+        return self._generator(*self._of(rows))
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """steps: a row for each seed, what was predicted at ten steps evenly spread from the first to the last."""
+        steps = self._generator.trajectory(*self._of(slice(8)))
+        chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
+        return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
+
+    def _of(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        labels, low_res = (None if each is None else each[rows] for each in (self.labels, self._low_res))
+        return self._seeds[rows], labels, low_res
+
+
+def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
+    """Draws `step-NNNNNNN.png` and the same images as .npz. Raises ValueError for a class that does not exist."""
+    settings, classes = given.settings, given.training.classes
+    seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
+    labels = requested_labels(settings.labels, len(seeds), classes, seeds)
+    low_res: Tensor | None = None
+    if system.low_resolution is not None:
+        low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
+
+    def draw(network: nn.Module, step: int) -> Mapping[str, Path | float]:
+        images = Generator(network, system, given.spec, given.codec(), settings)(seeds, labels, low_res)
+        path = given.folder / f"step-{step:07d}.png"
+        save_samples(path.with_suffix(".npz"), images, labels)
+        save_picture(image_grid(images, grid_columns(len(images), len(classes))), path)
+        return {"preview": path}
+
+    return draw
+
+
+def image_columns(classes: list[str]) -> Served:
+    """Seeds and, of a model with classes, labels."""
+    return Served(columns={"seed": True} | ({"label": False} if classes else {}))
+
+
+class Images:
+    """Makes images of a table's rows as `sample` does: each from its own seed."""
+
+    def __init__(
+        self, system: DiffusionSystem, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
+    ) -> None:
+        self._generator = _generator(system, model, settings, codec, weaker)
+        self._settings, self._classes = settings, model.classes
+
+    def __call__(self, rows: pandas.DataFrame) -> NDArray[np.uint8]:
+        """Images, uint8 [N, H, W, C]. rows: "seed" and, of a model with classes, "label", the number of the class;
+        without it the classes that `sample` would give the seeds."""
+        seeds = torch.tensor(rows["seed"].to_numpy(np.int64))
+        wanted: str | list[int | str] = self._settings.labels
+        if "label" in rows:
+            wanted = [int(label) for label in rows["label"]]
+        labels = requested_labels(wanted, len(seeds), self._classes, seeds)
+        size = self._settings.batch_size
+        parts = zip(seeds.split(size), [None] * len(seeds) if labels is None else labels.split(size), strict=False)
+        return torch.cat([self._generator(*part) for part in parts]).permute(0, 2, 3, 1).contiguous().numpy()
+
+
+def _generator(
+    system: DiffusionSystem, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
+) -> Generator:
+    other = on_best_device(weaker) if weaker is not None else None
+    return Generator(on_best_device(model), system, model.spec, codec, settings, other)

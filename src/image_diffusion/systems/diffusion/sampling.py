@@ -1,0 +1,153 @@
+"""Images from a diffusion system: seeds and labels -> pixels, for the sample stage and for previews while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec, Network, SamplesOf
+from image_diffusion.process.grid import Denoiser
+from image_diffusion.samplers import Sampler
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.samplers.noise import image_streams, initial_noise
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
+
+
+class SampleConfig(Config):
+    """Which images are made, and how."""
+
+    num_samples: int = Field(64, ge=1)
+    """Number of images."""
+    first_seed: int = Field(0, ge=0)
+    """Seed of the first image; image number i has seed first_seed + i."""
+    seed: int = Field(0, ge=0)
+    """Mixed into every image's own seed: another value makes another set of images."""
+    labels: Literal["balanced", "random"] | list[int | str] = "balanced"
+    """Classes of the images: each in turn, at random from the image's seed, or a list of names or numbers in turn."""
+    sampler: Sampler = Ddim()
+    """The sampler and its number of steps."""
+    guidance: Guidance = Guidance()
+    """Classifier-free guidance; a scale of 1 is none."""
+    weaker_weights: str | None = None
+    """A weights folder of a weaker network of the same data (smaller, or trained for less long): guidance then leads
+    away from what it predicts (autoguidance), instead of from the prediction without a label."""
+    small_images: Literal["validation"] | SamplesOf | str | None = None
+    """What a super-resolution network enlarges: {experiment: NAME} for the samples of another experiment, validation
+    for the held-out images made small, so that the result can be compared with them, or a path of a samples.npz. Seed s
+    takes image s modulo their number, and the image's label in place of `labels`."""
+    batch_size: int = Field(50, ge=1)
+    """Images made at once. Does not change them."""
+    images_per_job: int = Field(5000, ge=1)
+    """Images that one job makes; for more of them several run side by side. Does not change them."""
+    pictures: bool = False
+    """Also keep each image as a PNG named after its seed, in the folder `pictures`."""
+    grid_images: int = Field(100, ge=1)
+    """Images in the picture grid.png."""
+
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs make the images: each makes whole batches."""
+        return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
+
+
+class Generator:
+    """Makes images from seeds, on the device of the network.
+
+    weaker: the network of `settings.weaker_weights`, on the same device.
+
+    Raises ValueError when the sampler or the guidance do not fit the system.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        system: DiffusionSystem,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+    ) -> None:
+        scale, labelled = settings.guidance.guidance_scale, spec.num_classes > 0
+        if scale != 1 and labelled and weaker is None and not system.drops_labels:
+            raise ValueError(
+                f"sample.guidance.guidance_scale is {scale}, but the network never learnt to do without a label. "
+                f"Use 1, or train with system.objective.label_drop_probability above 0."
+            )
+        self._device = next(network.parameters()).device
+        self._spec, self._system, self._codec = spec, system, codec
+        self._sampler, self._seed = settings.sampler, settings.seed
+        self._grid = self._sampler.grid(system.process)
+        drops = labelled and weaker is None
+        null = {"label": torch.tensor(spec.num_classes, device=self._device)} if drops else {}
+        negative = cast("Network", weaker) if weaker is not None else None
+        self._network = cast("Network", network)
+        self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(
+            plain, null, self._grid, negative
+        )
+        self._guide(self._network)  # raises now what does not fit
+
+    @torch.no_grad()
+    def __call__(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> Tensor:
+        """Uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
+
+        low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
+        """
+        denoiser, noise, streams = self._start(seeds, labels, low_res)
+        return self._codec.decode(self._sampler(denoiser, self._grid, noise, streams)).cpu()
+
+    @torch.no_grad()
+    def trajectory(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> list[Tensor]:
+        """The images [N, C, H, W] that each step predicts, from the first step to the last."""
+        denoiser, noise, streams = self._start(seeds, labels, low_res)
+        steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
+        return [self._codec.decode(step.x0).cpu() for step in steps]
+
+    def _start(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None) -> tuple[Denoiser, Tensor, Streams]:
+        streams = image_streams(seeds.to(self._device), self._seed)
+        noise = initial_noise(streams, (self._spec.channels, self._spec.resolution, self._spec.resolution))
+        given = {"label": labels, "low_res": low_res}
+        cond = {name: value.to(self._device) for name, value in given.items() if value is not None}
+        return self._system.denoiser(self._network, self._grid, cond, self._guide), noise, streams
+
+
+def requested_labels(
+    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor
+) -> Tensor | None:
+    """The label of each sample, int64 [N]; None without classes.
+
+    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed, a list of class names
+    or numbers is repeated in turn. Raises ValueError for a class that does not exist.
+    """
+    if not classes:
+        return None
+    if labels == "random":
+        return image_streams(seeds).integers("label", len(classes))
+    chosen = range(len(classes)) if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
+    return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
+
+
+def chosen_classes(key: str, labels: list[int | str], classes: list[str]) -> list[int]:
+    """The numbers of classes that are named or numbered. key: where they are written, for the message.
+
+    Raises ValueError for a class that does not exist.
+    """
+    return [_class_number(key, label, classes) for label in labels]
+
+
+def _class_number(key: str, label: int | str, classes: list[str]) -> int:
+    if isinstance(label, str) and label in classes:
+        return classes.index(label)
+    if isinstance(label, int) and 0 <= label < len(classes):
+        return label
+    shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
+    raise ValueError(f"{key} names the class {label!r}; the model knows 0 to {len(classes) - 1}: {shown}.")

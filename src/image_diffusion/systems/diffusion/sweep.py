@@ -1,0 +1,86 @@
+"""Curves: the same weights sampled and judged at each of several settings, or the same settings at several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config import Config, dump, parse
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.diffusion.family import DiffusionSystem
+
+Axis = Literal["guidance_scale", "sampler", "num_steps", "checkpoint"]
+
+
+class SweepConfig(Config):
+    """What is varied, one thing at a time; everything else is as in `sample`. Each list is a curve of its own."""
+
+    guidance_scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """Scales of classifier-free guidance, 1 for none."""
+    sampler: tuple[Literal["ddpm", "ddim", "euler", "heun", "dpm_solver", "unipc"], ...] = ()
+    """Samplers, each with the number of steps of `sample.sampler`."""
+    num_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Numbers of sampling steps."""
+    checkpoint: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps of the training whose weights are sampled. Their checkpoints are kept with train.checkpoint.keep_every."""
+    num_samples: int | None = Field(None, ge=2)
+    """Images at each point; unset: as many as `sample.num_samples`."""
+
+    @property
+    def values(self) -> dict[Axis, list[str]]:
+        """The values of each curve that is asked for, as they are written in names of files."""
+        given: dict[Axis, tuple[float | int | str, ...]] = {
+            "guidance_scale": self.guidance_scale,
+            "sampler": self.sampler,
+            "num_steps": self.num_steps,
+            "checkpoint": self.checkpoint,
+        }
+        return {axis: [_written(value) for value in of] for axis, of in given.items() if of}
+
+    def samples(self, axis: Axis, value: str, base: SampleConfig) -> SampleConfig:
+        """What is sampled at one point. Raises ValueError when the sampler does not take the settings of `sample`."""
+        plain = dump(base)
+        plain["num_samples"] = self.num_samples or base.num_samples
+        if axis == "guidance_scale":
+            plain["guidance"]["guidance_scale"] = float(value)
+        elif axis == "num_steps":
+            plain["sampler"]["num_steps"] = int(value)
+        elif axis == "sampler" and value != base.sampler.type:
+            shared = ("num_steps", "clip_denoised")
+            plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}
+        found: SampleConfig = parse(SampleConfig, plain, f"sweep.{axis} {value}")
+        return found
+
+
+def check_sweep(
+    sweep: SweepConfig, sample: SampleConfig, system: DiffusionSystem, is_kept: Callable[[int], bool]
+) -> None:
+    """Raise ValueError, before any work, for a point that cannot be sampled. is_kept: of a step's weights."""
+    for axis, values in sweep.values.items():
+        if len(set(values)) < len(values):
+            raise ValueError(f"sweep.{axis} names a value twice. Give each once.")
+        for value in values:
+            point = sweep.samples(axis, value, sample)
+            try:
+                point.sampler.grid(system.process)
+            except ValueError as error:
+                raise ValueError(f"sweep.{axis} {value}: {error}") from None
+            if point.guidance.guidance_scale != 1 and not system.drops_labels and point.weaker_weights is None:
+                raise ValueError(
+                    f"sweep.{axis} {value} guides, but the network never learns to do without a label. Use a "
+                    "guidance_scale of 1, or set system.objective.label_drop_probability above 0."
+                )
+    for step in sweep.checkpoint:
+        if not is_kept(step):
+            raise ValueError(
+                f"sweep.checkpoint names step {step:,}, whose weights are not kept. Set train.checkpoint.keep_every so "
+                "that it divides that step and is a multiple of every_steps; name none after train.steps."
+            )
+
+
+def _written(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,106 @@
+"""Published priors, as systems: the weights of DALLE2-pytorch, and what their shapes do not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.schedules import Cosine
+
+_QUERY, _LAYER = "learned_query", "causal_transformer.layers"
+
+_LAION = {
+    "network": {"attention_dropout": 0.05, "ff_dropout": 0.05},
+    "objective": {"text_drop_probability": 0.1, "image_drop_probability": 0.1},
+}
+
+PUBLISHED: dict[str, dict[str, Any]] = {"prior_aes_finetune": _LAION, "ema472M": _LAION}
+"""How a published prior was trained, by the name of its file without suffix. LAION's conditioned-prior: the first for
+ViT-L/14 and ViT-B/32, whose shapes tell them apart, the second for ViT-B/32."""
+
+
+def is_prior(content: Mapping[str, Any]) -> bool:
+    """Whether a file's content holds a prior: bare, as `DiffusionPrior` saves it, or as its trainer does."""
+    return _QUERY in named_tensors(content)
+
+
+def published(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+    """The network, process and objective of a published prior. tensors: as `named_tensors` gives them.
+
+    path: the file they are from, by whose name it is known. Raises ValueError for a file nothing is known of.
+    """
+    if path.stem not in PUBLISHED:
+        raise ValueError(
+            f"{path} is a prior, but of no published name, and its tensors do not tell how it was trained. Give "
+            f"--experiment, the experiment file that describes it, or the file its published name: "
+            f"{', '.join(f'{name}.pth' for name in PUBLISHED)}."
+        )
+    recipe = PUBLISHED[path.stem]
+    network = network_of_shapes(tensors).model_copy(update=recipe["network"])
+    process = Discrete(schedule=Cosine(), num_timesteps=network.num_timesteps or 1000)
+    return {"network": network, "process": process, "objective": recipe["objective"]}
+
+
+def spec_of(tensors: Mapping[str, Tensor]) -> DataSpec:
+    """The embeddings that a prior's tensors are of."""
+    return DataSpec(channels=tensors[_QUERY].shape[0], resolution=1)
+
+
+def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ValueError with the names of what is missing, unexpected or of another shape."""
+    problems = {
+        "missing": sorted(expected.keys() - tensors.keys()),
+        "unexpected": sorted(tensors.keys() - expected.keys()),
+        "of another shape": sorted(
+            name for name in expected.keys() & tensors.keys() if expected[name].shape != tensors[name].shape
+        ),
+    }
+    told = [f"{problem}: {', '.join(names[:8])}" for problem, names in problems.items() if names]
+    if told:
+        raise ValueError(f"{path} does not fit the prior described. {'; '.join(told)}. Use weights of this network.")
+
+
+def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
+    """The network that tensors are of, as far as shapes tell; it divides by the maximum, as the original does."""
+    dim = tensors[_QUERY].shape[0]
+    depth = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith(f"{_LAYER}."))
+    num_heads = tensors["causal_transformer.rel_pos_bias.relative_attention_bias.weight"].shape[1]
+    table, last = tensors.get("to_time_embeds.0.weight"), tensors.get("to_time_embeds.0.1.net.2.weight")
+    image = tensors.get("to_image_embeds.0.weight")
+    time_rows = table.shape[1] if table is not None else last.shape[0] if last is not None else dim
+    return PriorConfig(
+        depth=depth,
+        num_heads=num_heads,
+        head_width=tensors[f"{_LAYER}.0.0.null_kv"].shape[1],
+        ff_mult=tensors[f"{_LAYER}.0.1.5.weight"].shape[1] // dim,
+        max_text_len=tensors["null_text_encodings"].shape[1],
+        num_timesteps=None if table is None else table.shape[0],
+        num_time_embeds=time_rows // dim,
+        num_image_embeds=1 if image is None else image.shape[0] // dim,
+        num_text_embeds=tensors["null_text_embeds"].shape[1],
+        norm_in="causal_transformer.init_norm.g" in tensors,
+        norm_out="causal_transformer.norm.g" in tensors,
+        divide_by_maximum="causal_transformer.norm.g" in tensors,
+        final_proj="causal_transformer.project_out.weight" in tensors,
+        normformer=f"{_LAYER}.0.1.3.g" in tensors,
+        rotary=f"{_LAYER}.0.0.rotary_emb.freqs" in tensors,
+    )
+
+
+def named_tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the network in a file's content, under its own names; of a trainer's file the average."""
+    for key in ("ema_model", "model"):  # a trainer's file; the average goes before the weights as trained
+        inner = content.get(key)
+        if isinstance(inner, Mapping) and named_tensors(inner):
+            return named_tensors(inner)
+    for prefix in ("net.", ""):
+        found = {name.removeprefix(prefix): each for name, each in content.items() if name.startswith(prefix)}
+        if isinstance(found.get(_QUERY), Tensor):
+            return {name: each for name, each in found.items() if isinstance(each, Tensor)}
+    return {}

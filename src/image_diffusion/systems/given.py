@@ -1,0 +1,281 @@
+"""What a system is asked with, and what it answers: the records of the contract in `system`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from PIL import Image
+from torch import Tensor, nn
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.shards import Shards
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.system import System
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of an experiment that a system has.
+
+    kind: what its keys are, a Config or an annotated union of some. default: what holds where it is left out; None: it
+    has to be written, for instance as `example`. keys: those of them that do something with this system; None: all.
+    """
+
+    kind: Any
+    default: Config | None
+    keys: frozenset[str] | None = None
+    example: str = "{}"
+
+
+def all_but(kind: type[Config], *left_out: str) -> frozenset[str]:
+    """The keys of a section but some."""
+    assert set(left_out) <= set(kind.model_fields), left_out
+    return frozenset(kind.model_fields) - set(left_out)
+
+
+class TrainSettings(Protocol):
+    """What systems ask of the section `train`."""
+
+    @property
+    def flip_probability(self) -> float:
+        """How often an example is mirrored."""
+        ...
+
+    def keeps(self, step: int) -> bool:
+        """Whether the weights of a step can be had after the training."""
+        ...
+
+
+class Sections(Protocol):
+    """What systems ask of an experiment."""
+
+    @property
+    def data(self) -> DataConfig:
+        """Which images."""
+        ...
+
+    @property
+    def system(self) -> System:
+        """The system itself."""
+        ...
+
+    @property
+    def codec(self) -> CodecConfig:
+        """The space the network works in."""
+        ...
+
+    @property
+    def train(self) -> TrainSettings:
+        """How it is trained."""
+        ...
+
+    def section(self, name: str) -> Any:
+        """A section that the system has, by name."""
+        ...
+
+
+Described = Callable[[type["System"]], Sections | None]
+"""The experiment that describes foreign weights, where one was named. Raises ValueError for another kind of system."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What sampling and judging are given beside the data: the samples of another experiment, or a file.
+
+    small_images: what is enlarged; "validation": the held-out crops made small. against: what samples are compared
+    with.
+    """
+
+    small_images: SamplesOf | str | None = None
+    against: SamplesOf | str | None = None
+
+
+@dataclass(frozen=True)
+class Others:
+    """The experiments that one builds on, where it does.
+
+    codec: trains its codec. small_images: makes what it enlarges. against: makes what its samples are compared with.
+    """
+
+    codec: Sections | None = None
+    small_images: Sections | None = None
+    against: Sections | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained model, as a weights folder holds it.
+
+    network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
+    codec: {"config", "identity", "scale"}. step, examples_seen: of the training. sha256: of the weights.
+    """
+
+    network: nn.Module
+    system: System
+    spec: DataSpec
+    codec: dict[str, Any]
+    classes: list[str]
+    step: int
+    examples_seen: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ToPreview:
+    """What a system shows its progress with while it trains.
+
+    spec: of the data. codec: builds the codec, on the device of the network. settings: the section `preview`. training,
+    validation: the splits. num_samples: how many of those a validation looks at. folder: where pictures are written.
+    """
+
+    spec: DataSpec
+    codec: Callable[[], Codec]
+    settings: Any
+    training: Shards
+    validation: Shards
+    num_samples: int
+    folder: Path
+
+    @property
+    def held_out(self) -> Shards:
+        """The validation split, or the training split where nothing is held out."""
+        return self.validation if self.validation.num_samples else self.training
+
+
+Preview = Callable[[nn.Module, int], Mapping[str, Path | float]]
+"""The network, with averaged weights where there are any, and the step -> pictures and numbers by name."""
+
+
+class SampleSettings(Protocol):
+    """What the stage `sample` asks of the section `sample`, whatever else that holds."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of images."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Images made at once. Does not change them."""
+        ...
+
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs make the images."""
+        ...
+
+    @property
+    def first_seed(self) -> int:
+        """Seed of the first image; image number i has seed first_seed + i."""
+        ...
+
+    @property
+    def pictures(self) -> bool:
+        """Also keep each image as a PNG."""
+        ...
+
+    @property
+    def grid_images(self) -> int:
+        """Images in the picture grid.png."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToSample:
+    """What the stage `sample` gives a system. settings: the section `sample`. codec: on the device that samples.
+
+    load: a weights folder -> its model. small_images: what is enlarged, where the command line names it.
+    """
+
+    model: Model
+    settings: Any
+    codec: Codec
+    load: Callable[[Path], Model]
+    small_images: Path | None = None
+
+
+class Maker(Protocol):
+    """Makes the images of the stage `sample`, each from its own seed.
+
+    labels: of all images, int64 [N]; None without classes. described: what samples.json tells beside the settings.
+    """
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    @property
+    def described(self) -> dict[str, Any]: ...
+
+    def __call__(self, rows: slice) -> Tensor:
+        """Some of the images, uint8 [n, C, H, W], on the CPU."""
+        ...
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """Pictures of how images come about, by the name of their file; "steps" is one of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToJudge:
+    """What the stage `evaluate` gives a system.
+
+    model: None for samples from elsewhere. sections: those that `System.judged_by` names. data: the folder of crops, or
+    of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: what is
+    compared with in place of a split; previews: those that training kept; report: a folder for pictures. raw: loads the
+    network with the weights that were not averaged, where they were kept.
+    """
+
+    model: Model | None
+    sections: Mapping[str, Any]
+    data: Path | str
+    samples: Path | None = None
+    detector: Path | None = None
+    reference: Path | None = None
+    previews: Path | None = None
+    report: Path | None = None
+    raw: Callable[[], nn.Module | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a model takes and gives where it is served.
+
+    columns: of a table, by name, int64, and whether they have to be given; or images: the shape of one that is taken,
+    [H, W, C]. Either way it gives uint8 images [N, H, W, C].
+    """
+
+    columns: dict[str, bool] = field(default_factory=dict)
+    images: tuple[int, int, int] | None = None
+
+
+Predict = Callable[[Any], Any]
+"""A table of the columns of `Served`, or images as an array -> uint8 images [N, H, W, C]."""
+
+
+@dataclass(frozen=True)
+class CardUse:
+    """What a model card says of the exported folder. task: as the Hugging Face Hub calls it. code: Python that uses it,
+    line by line. pipeline: the class of diffusers that this needs."""
+
+    task: str
+    pipeline: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Weights that were trained elsewhere. tensors: by the network's own names. codec: of what they were trained on."""
+
+    tensors: Mapping[str, Tensor]
+    system: System
+    spec: DataSpec
+    codec: Config
+    identity: dict[str, Any]

@@ -1,0 +1,177 @@
+"""The contract of a system: what it answers, so that no verb has to know which one it is given.
+
+A page of this folder is one system. It says which parts it is made of; what systems of one family share stands in the
+family's folder (`diffusion`, `codec`, `embedding`). `docs/extending.md` shows a whole new kind of system.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.codecs.codec import Codec, LatentShape
+from image_diffusion.core.config import Config
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Objective
+from image_diffusion.data.shards import Shards
+from image_diffusion.systems.given import (
+    CardUse,
+    Described,
+    Foreign,
+    Inputs,
+    Maker,
+    Model,
+    Others,
+    Predict,
+    Preview,
+    Section,
+    Sections,
+    Served,
+    ToJudge,
+    ToPreview,
+    ToSample,
+)
+
+
+class System(Config, ABC):
+    """What an experiment trains, and everything that the verbs ask about it. A page that has this as its base, and its
+    name in `AnySystem`, is a new kind of system."""
+
+    type: str
+    """Its name."""
+
+    sections: ClassVar[Mapping[str, Section]]
+    """The sections of an experiment that it has, beside those that all have. Any other is an error."""
+    reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
+    """Kinds of shards that it learns from."""
+    mirrors: ClassVar[bool] = True
+    """Whether what it learns from has a mirror image."""
+    judged_by: ClassVar[tuple[str, ...]] = ("evaluate",)
+    """Sections that the stage `evaluate` runs with."""
+    exports: ClassVar[tuple[str, ...]] = ()
+    """Formats that `export` knows for it."""
+
+    # ---- Before any work
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        """Raise ValueError for sections that do not go together.
+
+        The network is built without memory (torch's meta device), so that its own checks speak.
+        """
+        images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
+        autoencoder = others.codec.system.latents if others.codec is not None else None
+        with torch.device("meta"):
+            self.build_network(experiment.codec.spec(images, autoencoder))
+
+    def check_flips(self, probability: float) -> None:
+        """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability) and cannot be."""
+        if probability > 0 and not self.mirrors:
+            raise ValueError(
+                f"train.flip_probability is {probability:g}, but {' and '.join(self.reads)} have no mirror image. Set "
+                f"it to 0."
+            )
+
+    def inputs(self, experiment: Sections) -> Inputs:
+        """What sampling and judging are given beside the data."""
+        return Inputs()
+
+    @property
+    def latents(self) -> LatentShape | None:
+        """The shape of its latents, where the trained network is the codec of other experiments."""
+        return None
+
+    @abstractmethod
+    def headline(self, experiment: Sections) -> str:
+        """The metric by which the best of several models is chosen; lower is better."""
+
+    @abstractmethod
+    def detector(self, experiment: Sections) -> str | None:
+        """The type of the detector that it is judged with; None: no image is looked at."""
+
+    # ---- Training
+
+    def spec(self, data: Shards) -> DataSpec:
+        """What the stored samples fix about a network: crops are [C, H, W], latents [2, c, h, w]."""
+        return DataSpec(channels=data.shape[-3], resolution=data.shape[-1], num_classes=data.num_classes)
+
+    @abstractmethod
+    def build_network(self, spec: DataSpec) -> nn.Module:
+        """The network, randomly initialised. Raises ValueError when it does not fit the data."""
+
+    @abstractmethod
+    def build_objective(self, spec: DataSpec) -> Objective:
+        """The objective. Raises ValueError where it does not fit the data."""
+
+    def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
+        """What the objective is given of stored samples [B, …], labels int64 [B] and their random numbers."""
+        return Batch(codec.draw(stored, streams), {}, streams)
+
+    def preview(self, given: ToPreview) -> Preview | None:
+        """What shows the progress of a training now and then; None: nothing does."""
+        return None
+
+    # ---- What is made of the trained weights
+
+    def maker(self, given: ToSample) -> Maker:
+        """What makes the images of the stage `sample`. Only of a system with a section `sample`.
+
+        Raises ValueError for settings, weights or images that do not fit.
+        """
+        raise ValueError(f"A system of type {self.type} makes no images. Sample an experiment with one that does.")
+
+    def evaluations(self, settings: Any) -> int:
+        """How often the network is called for one image of the section `sample`."""
+        return 0
+
+    @abstractmethod
+    def judge(self, given: ToJudge) -> dict[str, Any]:
+        """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}.
+
+        Raises ValueError for what is missing or does not fit, before any long computation.
+        """
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        """Write the model as another program reads it. Raises ValueError for what that has no place for."""
+        raise ValueError(no_export(self, format_))
+
+    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
+        """What the model takes and gives where it is served; None: seeds or images alone give nothing."""
+        return None
+
+    def predictor(self, model: Model, settings: Any, codec: Callable[[], Codec], weaker: Model | None) -> Predict:
+        """What answers requests. settings: the section `sample`, where the system has it; weaker: the network that
+        those name. Only where `served` says what is taken."""
+        raise ValueError(f"A system of type {self.type} makes nothing of seeds or images alone.")
+
+    @classmethod
+    def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
+        """Weights that were trained elsewhere; None where they are of another kind of system.
+
+        content: of the file at `path`, loaded; empty for a folder. codec: the autoencoder of the latents, where they
+        are of any. described: the experiment that tells what the file does not, which has to be of this kind of
+        system. Raises ValueError listing what is
+        missing, unexpected or of another shape.
+        """
+        return None
+
+
+def name_of(system: type[System]) -> str:
+    """The name of a kind of system, as `system.type` says it."""
+    return str(get_args(system.model_fields["type"].annotation)[0])
+
+
+def no_export(system: System, format_: str) -> str:
+    """What is said when a system has no export of a format."""
+    known = ", ".join([*system.exports, "none"])
+    return f"export.format is {format_}, but a system of type {system.type} has no such export. Known for it: {known}."
+
+
+def on_best_device(model: Model) -> nn.Module:
+    """The network, where it computes fastest."""
+    return model.network.to(best_device())

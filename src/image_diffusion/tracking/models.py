@@ -1,0 +1,190 @@
+"""Final weights as MLflow models: logged once with what it takes to use them, registered, the best one named `best`.
+
+A logged model carries a key and is looked for before it is made; its files are sent again until it was called ready.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlflow.pyfunc
+from mlflow.entities import LoggedModelInput, LoggedModelOutput, LoggedModelStatus
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
+
+import image_diffusion
+from image_diffusion.tracking.connection import KEY, Connection, locked
+from image_diffusion.tracking.plan import FinalWeights
+
+BEST = "best"
+_VERSIONS = "mlflow.modelVersions"
+_LOADER = "image_diffusion_model"
+_LOADER_CODE = '''"""Finds the code that this model was logged with."""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).with_name("image_diffusion.zip")))
+from image_diffusion.tracking.pyfunc import _load_pyfunc
+'''
+
+
+class Models:
+    """The models of a connection's experiment. Every method raises TrackingError when the store does not answer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._client = connection, connection.client
+        self._told, self._write = connection.told, connection.write
+
+    def log(self, weights: FinalWeights) -> str:
+        """The id of the logged model of some weights, made when missing.
+
+        Seeds and labels give images, images give reconstructions, by `mlflow.pyfunc`; weights that give neither are
+        files alone, and the tag `pyfunc` says so.
+        """
+        experiment = self._connection.experiment_id
+
+        def create() -> None:
+            source = {"mlflow.source.name": "image_diffusion.train", "mlflow.source.type": "JOB"}
+            tags = {**weights.tags, **source, KEY: weights.key}
+            self._client.create_logged_model(experiment, weights.name, weights.run_id, tags, {}, "diffusion")
+
+        def search() -> list[Any]:
+            return list(self._client.search_logged_models([experiment], f"tags.`{KEY}` = '{weights.key}'"))
+
+        def delete(twin: Any) -> None:
+            self._client.delete_logged_model(twin.model_id)
+
+        with self._told():
+            model = self._connection.once(search, create, delete, lambda each: each.model_id)
+            model_id = str(model.model_id)
+            if model.status != LoggedModelStatus.READY:
+                self._send_files(model_id, weights)
+                self._write(self._client.finalize_logged_model, model_id, LoggedModelStatus.READY)
+            made = {output.model_id for output in self._client.get_run(weights.run_id).outputs.model_outputs}
+            if model_id not in made:
+                self._write(self._client.log_outputs, weights.run_id, [LoggedModelOutput(model_id, weights.step)])
+            return model_id
+
+    def use(self, run_id: str, model_id: str) -> None:
+        """Note that a run used a logged model."""
+        with self._told():
+            used = {each.model_id for each in self._client.get_run(run_id).inputs.model_inputs}
+            if model_id not in used:
+                self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
+
+    def register(self, name: str, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None) -> None:
+        """Make a logged model a version of the registered model `name`, and give the alias `best` to the version with
+        the lowest score; a version without a score is never the best."""
+        score_tags = {} if score is None else {"score": repr(score)}
+
+        def search() -> list[Any]:
+            versions = self._client.search_model_versions(f"name = '{name}'")
+            return [version for version in versions if version.tags.get(KEY) == model_id]
+
+        def create() -> None:
+            if not self._client.search_registered_models(f"name = '{name}'"):
+                try:
+                    self._client.create_registered_model(name)
+                except MlflowException as error:  # somebody else did, or the answer to our first request was lost
+                    if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                        raise
+            all_tags = {**tags, **score_tags, KEY: model_id}
+            source = f"models:/{model_id}"
+            self._client.create_model_version(name, source, run_id, all_tags, model_id=model_id, await_creation_for=0)
+
+        def delete(twin: Any) -> None:
+            self._client.delete_model_version(name, twin.version)
+
+        with self._told():
+            mine = self._connection.once(search, create, delete, lambda each: int(each.version))
+            for key, value in score_tags.items():
+                if mine.tags.get(key) != value:
+                    self._write(self._client.set_model_version_tag, name, mine.version, key, value)
+            self._show_version(model_id, name, str(mine.version))
+            with locked(self._connection.lock):
+                versions = self._client.search_model_versions(f"name = '{name}'")
+                scored = [(float(each.tags["score"]), int(each.version)) for each in versions if "score" in each.tags]
+                if scored:
+                    best = str(min(scored)[1])
+                    if str(self._client.get_registered_model(name).aliases.get(BEST)) != best:
+                        self._client.set_registered_model_alias(name, BEST, best)
+
+    def _show_version(self, model_id: str, name: str, version: str) -> None:
+        """Have the page of a logged model name the version that it is."""
+        mine = {"name": name, "version": version}
+        others = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
+        if mine not in others:
+            self._write(self._client.set_logged_model_tags, model_id, {_VERSIONS: json.dumps([*others, mine])})
+
+    def _send_files(self, model_id: str, weights: FinalWeights) -> None:
+        """Send what lies in the folder of a logged model. Sent again, every file replaces itself."""
+        # It imports PyTorch, which a tracker has no other use for.
+        from image_diffusion.tracking.pyfunc import signature
+
+        usable = None
+        try:
+            usable = signature(weights.files["model.json"].parent)
+        except ValueError as error:  # of another version of this package
+            served = f"no: {error}"
+        else:
+            served = "yes" if usable is not None else "no: this system makes nothing of seeds or images alone"
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "model"
+            if usable is not None:
+                write_pyfunc(folder, model_id, weights, usable)
+            for name, path in weights.files.items():
+                link = folder / "data" / "model" / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path.resolve())
+            for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+                inside = path.parent.relative_to(folder).as_posix()
+                self._client.log_model_artifact(model_id, str(path), "" if inside == "." else inside)
+        self._write(self._client.set_logged_model_tags, model_id, {"pyfunc": served})
+
+
+def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, signature: ModelSignature) -> None:
+    """Write everything of an MLflow model but the files that it is made of, into a folder that does not exist.
+
+    The package goes with it, as a zip, so that the model can be loaded where the package is not installed.
+    """
+    made = datetime.fromtimestamp(weights.made / 1000, UTC)
+    model = Model(
+        run_id=weights.run_id, utc_time_created=str(made), model_uuid=model_id, model_id=model_id, signature=signature
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        (data := Path(temporary) / "model").mkdir()
+        (code := Path(temporary) / "code").mkdir()
+        (code / f"{_LOADER}.py").write_text(_LOADER_CODE)
+        zip_package(code / "image_diffusion.zip")
+        mlflow.pyfunc.save_model(
+            str(folder),
+            loader_module=_LOADER,
+            data_path=str(data),
+            code_paths=[str(each) for each in sorted(code.iterdir())],
+            mlflow_model=model,
+            pip_requirements=requirements(),
+        )
+
+
+def zip_package(target: Path) -> None:
+    """The package's code in one file, the same bytes for the same code."""
+    package = Path(image_diffusion.__file__).parent
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(package.rglob("*.py")):
+            entry = zipfile.ZipInfo(path.relative_to(package.parent).as_posix())
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, path.read_bytes())
+
+
+def requirements() -> list[str]:
+    """What the package needs, pinned to what is installed here."""
+    names = [each.split(";")[0] for each in metadata.requires("image-diffusion") or []]
+    plain = [name.rstrip("0123456789.*=<>!~, ") for name in names]
+    return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in sorted(plain)]

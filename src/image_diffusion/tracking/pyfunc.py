@@ -1,0 +1,72 @@
+"""A trained model as MLflow serves it: seeds and labels -> images; of a codec, images -> what it leaves of them.
+
+    model = mlflow.pyfunc.load_model("models:/image-diffusion.digits-32.inpipe_fd@best")
+    images = model.predict(pandas.DataFrame({"seed": [0, 1, 2], "label": [3, 3, 7]}))    # uint8 [3, H, W, C]
+
+MLflow calls `_load_pyfunc`; nothing is pickled. The folder it names holds weights.safetensors and model.json as `train`
+wrote them, sample.yaml, and in `codec` and `weaker` the weights folders of the models that those need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.core.config import parse
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import read_model
+from image_diffusion.experiment import load_sections
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.given import Predict
+from image_diffusion.systems.system import System
+from image_diffusion.training.model import load_codec, load_model
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+
+
+class Answers:
+    """What MLflow calls."""
+
+    def __init__(self, predict: Predict) -> None:
+        self._predict = predict
+
+    def predict(self, given: Any, params: dict[str, Any] | None = None) -> Any:
+        """Uint8 images [N, H, W, C], of a table of seeds and labels or of images."""
+        return self._predict(given)
+
+
+def _load_pyfunc(path: str) -> Answers:
+    folder = Path(path)
+    model = load_model(folder)
+    system = model.system
+
+    def codec() -> Codec:
+        return load_codec(model, folder / "codec", best_device())
+
+    samples = "sample" in system.sections
+    settings = load_sections(folder / "sample.yaml", ["sample"], system.sections)["sample"] if samples else None
+    weaker = load_model(folder / "weaker") if (folder / "weaker").is_dir() else None
+    return Answers(system.predictor(model, settings, codec, weaker))
+
+
+def signature(folder: Path) -> ModelSignature | None:
+    """What the model in a weights folder takes and gives; None for one that makes nothing of seeds or images alone,
+    such as a network that enlarges images."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    described, where = read_model(folder), f"{folder}/model.json"
+    system: System = parse(AnySystem, described["system"], where)
+    served = system.served(parse(DataSpec, described["spec"], where), described["classes"])
+    if served is None:
+        return None
+    columns = [ColSpec("long", name, required=required) for name, required in served.columns.items()]
+    if served.images is not None:
+        columns = [TensorSpec(np.dtype("uint8"), (-1, *served.images))]
+    images = Schema([TensorSpec(np.dtype("uint8"), (-1, -1, -1, -1))])
+    return ModelSignature(inputs=Schema(columns), outputs=images)

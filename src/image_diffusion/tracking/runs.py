@@ -1,0 +1,227 @@
+"""The runs of an MLflow store, to which everything can be sent again: sending twice adds nothing, whatever happened.
+
+MLflow 3.17 gives no such promise by itself. Points are rows keyed by (metric, time, step, value), so an exact replay
+of them is harmless; everything else is made so here: a run carries a key and is looked for first, pictures have names
+that follow from what they show, files are compared before they are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelInput,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+)
+from PIL import Image as PillowImage
+
+from image_diffusion.core.history import Image, Point
+from image_diffusion.tracking.connection import KEY, Connection
+
+T = TypeVar("T")
+
+_MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100  # in one batch
+_MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 8000, 250
+_DIGEST_CHARS = 32  # of a data set's sha256: MLflow takes no more than 36
+_MAX_PICTURE = 1024  # pixels: MLflow's own thumbnails of 256 are too small for a grid
+
+
+class Runs:
+    """The runs of a connection's experiment. Every method raises TrackingError when the store does not answer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._client = connection, connection.client
+        self._told, self._write = connection.told, connection.write
+        self._sent: dict[str, set[tuple[str, int, int, str]]] = {}
+        self._known: dict[str, Run] = {}  # runs as they were when `run` found them, and the tags set since
+        self._taken_of: dict[str, tuple[int, set[tuple[str, int]]]] = {}
+
+    def run(self, key: str, name: str, start_time: int, tags: Mapping[str, str]) -> str:
+        """The id of the run with this key, created when missing. start_time: milliseconds since 1970.
+
+        Ask for it first: the methods below leave out what the run held at this moment.
+        """
+
+        def create() -> None:
+            self._client.create_run(self._connection.experiment_id, start_time, {**tags, KEY: key}, name)
+
+        def delete(run: Run) -> None:
+            self._client.delete_run(run.info.run_id)
+
+        with self._told():
+            found = self._connection.once(lambda: self._runs(key), create, delete, lambda run: str(run.info.run_id))
+            run_id = str(found.info.run_id)
+            self._known[run_id] = self._client.get_run(run_id)
+            return run_id
+
+    def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Set tags; those that are set already are not sent."""
+        with self._told():
+            present = self._known[run_id].data.tags
+            wanted = {_name(key): _cut(value, _MAX_TAG_CHARS) for key, value in tags.items()}
+            changed = [RunTag(key, value) for key, value in wanted.items() if present.get(key) != value]
+            for batch in _batches(changed, _MAX_TAGS):
+                self._write(self._client.log_batch, run_id, tags=batch, synchronous=True)
+                present.update({tag.key: tag.value for tag in batch})
+
+    def send_params(self, run_id: str, params: Mapping[str, Any]) -> None:
+        """Set parameters that are not set yet. MLflow never changes a parameter."""
+        with self._told():
+            present = self._known[run_id].data.params
+            wanted = {_name(key): _cut(_text(value), _MAX_PARAM_CHARS) for key, value in params.items()}
+            missing = [Param(key, value) for key, value in wanted.items() if key not in present]
+            for batch in _batches(missing, _MAX_PARAMS):
+                self._write(self._client.log_batch, run_id, params=batch, synchronous=True)
+
+    def send_points(
+        self,
+        run_id: str,
+        points: Sequence[Point],
+        superseded: Sequence[Point] = (),
+        model_id: str | None = None,
+        dataset: tuple[str, str] | None = None,
+    ) -> None:
+        """Send metrics, each (key, step) once.
+
+        superseded: what dead attempts wrote at the same steps or beyond. Where one of them was sent while it was
+        alive it stays, for MLflow cannot take it back, and the point of the same key and step is left out.
+        model_id, dataset: the model and the data (name, digest) that the numbers are about.
+        """
+        with self._told():
+            taken = self._taken(run_id, superseded)
+            sent = self._sent.setdefault(run_id, set())
+            about, digest = dataset or (None, "")
+            shown = digest[:_DIGEST_CHARS] or None
+            batch: list[tuple[tuple[str, int, int, str], Metric]] = []
+            for point in points:
+                key = _name(point.key)
+                identity = (key, point.time, point.step, repr(point.value))
+                if identity not in sent and (key, point.step) not in taken:
+                    metric = Metric(key, point.value, point.time, point.step, model_id, about, shown, run_id)
+                    batch.append((identity, metric))
+            for part in _batches(batch, _MAX_METRICS):
+                metrics = [metric for _, metric in part]
+                self._write(self._client.log_batch, run_id, metrics=metrics, synchronous=True)
+                sent.update(identity for identity, _ in part)
+
+    def send_images(self, run_id: str, images: Sequence[Image]) -> None:
+        """Send pictures, each (key, step) once, named as MLflow's user interface expects them."""
+        if not images:
+            return
+        with self._told():
+            present = self._sizes(run_id, "images")
+            for image in images:
+                stem = (
+                    re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", image.key).replace("/", "~") + f"+step+{image.step}+timestamp+"
+                )
+                unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{image.key}/{image.step}/{image.time}")
+                name = f"{stem}{image.time}+{unique}"
+                others = [other for other in present if other.startswith(stem) and not other.startswith(name)]
+                if others or present.get(f"{name}.png") == image.path.stat().st_size:
+                    continue
+                with tempfile.TemporaryDirectory() as folder:
+                    small = Path(folder) / f"{name}+compressed.webp"
+                    with PillowImage.open(image.path) as picture:
+                        thumbnail = picture.convert("RGB")
+                    thumbnail.thumbnail((_MAX_PICTURE, _MAX_PICTURE))
+                    thumbnail.save(small, quality=90)
+                    self._upload(run_id, small, "images")
+                    whole = Path(folder) / f"{name}.png"  # last: when it is complete, both are
+                    whole.symlink_to(image.path.resolve())
+                    self._upload(run_id, whole, "images")
+            self.send_tags(run_id, {"mlflow.loggedImages": "True"})
+
+    def send_file(self, run_id: str, path: Path, name: str, sha256: str) -> None:
+        """Send a file under a name such as "plots/loss.png", unless the run has it already with the same content."""
+        with self._told():
+            folder, _, base = name.rpartition("/")
+            tag = f"sha256/{name}"
+            known = self._known[run_id].data.tags.get(_name(tag))
+            if known == sha256 and self._sizes(run_id, folder).get(base) == path.stat().st_size:
+                return
+            with tempfile.TemporaryDirectory() as temporary:
+                link = Path(temporary) / base
+                link.symlink_to(path.resolve())
+                self._upload(run_id, link, folder)
+            self.send_tags(run_id, {tag: sha256})
+
+    def send_dataset(self, run_id: str, name: str, digest: str, source: str, context: str) -> None:
+        """Note which data a run used. digest: sha256 in hexadecimal, of which MLflow keeps a part."""
+        with self._told():
+            data = Dataset(name, digest[:_DIGEST_CHARS], "local", json.dumps({"uri": source}))
+            inputs = self._known[run_id].inputs.dataset_inputs
+            if any((each.dataset.name, each.dataset.digest) == (name, data.digest) for each in inputs):
+                return
+            entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
+            self._write(self._client.log_inputs, run_id, datasets=[entry])
+
+    def send_end(self, run_id: str, status: str, end_time: int) -> None:
+        """Close a run: FINISHED, FAILED or KILLED; end_time in milliseconds since 1970."""
+        with self._told():
+            info = self._known[run_id].info
+            if (info.status, info.end_time) != (status, end_time):
+                self._write(self._client.set_terminated, run_id, status, end_time)
+
+    def use_model(self, run_id: str, model_id: str) -> None:
+        """Note that a run used a logged model."""
+        with self._told():
+            used = {each.model_id for each in self._known[run_id].inputs.model_inputs}
+            if model_id not in used:
+                self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
+
+    def _runs(self, key: str) -> list[Run]:
+        return list(
+            self._client.search_runs([self._connection.experiment_id], f"tags.`{KEY}` = '{key}'", max_results=100)
+        )
+
+    def _taken(self, run_id: str, superseded: Sequence[Point]) -> set[tuple[str, int]]:
+        """(key, step) of the superseded points that are in the store. What is superseded is never sent any more, so
+        the answer changes only when more is."""
+        count, taken = self._taken_of.get(run_id, (0, set()))
+        if count != len(superseded):
+            by_key: dict[str, list[Point]] = {}
+            for point in superseded:
+                by_key.setdefault(_name(point.key), []).append(point)
+            for key, points in by_key.items():
+                there = {(metric.step, metric.timestamp) for metric in self._client.get_metric_history(run_id, key)}
+                taken |= {(key, point.step) for point in points if (point.step, point.time) in there}
+            self._taken_of[run_id] = (len(superseded), taken)
+        return taken
+
+    def _sizes(self, run_id: str, folder: str) -> dict[str, int]:
+        """Names and sizes of a run's files in one folder."""
+        entries = self._client.list_artifacts(run_id, folder or None)
+        return {entry.path.rpartition("/")[2]: int(entry.file_size or 0) for entry in entries if not entry.is_dir}
+
+    def _upload(self, run_id: str, path: Path, folder: str) -> None:
+        self._client.log_artifact(run_id, str(path), folder or None)
+
+
+def _name(key: str) -> str:
+    """A key as MLflow accepts it: at most 250 of letters, digits and `_ - . / : space`."""
+    return re.sub(r"[^\w\-./: ]", "_", key)[:_MAX_KEY_CHARS]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,116 @@
+"""Sends what is planned to MLflow. Sending again adds nothing; what could not be sent is sent the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from image_diffusion.core.files import digest
+from image_diffusion.tracking.connection import Connection, locked
+from image_diffusion.tracking.models import Models
+from image_diffusion.tracking.plan import (
+    PARENT,
+    PlannedRun,
+    Request,
+    data_sets,
+    final_weights,
+    journals,
+    plan,
+    registered_name,
+    score_of,
+    tags_of,
+)
+from image_diffusion.tracking.runs import Runs
+
+_ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
+
+
+class Tracker:
+    """Sends experiments to one MLflow experiment, `project`, of a store. Raises TrackingError, an OSError, when the
+    store does not take it."""
+
+    def __init__(self, store: str, project: str) -> None:
+        self._connection = Connection(store, project)
+        self._runs = Runs(self._connection)
+
+    def send(self, request: Request, live: bool = False) -> dict[str, Any]:
+        """Send what there is; returns what `tracked.json` holds.
+
+        live: stages may be running, also on machines whose locks are not seen here, so that none is called killed.
+        """
+        with ExitStack() as stack:
+            for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
+                stack.enter_context(locked(folder / ".lock"))
+            planned = plan(request.experiment, request.datasets)
+            ids = send(self._connection, self._runs, planned, request, live)
+        page = f"/#/experiments/{self._connection.experiment_id}/runs"
+        return {
+            "format": 1,
+            "store": self._connection.shown_uri,
+            "project": self._connection.project,
+            "page": f"{page}?workflowType=machine_learning&compareRunsMode=CHART",
+            "runs": [_summary(each, ids[each.history.id]) for each in planned],
+        }
+
+
+def send(
+    connection: Connection, runs: Runs, planned: Sequence[PlannedRun], request: Request, live: bool
+) -> dict[str, str]:
+    """Bring everything planned to the store; returns the MLflow id of every run by its key. live: see Tracker."""
+    ids: dict[str, str] = {}
+    models = Models(connection)
+    model: tuple[str, str] | None = None  # of which run, its id
+    data = [item for folder in request.datasets for item in data_sets(folder)]
+    for each in planned:
+        history = each.history
+        tags = tags_of(each, request.experiment) | ({"mlflow.parentRunId": ids[each.parent]} if each.parent else {})
+        run_id = ids[history.id] = runs.run(history.id, each.name, history.starts[0], tags)
+        small = [file for file in each.files if file.path.stat().st_size <= request.largest]
+        for file in each.files:
+            if file not in small:
+                tags |= {f"path/{file.name}": str(file.path.resolve()), f"sha256/{file.name}": file.sha256}
+        runs.send_tags(run_id, tags)
+        runs.send_params(run_id, history.params)
+        named = {str(value) for value in (*history.params.values(), *history.tags.values())}
+        used = [item for item in data if item.digest in named]
+        for item in used:
+            runs.send_dataset(run_id, item.name, item.digest, str(item.folder), history.stage)
+        model_id = model[1] if model is not None and each.latest and model[0] == each.parent else None
+        if model_id is not None:
+            models.use(run_id, model_id)
+        about = (used[0].name, used[0].digest) if used else None
+        runs.send_points(run_id, each.points, each.superseded, model_id, about)
+        runs.send_images(run_id, history.images)
+        for file in small:
+            runs.send_file(run_id, file.path, file.name, file.sha256)
+        if history.stage == PARENT and history.status == "finished" and each.latest:
+            weights = final_weights(each, run_id, request)
+            if weights is not None:
+                made = models.log(weights)
+                name = registered_name(connection.project, used, request.best_metric)
+                models.register(name, made, run_id, weights.tags, score_of(each, request.best_metric))
+                model = (history.id, made)
+        if history.ended is not None and not (live and history.status == "killed"):
+            runs.send_end(run_id, _ENDINGS[history.status], history.ended)
+    return ids
+
+
+def _summary(each: PlannedRun, run_id: str) -> dict[str, Any]:
+    history = each.history
+    sent = {
+        "params": {key: str(value) for key, value in history.params.items()},
+        "points": [[point.key, repr(point.value), point.step, point.time] for point in each.points],
+        "images": [[image.key, image.step, image.time] for image in history.images],
+        "files": [[file.name, file.sha256] for file in each.files],
+    }
+    return {
+        "name": each.name,
+        "stage": history.stage,
+        "run_id": run_id,
+        "status": history.status,
+        "attempts": len(history.starts),
+        **{name: len(values) for name, values in sent.items()},
+        "missing": each.missing,
+        "sha256": digest(sent),
+    }

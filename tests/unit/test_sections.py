@@ -1,0 +1,131 @@
+"""A section or a key that would do nothing is one clear line before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_diffusion.configure import load_all
+from image_diffusion.experiment import experiment_of, parse_experiment
+from image_diffusion.systems import SYSTEMS
+
+DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
+SMALL_DIT = {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
+PLAIN_DIT = SMALL_DIT | {"objective": {"type": "denoising"}}
+PRIOR = {"system": {"type": "prior"}, "pairs": {"type": "hashed"}, "train": {"steps": 1, "flip_probability": 0}}
+RIN = {"system": {"type": "rin", "network": {"patch": 4}}}
+DVAE = {"system": {"type": "dvae", "network": {"num_layers": 2}}}
+DIT = {"system": SMALL_DIT}
+
+
+def told(folder: Path, sections: dict[str, Any]) -> str:
+    """What is said of an experiment; empty when nothing is wrong with it."""
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"data": DATA, "train": {"steps": 1}} | sections))
+    try:
+        load_all([path])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (PRIOR | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type prior"),
+        (RIN | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type rin"),
+        (DVAE | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type dvae"),
+        (DIT | {"export": {"format": "diffusers"}}, "works on latents, but this model works on pixels"),
+        (PRIOR | {"sweep": {"num_steps": [5]}}, "sweep is set, but a system of type prior has no use for it"),
+        (PRIOR | {"sample": {"num_samples": 4}}, "sample is set, but a system of type prior has no use for it"),
+        (PRIOR | {"preview": {"num_samples": 4}}, "preview is set, but a system of type prior has no use for it"),
+        (PRIOR | {"evaluate": {"detector": {"type": "inpipe"}}}, "evaluate is set, but a system of type prior"),
+        (DIT | {"prediction": {"num_candidates": 1}}, "prediction is set, but a system of type dit has no use for it"),
+        (DIT | {"pairs": {"type": "hashed"}}, "pairs is set, but a system of type dit has no use for it"),
+        (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
+        (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
+        (DVAE | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but a system of type dvae"),
+        (
+            DIT | {"evaluate": {"lpips": {"backbone": "a", "heads": "b"}}},
+            "evaluate.lpips is set, but a system of type dit has no use for it",
+        ),
+        (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
+        (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
+        (
+            {"sample": {"sampler": {"type": "heun"}}, "system": RIN["system"] | {"process": {"time_difference": 0.1}}},
+            "sample.sampler: The heun sampler follows an ODE",
+        ),
+        (
+            {"system": PLAIN_DIT, "sample": {"guidance": {"guidance_scale": 2}}},
+            "sample.guidance.guidance_scale is 2, but the network never learns to do without a label",
+        ),
+        (
+            {"system": PLAIN_DIT, "preview": {"guidance": {"guidance_scale": 2.0}}},
+            "preview.guidance.guidance_scale is 2, but the network never learns to do without a label",
+        ),
+        (DIT | {"sample": {"labels": ["seven"]}}, "sample.labels names the class 'seven'; the model knows 0 to 9"),
+        (DIT | {"preview": {"labels": [10]}}, "preview.labels names the class 10; the model knows 0 to 9"),
+        (
+            {
+                "system": SMALL_DIT
+                | {"network": SMALL_DIT["network"] | {"null_label": False}}
+                | {"objective": {"type": "denoising", "label_drop_probability": 0.1}}
+            },
+            "system.network.null_label is false: no label stands for none",
+        ),
+        (
+            {"system": RIN["system"] | {"objective": {"type": "denoising", "prediction": "previous_x"}}},
+            "system.objective.prediction is previous_x, but in continuous time there is no previous x",
+        ),
+        (
+            PRIOR
+            | {"pairs": {"type": "hashed", "num_tokens": 8}}
+            | {"system": {"type": "prior", "network": {"max_text_len": 6}}},
+            "pairs.num_tokens is 8, but the network has places for 6",
+        ),
+        (PRIOR | {"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),
+        ({"system": {"type": "prior"}}, "pairs is missing, and a system of type prior needs it"),
+    ],
+)  # fmt: skip
+def test_what_would_do_nothing_is_told_before_any_work(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    found = told(tmp_path, sections)
+    assert message in found and len(found.splitlines()) == 1, found
+    assert found.startswith(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize("sections", [PRIOR, RIN, DVAE, DIT, DVAE | {"preview": {"batch_size": 4}}])
+def test_the_rest_is_accepted(tmp_path: Path, sections: dict[str, Any]) -> None:
+    assert told(tmp_path, sections) == ""
+
+
+def test_classes_of_a_folder_are_known_before_any_work(tmp_path: Path) -> None:
+    for name in ("ant", "bee", "empty"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    for name in ("ant", "bee"):
+        (tmp_path / "images" / name / "1.png").touch()
+    data = DATA | {"source": {"type": "folder", "path": str(tmp_path / "images")}}
+    assert told(tmp_path, DIT | {"data": data, "sample": {"labels": ["bee", 0]}}) == ""
+    assert "names the class 'empty'; the model knows 0 to 1: ant, bee" in told(
+        tmp_path, DIT | {"data": data, "sample": {"labels": ["empty"]}}
+    )
+    flat = DATA | {"source": {"type": "folder", "path": str(tmp_path / "images" / "ant")}}
+    assert "sample.labels names classes, but the data have none" in told(
+        tmp_path, DIT | {"data": flat, "sample": {"labels": [0]}}
+    )
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_names_only_keys_that_its_sections_have(system: Any) -> None:
+    for section in system.sections.values():
+        if section.keys is not None:
+            assert section.keys < set(section.kind.model_fields)
+    assert set(system.judged_by) <= set(system.sections)
+    assert experiment_of(system) is experiment_of(system)
+
+
+def test_an_unknown_system_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match=r"Unknown system 'vqgan'\. Known: dit, iddpm, rin, autoencoder, dvae, prior"):
+        parse_experiment({"data": DATA, "train": {"steps": 1}, "system": {"type": "vqgan"}}, "x")

@@ -1,0 +1,65 @@
+"""What config/config.yaml and the command line say is checked before any work; a mistake is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_diffusion.core.settings import check_settings
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())
+GOOD = {"experiments": ["mine"], "results": "results", "tracking": {"uri": "sqlite:///mlflow.db", "project": "p"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "experiments").mkdir()
+    for name in ("mine", "demo"):
+        (tmp_path / "experiments" / f"{name}.yaml").touch()
+    return tmp_path
+
+
+def check(folder: Path, changes: dict[str, Any]) -> None:
+    check_settings(GOOD | changes, SCHEMA, folder / "config.yaml", folder / "experiments")
+
+
+def test_good_settings_are_taken(folder: Path) -> None:
+    check(folder, {})
+    (folder / "config.yaml").write_text("experiments: [mine]\n")
+    check(folder, {"experiments": ["mine", "demo"], "slurm": {"gpu_type": None}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"experiments": "mine"},
+            "config.yaml: experiments is 'mine', but a list is meant. "
+            "On the command line: --config 'experiments=[mine]'.",
+        ),
+        ({"experiments": ["mien"]}, "experiments/mien.yaml does not exist. Did you mean mine? Known: demo, mine."),
+        ({"experiments": ["xyz"]}, "experiments/xyz.yaml does not exist. Known: demo, mine."),
+        ({"experimets": ["mine"]}, "config.yaml: experimets is not a known key. Did you mean experiments?"),
+        (
+            {"tracking": {**GOOD["tracking"], "projct": "x"}},  # type: ignore[dict-item]
+            "config.yaml: tracking.projct is not a known key. Did you mean tracking.project?",
+        ),
+        ({"slurm": {"zzz": 1}}, "config.yaml: slurm.zzz is not a known key. Known: every_stage, gpu_type, stages."),
+        ({"nodes": 0}, "config.yaml: nodes: 0 is less than the minimum of 1."),
+        ({"experiments": []}, "config.yaml: experiments: [] should be non-empty."),
+    ],
+)
+def test_a_mistake_is_one_line(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(folder, changes)
+    assert str(caught.value) == f"{folder}/{message}"
+
+
+def test_a_key_that_stands_twice_is_told(folder: Path) -> None:
+    (folder / "config.yaml").write_text("experiments: [mine]\nresults: a\nresults: b\n")
+    with pytest.raises(ValueError, match="line 3, column 1: the key results stands here and in line 2; keep one of"):
+        check(folder, {})
