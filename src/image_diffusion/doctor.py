@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 from image_diffusion.core import command
+from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.data.remote import place
 from image_diffusion.experiment import load_sections
+from image_diffusion.nn.precision import tf32
 from image_diffusion.systems.system import System
-from image_diffusion.train import prepare_training
+from image_diffusion.train import Training, prepare_training
 from image_diffusion.training.forecast import Forecast, forecast, free_disk, memory_limit
 
 
@@ -39,16 +42,18 @@ def main() -> None:
 
     training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     per_node = arguments.processes_per_node
-    found = forecast(training.build, training.stage.train, arguments.nodes * per_node, arguments.steps)
     system, every = training.stage.system, training.stage.train.grid_every_steps
-    previews = -(-found.steps // every) if every else 0
-    shown = training.stage.preview
-    previews_s = previews * sampling_seconds(shown, system, found) if shown is not None else 0.0
-    sample_s = 0.0
+    shown: Any = training.stage.preview
+    made: Any = None
     if arguments.sample is not None:
-        sample_s = sampling_seconds(
-            load_sections(arguments.sample, ["sample"], system.sections)["sample"], system, found
-        )
+        made = load_sections(arguments.sample, ["sample"], system.sections)["sample"]
+    sampled_in = {system.sampled_in(each) for each in (shown, made) if each is not None and system.evaluations(each)}
+    processes = arguments.nodes * per_node
+    found = forecast(training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in))
+    decode_s = decoding_seconds(training) if sampled_in else 0.0
+    previews = -(-found.steps // every) if every else 0
+    previews_s = previews * sampling_seconds(shown, system, found, decode_s)
+    sample_s = sampling_seconds(made, system, found, decode_s)
     on_gpu = torch.cuda.is_available()
     together = found.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
@@ -70,9 +75,26 @@ def main() -> None:
     write_json(arguments.output, asdict(found) | others)
 
 
-def sampling_seconds(settings: Any, system: System, found: Forecast) -> float:
-    """Seconds in which images are made: so many passes of the network as the one that was timed."""
-    return float(settings.num_samples * system.evaluations(settings) * found.evaluation_s)
+def sampling_seconds(settings: Any, system: System, found: Forecast, decode_s: float) -> float:
+    """Seconds in which images are made on one device: passes of the network like the one that was timed in the same
+    precision, and the decoding. settings: None: no images are made. decode_s: of one image."""
+    calls = system.evaluations(settings) if settings is not None else 0
+    if not calls:
+        return 0.0
+    return float(settings.num_samples * (calls * found.passes_s[system.sampled_in(settings)] + decode_s))
+
+
+def decoding_seconds(training: Training, count: int = 4) -> float:
+    """Seconds in which the codec decodes one image, the second time."""
+    spec, codec = training.spec, training.decoder()
+    x = torch.randn(count, spec.channels, spec.resolution, spec.resolution, device=best_device())
+    seconds = 0.0
+    with tf32(True):
+        for _ in range(2):
+            started = time.perf_counter()
+            codec.decode(x).cpu()
+            seconds = (time.perf_counter() - started) / count
+    return seconds
 
 
 def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> None:

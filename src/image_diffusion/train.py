@@ -22,7 +22,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch
+from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
@@ -57,9 +57,12 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """What a stage trains. build, model, data: what `training.run.run` is given."""
+    """What a stage trains. build, model, data: what `training.run.run` is given. spec: of what it learns from. decoder:
+    builds the codec, on the device that previews are made on."""
 
     stage: TrainStage
+    spec: DataSpec
+    decoder: Callable[[], Codec]
     build: Callable[[World], Task]
     model: dict[str, Any]
     data: dict[str, Any]
@@ -110,7 +113,7 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
         "classes": training.classes,
     }
-    return Training(stage, build, model, {"digest": training.digest})
+    return Training(stage, spec, decoder, build, model, {"digest": training.digest})
 
 
 def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:

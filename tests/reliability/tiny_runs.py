@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
@@ -215,6 +216,18 @@ def _half(rank: int) -> None:
     Parts.update = update  # type: ignore[method-assign]
 
 
+def _one_gpu(rank: int) -> None:
+    """All processes share the first GPU, and add up through gloo: NCCL wants a GPU for each."""
+    whole = dist.init_process_group
+
+    def init(backend: str, **options: Any) -> None:
+        options.pop("device_id", None)
+        whole("gloo", **options)
+
+    dist.init_process_group = init
+    os.environ["LOCAL_RANK"] = "0"
+
+
 INJECTED: dict[str, Callable[[int], None]] = {
     "nan": _nan_loss,
     "full disk": _full_disk,
@@ -227,6 +240,7 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "held before the weights": _held(training_run, "_write", lambda *_: True),
     "held before a checkpoint": _held(State, "save", lambda state, checkpoint: checkpoint.step == 13),
     "held before a picture": _held(Reports, "_draw", lambda reports, step: step == 13),
+    "one gpu": _one_gpu,
 }
 """What can be different in a process, by name: a function of its rank that makes it so."""
 

@@ -58,7 +58,7 @@ class TrainConfig(Config):
     tf32: bool = False
     """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
     compile: bool = False
-    """Compile the network with torch.compile."""
+    """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
     sharding: Literal["none", "full"] = "none"

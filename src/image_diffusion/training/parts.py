@@ -17,6 +17,7 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, ChoosesTimes, Losses, Network, Objective
 from image_diffusion.data.batches import Batches, Examples
 from image_diffusion.data.shards import Shards
+from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.training.checkpoint import Checkpoint
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
@@ -114,7 +115,7 @@ class Parts:
         self.best: Best | None = None
         self._layout = layout
         if config.compile:
-            self.network.compile()
+            compile_by_block(self.network)
         self.network.train()
 
     def batches(self, step: int) -> Iterator[Examples]:
