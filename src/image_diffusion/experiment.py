@@ -6,6 +6,7 @@ Which sections it has is for its system to say: `experiment_of` gives the class 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,22 @@ def _no_use(keys: list[str], kind: type[System]) -> str:
 @cache
 def experiment_of(system: type[System]) -> type[Experiment]:
     """The experiments of one kind of system: its own sections with their own defaults."""
-    fields: dict[str, Any] = {"system": (system, ...)}
+    fields: dict[str, Any] = {"system": (system, ...), "train": (_train_of(system), ...)}
     for name, section in system.sections.items():
         about = None if name in Experiment.model_fields else section.kind.__doc__
         fields[name] = (section.kind, Field(... if section.default is None else section.default, description=about))
     return create_model(f"Experiment of {name_of(system)}", __base__=Experiment, **fields)
+
+
+def _train_of(system: type[System]) -> type[TrainConfig]:
+    """The section `train` with the defaults of one kind of system."""
+    own = TrainConfig.model_validate({"steps": 1} | dict(system.recipe))
+    fields: dict[str, Any] = {}
+    for name in system.recipe:
+        field = copy(TrainConfig.model_fields[name])
+        field.default = getattr(own, name)
+        fields[name] = (field.annotation, field)
+    return create_model(f"TrainConfig of {name_of(system)}", __base__=TrainConfig, **fields)
 
 
 class EncodeStage(Config):

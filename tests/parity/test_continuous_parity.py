@@ -190,7 +190,7 @@ def test_d35_no_time_gives_nan(schedule: str, prediction: str, weighting: Any) -
 
 def test_time_difference_moves_the_target_of_ancestral_steps_only() -> None:
     """D-23: the original applies it in one of its two samplers; it is a property of ancestral steps."""
-    plain, moved = Continuous().build().grid(5), Continuous(time_difference=0.05).build().grid(5)
+    plain, moved = Continuous().build().grid(5), Continuous().build().grid(5, time_difference=0.05)
     assert torch.equal(plain.alpha, moved.alpha) and plain.target is None and moved.target is not None
     alpha, sigma = Continuous().build().levels(torch.tensor([0.75, 0.55]))
     torch.testing.assert_close(moved.target[0][:2], alpha)

@@ -204,11 +204,10 @@ GAMMAS = {"linear": LinearGamma(), "cosine": CosineGamma(), "sigmoid": SigmoidGa
 
 def continuous_case(c03: Any, case: str) -> tuple[SamplerConfig, Continuous]:
     params = c03.params(case)
-    sampler = {"ddpm": Ddpm, "ddim": Ddim}[params["sampler"]](num_steps=params["timesteps"], clip_denoised=True)
-    process = Continuous(
-        schedule=GAMMAS[params["noise_schedule"]], scale=params["scale"], time_difference=params["time_difference"]
+    sampler = {"ddpm": Ddpm, "ddim": Ddim}[params["sampler"]](
+        num_steps=params["timesteps"], clip_denoised=True, time_difference=params["time_difference"]
     )
-    return sampler, process
+    return sampler, Continuous(schedule=GAMMAS[params["noise_schedule"]], scale=params["scale"])
 
 
 def replayed(c03: Any, case: str, process: Continuous, grid: Grid, upstream_v: bool) -> Denoiser:
@@ -326,12 +325,11 @@ def test_difference_d23_time_difference_works_in_ddim(c03: Any) -> None:
     """The original subtracts it after its last use. Here a step ends at the level of t' - time_difference."""
     case = "ddim-x0-sigmoid-scale1-td0"
     sampler, process = continuous_case(c03, case)
-    shifted = process.model_copy(update={"time_difference": 0.05})
-    grid = sampler.grid(shifted)
+    grid = sampler.model_copy(update={"time_difference": 0.05}).grid(process)
     x0 = c03["in/model_outputs"][0].double().clamp(-1, 1)
     x = c03["in/x_T"].double()
     first = next(sampler.trajectory(lambda x_t, i: Denoised(x0, x_t), grid, x, given(c03["in/step_noise"])))
-    (alpha,), (sigma,) = shifted.build().levels(torch.tensor([0.75]))
+    (alpha,), (sigma,) = process.build().levels(torch.tensor([0.75]))
     eps = (x - grid.alpha[0] * x0) / grid.sigma[0]
     torch.testing.assert_close(first.x, alpha * x0 + sigma * eps, rtol=1e-6, atol=1e-6)
     assert (first.x - c03[f"{case}/x_out"][0]).abs().max() > 0.01

@@ -66,7 +66,7 @@ GOOD = {"train": {"steps": 3}}
         ({"train": {}}, "train.steps is required."),
         ({"train": {"steps": 0}}, "train.steps is 0: input should be greater than or equal to 1."),
         ({**GOOD, "shape": {"type": "circel"}}, "Unknown shape 'circel'. Known: circle, square."),
-        ({**GOOD, "shape": {"radius": 1}}, "shape.type is required. Known: circle, square."),
+        ({**GOOD, "shapes": [{"radius": 1}]}, "shapes.0.type is required. Known: circle, square."),
         (
             {**GOOD, "shape": {"type": "square", "radius": 2}},
             "shape.radius is not a known key. It is a key of type circle.",

@@ -102,6 +102,11 @@ def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, t
         (tmp_path / ".source-cache.json").write_bytes(damage)
         assert refresh(source, path)
         assert not refresh(source, path)
+    whole = path.read_bytes()
+    for damage in (b"", whole[:20], b"[]", b"{}"):
+        path.write_bytes(damage)
+        assert refresh(source, path)
+        assert path.read_bytes() == whole
     path.unlink()
     assert refresh(source, path)
     assert refresh(source.model_copy(update={"classes": "none"}), path)

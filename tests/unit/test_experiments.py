@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from image_diffusion.configure import load_all, write_stages
-from image_diffusion.core.config import load
+from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import to_json
 from image_diffusion.experiment import TrainStage, load_sections, schema
 
@@ -23,7 +23,7 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
         write_stages(name, experiment, tmp_path)
         plan = json.loads((tmp_path / name / "config" / "plan.json").read_text())
         train = load(TrainStage, Path(plan["configs"]["train"]))
-        assert train.system == experiment.system and train.train == experiment.train
+        assert train.system == experiment.system and dump(train.train) == dump(experiment.train)
         sections = experiment.system.sections
         assert plan["makes_samples"] == ("sample" in sections)
         for stage, names in {"sample": ["sample"], "evaluate": experiment.system.judged_by}.items():

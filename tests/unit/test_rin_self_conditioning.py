@@ -230,7 +230,7 @@ def test_r5_a_perfect_predictor_returns_the_image_whatever_the_scale(sampler):
 def test_d23_time_difference_works_in_both_samplers(sampler):
     """D-23: in the original it has no effect on DDIM."""
     plain = sample(rin(), Recorder(), sampler)
-    moved = sample(rin(process=Continuous(time_difference=0.1)), Recorder(), sampler)
+    moved = sample(rin(), Recorder(), sampler.model_copy(update={"time_difference": 0.1}))
     assert (plain - moved).abs().max() > 1e-2
 
 

@@ -31,6 +31,7 @@ from image_diffusion.samplers import (
     initial_noise,
 )
 from image_diffusion.samplers.sampler import SamplerConfig, clipped
+from image_diffusion.systems.diffusion.sampling import SampleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
 
@@ -175,8 +176,27 @@ def test_samplers_that_draw_noise_do_not_fit_flow(sampler: SamplerConfig) -> Non
 
 @pytest.mark.parametrize("sampler", [Euler(), Heun(), DpmSolver(), UniPc()], ids=lambda s: s.type)
 def test_solvers_of_the_ode_do_not_take_a_time_difference(sampler: SamplerConfig) -> None:
-    with pytest.raises(ValueError, match=rf"The {sampler.type} sampler follows an ODE.*time_difference 0\.1"):
-        sampler.grid(Continuous(time_difference=0.1))
+    with pytest.raises(ValueError, match=r"sampler\.time_difference is not a known key"):
+        parse(SampleConfig, {"sampler": {"type": sampler.type, "time_difference": 0.1}}, "sample.yaml")
+
+
+@pytest.mark.parametrize("sampler", [Ddpm, Ddim])
+def test_a_time_difference_is_of_continuous_time(sampler: type[Ddpm | Ddim]) -> None:
+    assert sampler(time_difference=0.1, num_steps=5).grid(Continuous()).target is not None
+    with pytest.raises(
+        ValueError, match=r"time_difference is 0\.1, but in the process discrete time is not continuous"
+    ):
+        sampler(time_difference=0.1).grid(Discrete())
+
+
+def test_what_is_unset_follows_the_model() -> None:
+    assert Ddpm().fitted("fixed_large", True).model_dump(include={"variance", "clip_denoised"}) == {
+        "variance": "fixed_large",
+        "clip_denoised": True,
+    }
+    assert Ddpm().fitted("learned_range", False).variance == "fixed_small"
+    kept = Ddpm(variance="fixed_small", clip_denoised=False).fitted("fixed_large", True)
+    assert (kept.variance, kept.clip_denoised) == ("fixed_small", False)
 
 
 def test_mistakes_are_told_in_one_line() -> None:

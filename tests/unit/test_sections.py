@@ -14,7 +14,7 @@ from image_diffusion.systems import SYSTEMS
 
 DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
 SMALL_DIT = {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
-PLAIN_DIT = SMALL_DIT | {"objective": {"type": "denoising"}}
+PLAIN_DIT = SMALL_DIT | {"objective": {"label_drop_probability": 0}}
 PRIOR = {"system": {"type": "prior"}, "pairs": {"type": "hashed"}, "train": {"steps": 1, "flip_probability": 0}}
 RIN = {"system": {"type": "rin", "network": {"patch": 4}}}
 DVAE = {"system": {"type": "dvae", "network": {"num_layers": 2}}}
@@ -55,8 +55,12 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (DIT | {"encode": {"tokens": True}}, "encode.tokens is set, but a system of type dit has no use for it"),
         (DIT | {"encode": {"batch_size": 4}}, "encode is set, but pixels are not encoded"),
         (
-            {"sample": {"sampler": {"type": "heun"}}, "system": RIN["system"] | {"process": {"time_difference": 0.1}}},
-            "sample.sampler: The heun sampler follows an ODE",
+            RIN | {"sample": {"sampler": {"type": "heun", "time_difference": 0.1}}},
+            "sample.sampler.time_difference is not a known key",
+        ),
+        (
+            DIT | {"sample": {"sampler": {"type": "ddim", "time_difference": 0.1}}},
+            "sample.sampler: time_difference is 0.1, but in the process discrete time is not continuous",
         ),
         (
             {"system": PLAIN_DIT, "sample": {"guidance": {"guidance_scale": 2}}},
@@ -77,7 +81,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             "system.network.null_label is false: no label stands for none",
         ),
         (
-            {"system": RIN["system"] | {"objective": {"type": "denoising", "prediction": "previous_x"}}},
+            {"system": RIN["system"] | {"objective": {"prediction": "previous_x", "weighting": {"type": "uniform"}}}},
             "system.objective.prediction is previous_x, but in continuous time there is no previous x",
         ),
         (

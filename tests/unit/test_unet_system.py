@@ -54,7 +54,7 @@ def test_the_network_knows_no_label_where_labels_are_dropped(probability, rows):
     "objective",
     [
         {"type": "denoising"},
-        {"type": "denoising", "prediction": "x0", "variance": "fixed_small"},
+        {"type": "denoising", "prediction": "x0", "variance": "fixed_small", "loss": "simple"},
         {"type": "denoising", "variance": "learned_range", "loss": "rescaled_hybrid"},
         {"type": "denoising", "variance": "learned_range", "loss": "rescaled_kl"},
         {"type": "denoising", "variance": "learned_range", "loss": "hybrid", "label_drop_probability": 0.5},

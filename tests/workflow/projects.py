@@ -26,6 +26,7 @@ class Project:
     """A folder with a configuration, as a user has it. Its experiment is called `micro`."""
 
     folder: Path
+    snakefile: Path = ROOT / "Snakefile"
 
     def snakemake(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Snakemake on two cores; what it printed is in stdout, errors included."""
@@ -39,7 +40,7 @@ class Project:
         )
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "2"]
+        return [sys.executable, "-m", "snakemake", "--snakefile", str(self.snakefile), "--cores", "2"]
 
     def run(self, *targets: str) -> str:
         """Run Snakemake; it must succeed."""

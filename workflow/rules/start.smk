@@ -17,6 +17,7 @@ known = start(
     config,
     queued=workflow.resource_settings.nodes is not None,
     remote=workflow.remote_exec,
+    moved=workflow.modifier.path_modifier.replace_prefix,
 )
 results, plans, files, machine, code = known.results, known.plans, known.files, known.machine, known.code
 

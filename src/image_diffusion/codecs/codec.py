@@ -41,6 +41,11 @@ class Codec(Protocol):
         """What a latent is multiplied with to become x; 1 for pixels."""
         ...
 
+    @property
+    def bounded(self) -> bool:
+        """Whether x lies in [-1, 1], as pixels do: then samplers hold what they predict of it there."""
+        ...
+
     def compile_encoder(self) -> None:
         """Make `encode` faster with torch.compile, after the minutes that this takes."""
         ...

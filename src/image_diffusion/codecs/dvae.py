@@ -32,6 +32,11 @@ class DVAECodec:
     def network(self) -> DVAE:
         return self.load()
 
+    @property
+    def bounded(self) -> bool:
+        """Latents have no range."""
+        return False
+
     def compile_encoder(self) -> None:
         self.network.encoder.compile()
 

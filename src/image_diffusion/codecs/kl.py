@@ -39,6 +39,11 @@ class KlCodec:
     def vae(self) -> AutoencoderKL:
         return self.load()
 
+    @property
+    def bounded(self) -> bool:
+        """Latents have no range."""
+        return False
+
     def compile_encoder(self) -> None:
         self.vae.encoder.compile()
 

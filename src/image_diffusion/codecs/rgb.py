@@ -34,6 +34,10 @@ class Rgb(Config):
         return 1.0
 
     @property
+    def bounded(self) -> bool:
+        return True
+
+    @property
     def identity(self) -> dict[str, Any]:
         return {"type": "rgb"}
 

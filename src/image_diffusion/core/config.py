@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -21,9 +21,20 @@ T = TypeVar("T")
 
 
 class Config(BaseModel):
-    """Base of every configuration section. Frozen, and strict about unknown keys."""
+    """Base of every configuration section. Frozen, and strict about unknown keys.
+
+    A section that is written in part keeps the rest of the default that stands where it is used (`merged`).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {key: merged(fields[key].default, value) if key in fields else value for key, value in data.items()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
@@ -34,6 +45,28 @@ class Config(BaseModel):
         for name, about in _sentences(cls).items():
             properties[name]["description"] = about
         return schema
+
+
+def merged(default: Any, written: Any) -> Any:
+    """What is written of a section, over the default that it takes the place of: a Config or plain data.
+
+    Key by key, and so in the sections inside, as long as `type` is the same or left out; another type starts from the
+    defaults of its own.
+    """
+    base = _set_by_hand(default)
+    if not isinstance(base, dict) or not isinstance(written, dict):
+        return written
+    if written.get("type", base.get("type")) != base.get("type"):
+        return written
+    return base | {key: merged(base[key], value) if key in base else value for key, value in written.items()}
+
+
+def _set_by_hand(default: Any) -> Any:
+    """As plain data, what a default says beyond the defaults of its class, and its type."""
+    if isinstance(default, BaseModel):
+        names = [name for name in type(default).model_fields if name in default.model_fields_set or name == "type"]
+        return {name: _set_by_hand(getattr(default, name)) for name in names}
+    return default
 
 
 def read_yaml(path: Path) -> Any:

@@ -28,7 +28,7 @@ def refresh(source: Source, path: Path) -> bool:
     """
     files = source.files()
     known = _read_cache(source, path)
-    if known is None or not path.is_file():
+    if known is None or not _is_whole(path):
         known = known or {}
         now = {name: _entry(stamp, known.get(name)) for name, (_, stamp) in files.items()}
         _write(source, path, now)
@@ -74,6 +74,15 @@ def _write(source: Source, path: Path, entries: Entries) -> None:
     revision = digest([[name, size, sha256 or time] for name, (size, time, sha256) in sorted(entries.items())])
     _write_cache(source, path, entries)
     write_json(path, {"source": dump(source), "files": len(entries), "revision": revision})
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether source.json is there and says how many files there are."""
+    try:
+        found = read_json(path)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and isinstance(found.get("files"), int)
 
 
 def _cache_path(path: Path) -> Path:

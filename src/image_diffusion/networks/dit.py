@@ -6,7 +6,7 @@ normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -88,6 +88,12 @@ class DiTConfig(Config):
     diffusers with the first."""
     gradient_checkpointing: bool = False
     """Recompute the blocks in the backward pass: about a third slower, far less memory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_size_that_says_nothing(cls, data: Any) -> Any:
+        whole = isinstance(data, dict) and all(data.get(name) is not None for name in Size._fields)
+        return {name: value for name, value in data.items() if name != "size"} if whole else data
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

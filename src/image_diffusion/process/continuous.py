@@ -98,8 +98,6 @@ class Continuous(Config):
     """What images are multiplied by before noise is added; below 1 the network's input is brought to unit variance."""
     min_time: float = Field(1e-4, gt=0, lt=1)
     """Training draws times from here to 1: at exactly 0 there is no noise, and nothing to predict it from."""
-    time_difference: float = Field(0.0, ge=0, lt=1)
-    """Ancestral steps go this much further than the next time (Chen et al. 2023, "Analog bits", section 3.3)."""
 
     def build(self) -> ContinuousProcess:
         """The process."""
@@ -146,12 +144,15 @@ class ContinuousProcess:
         """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
-    def grid(self, num_steps: Respacing) -> Grid:
-        """Times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps."""
+    def grid(self, num_steps: Respacing, time_difference: float = 0.0) -> Grid:
+        """Times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.
+
+        time_difference: how much further than the next time a step goes (Chen et al. 2023, "Analog bits", section 3.3).
+        """
         times = torch.linspace(1, 0, count_steps(num_steps, "continuous") + 1, dtype=torch.float64)
         alpha, sigma = self._to_clean(times)
-        later = (times[1:] - self._config.time_difference).clamp(min=0)
-        target = self._to_clean(later) if self._config.time_difference else None
+        later = (times[1:] - time_difference).clamp(min=0)
+        target = self._to_clean(later) if time_difference else None
         return Grid(time=times[:-1], alpha=alpha, sigma=sigma, target=target)
 
     def _to_clean(self, times: Tensor) -> tuple[Tensor, Tensor]:

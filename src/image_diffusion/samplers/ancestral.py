@@ -7,35 +7,39 @@ Ho et al. 2020, "Denoising diffusion probabilistic models", Algorithm 2, with th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal, Self
 
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.parameterization import Variance
 from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
+from image_diffusion.samplers.sampler import NumSteps, Step, StepsFurther
 
 
-class Ddpm(SamplerConfig):
+class Ddpm(StepsFurther):
     """Ancestral sampling, with the variance the network learned or a fixed one."""
-
-    takes_time_difference: ClassVar[bool] = True
 
     type: Literal["ddpm"] = "ddpm"
     num_steps: NumSteps = 250
-    variance: Literal["fixed_small", "fixed_large"] = "fixed_small"
-    """The variance where the network has learned none: the posterior's, or that of the forward step (beta)."""
+    variance: Literal["fixed_small", "fixed_large"] | None = None
+    """The variance where the network has learned none: the posterior's, or that of the forward step (beta). Unset: as
+    the objective says."""
 
     @property
     def draws_noise(self) -> bool:
         return True
 
+    def fitted(self, variance: Variance, bounded: bool) -> Self:
+        fixed = self.variance or ("fixed_large" if variance == "fixed_large" else "fixed_small")
+        return super().fitted(variance, bounded).model_copy(update={"variance": fixed})
+
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """x_s = mean + std z; the mean alone where the step ends without noise."""
         for i in range(grid.num_steps):
             denoised, step = denoiser(x, i), grid.steps.at(i, x)
-            fixed = step.log_variance if self.variance == "fixed_small" else step.log_large_variance
+            fixed = step.log_large_variance if self.variance == "fixed_large" else step.log_variance
             log_variance = fixed if denoised.log_variance is None else denoised.log_variance
             x = step.reverse_mean(denoised, x)
             if step.variance > 0:

@@ -6,7 +6,7 @@ Song, Meng & Ermon 2021, "Denoising diffusion implicit models", Eq. 12 and 16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -14,13 +14,11 @@ from torch import Tensor
 from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import SamplerConfig, Step, clipped, initial_scale
+from image_diffusion.samplers.sampler import Step, StepsFurther, clipped, initial_scale
 
 
-class Ddim(SamplerConfig):
+class Ddim(StepsFurther):
     """Deterministic with eta 0, and can then be run backwards; the ancestral sampler with eta 1."""
-
-    takes_time_difference: ClassVar[bool] = True
 
     type: Literal["ddim"] = "ddim"
     eta: float = Field(0.0, ge=0, le=1)

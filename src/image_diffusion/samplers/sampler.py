@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -17,7 +17,7 @@ from image_diffusion.process import Process
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
-from image_diffusion.process.parameterization import clamp
+from image_diffusion.process.parameterization import Variance, clamp
 
 
 def _checked_num_steps(value: object) -> object:
@@ -51,14 +51,11 @@ class Step:
 class SamplerConfig(Config):
     """Noise -> samples. Called as sampler(denoiser, grid, noise, streams); a sampler only says how its steps go."""
 
-    takes_time_difference: ClassVar[bool] = False
-    """Whether its steps can end elsewhere than at the grid's next point (`Grid.target`)."""
-
     type: str
     """Which sampler."""
     num_steps: NumSteps = 50
-    clip_denoised: bool = False
-    """Clamp each predicted x0 to [-1, 1], and derive eps from it again: for pixels, not for latents."""
+    clip_denoised: bool | None = None
+    """Clamp each predicted x0 to [-1, 1], and derive eps from it again; unset: where x are pixels, not of latents."""
 
     @property
     def draws_noise(self) -> bool:
@@ -72,12 +69,13 @@ class SamplerConfig(Config):
                 f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
                 "provide for. Use euler, heun, dpm_solver, unipc, or ddim with eta 0."
             )
-        if isinstance(process, Continuous) and process.time_difference > 0 and not self.takes_time_difference:
-            raise ValueError(
-                f"The {self.type} sampler follows an ODE from point to point, but the process has time_difference "
-                f"{process.time_difference}. Use time_difference 0, or the ddpm or the ddim sampler."
-            )
         return process.build().grid(self.num_steps)
+
+    def fitted(self, variance: Variance, bounded: bool) -> Self:
+        """The same with what is unset taken from the model: the variance it was trained with, whether its x lies in
+        [-1, 1]."""
+        clip = bounded if self.clip_denoised is None else self.clip_denoised
+        return self.model_copy(update={"clip_denoised": clip})
 
     def __call__(self, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Tensor:
         """Samples of x0 [B, ...] from standard normal noise [B, ...].
@@ -98,6 +96,24 @@ class SamplerConfig(Config):
     @abstractmethod
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """This sampler's rule, from x [B, ...] at the first noise level of the grid to the last."""
+
+
+class StepsFurther(SamplerConfig):
+    """A sampler whose steps may end elsewhere than at the grid's next point (`Grid.target`)."""
+
+    time_difference: float = Field(0.0, ge=0, lt=1)
+    """In continuous time, steps go this much further than the next time (Chen et al. 2023, "Analog bits", 3.3)."""
+
+    def grid(self, process: Process) -> Grid:
+        """As of every sampler. Raises ValueError for a time difference where time is not continuous."""
+        if not self.time_difference:
+            return super().grid(process)
+        if not isinstance(process, Continuous):
+            raise ValueError(
+                f"time_difference is {self.time_difference:g}, but in the process {process.type} time is not "
+                f"continuous. Leave it out."
+            )
+        return process.build().grid(self.num_steps, self.time_difference)
 
 
 def initial_scale(grid: Grid) -> float:

@@ -10,9 +10,13 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.dit_weights import is_dit
+from image_diffusion.objectives import Objective
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.diffusion.dit_export import check_pipeline, latents_of, read_published, write_pipeline
 from image_diffusion.systems.diffusion.family import DiffusionSystem
-from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Sections
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections
 
 
 class DiTSystem(DiffusionSystem):
@@ -22,6 +26,13 @@ class DiTSystem(DiffusionSystem):
     """A transformer over patches."""
     network: DiTConfig = DiTConfig(size="DiT-XL/2")
     """Size of the network."""
+    objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
+    """What the network predicts, and how its error is weighed. Labels are dropped where the data have any."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        **DiffusionSystem.sections,
+        "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
+    }
 
     exports: ClassVar[tuple[str, ...]] = ("diffusers",)
 

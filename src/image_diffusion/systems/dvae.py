@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoding import EncodeConfig
@@ -26,6 +26,13 @@ class DVAESystem(CodecSystem):
     sections: ClassVar[Mapping[str, Section]] = {
         **CodecSystem.sections,
         "encode": Section(EncodeConfig, EncodeConfig()),
+    }
+    recipe: ClassVar[Mapping[str, Any]] = {
+        "optimizer": {"type": "adam", "lr": 1e-3},
+        "schedule": {"type": "exponential", "decay": 0.98, "every_steps": 100},
+        "ema": {"type": "exponential", "rates": ()},
+        "weights": "raw",
+        "flip_probability": 0.0,
     }
     decoded: ClassVar[str] = "hard"
 

@@ -205,7 +205,8 @@ class ToSample:
 class Maker(Protocol):
     """Makes the images of the stage `sample`, each from its own seed.
 
-    labels: of all images, int64 [N]; None without classes. described: what samples.json tells beside the settings.
+    labels: of all images, int64 [N]; None without classes. described: what samples.json tells of them, in place of the
+    settings as they were written or beside them.
     """
 
     @property

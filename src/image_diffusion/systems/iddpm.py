@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -17,9 +17,11 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
+from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.iddpm_published import published
-from image_diffusion.systems.given import Described, Foreign
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.given import Described, Foreign, Section
 
 
 class IddpmSystem(DiffusionSystem):
@@ -33,6 +35,12 @@ class IddpmSystem(DiffusionSystem):
     """How noise is added."""
     objective: Objective = Denoising(variance="learned_range", loss="rescaled_hybrid")
     """What the network predicts, and how its error is weighed."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        **DiffusionSystem.sections,
+        "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
+    }
+    recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
 
     @property
     def low_resolution(self) -> int | None:

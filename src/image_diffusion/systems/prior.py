@@ -51,6 +51,18 @@ class PriorSystem(System):
         "pairs": Section(PairsConfig, None, example="{type: hashed}"),
         "prediction": Section(PredictionConfig, PredictionConfig()),
     }
+    recipe: ClassVar[Mapping[str, Any]] = {
+        "optimizer": {"type": "adamw", "lr": 1.1e-4, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 6.02e-2},
+        "grad_clip": 0.5,
+        "ema": {
+            "type": "exponential",
+            "rates": (0.99,),
+            "update_every": 10,
+            "warmup": {"type": "inverse_power", "update_after_step": 100},
+        },
+        "flip_probability": 0.0,
+        "grid_every_steps": None,
+    }
     reads: ClassVar = ("pairs",)
     mirrors: ClassVar = False
     judged_by: ClassVar = ("prediction",)

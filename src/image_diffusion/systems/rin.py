@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,8 +17,10 @@ from image_diffusion.objectives.weighting import MinSnrWeighting
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.self_conditioned import SelfConditionedDenoiser
+from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.systems.diffusion.family import DiffusionSystem
-from image_diffusion.systems.given import Others, Sections
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.given import Others, Section, Sections
 
 
 class RinSystem(DiffusionSystem):
@@ -26,7 +28,7 @@ class RinSystem(DiffusionSystem):
 
     type: Literal["rin"] = "rin"
     """A recurrent interface network."""
-    network: RinConfig = RinConfig()
+    network: RinConfig = RinConfig(patch=16)
     """Size of the network."""
     process: Continuous = Continuous()
     """How noise is added."""
@@ -34,6 +36,21 @@ class RinSystem(DiffusionSystem):
     """What the network predicts, and how its error is weighed."""
     self_conditioning: SelfConditioning = SelfConditioning()
     """How the network is conditioned on its own earlier estimate."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        **DiffusionSystem.sections,
+        "sample": Section(SampleConfig, SampleConfig(sampler=Ddim(num_steps=1000))),
+    }
+    recipe: ClassVar[Mapping[str, Any]] = {
+        "optimizer": {"type": "adam", "lr": 1e-4, "betas": (0.9, 0.99)},
+        "grad_clip": 1.0,
+        "ema": {
+            "type": "exponential",
+            "rates": (0.995,),
+            "update_every": 10,
+            "warmup": {"type": "inverse_power", "update_after_step": 100},
+        },
+    }
 
     def check(self, experiment: Sections, others: Others) -> None:
         if self.objective.prediction == "previous_x":

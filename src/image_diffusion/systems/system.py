@@ -48,6 +48,8 @@ class System(Config, ABC):
 
     sections: ClassVar[Mapping[str, Section]]
     """The sections of an experiment that it has, beside those that all have. Any other is an error."""
+    recipe: ClassVar[Mapping[str, Any]] = {}
+    """What its section `train` says where a file does not, beyond the defaults that all systems share."""
     reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
     """Kinds of shards that it learns from."""
     mirrors: ClassVar[bool] = True

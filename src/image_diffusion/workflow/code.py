@@ -68,7 +68,7 @@ def code_digest(module: str, source: Path) -> str:
         path = _path(name, source)
         if name in seen or path is None:
             continue
-        seen[name], imported = _read(path)
+        seen[name], imported = _read(path.read_bytes())
         waiting += [*imported, *(name.rpartition(".")[:1] if "." in name else ())]
     return digest(seen)
 
@@ -80,9 +80,9 @@ def _path(module: str, source: Path) -> Path | None:
 
 
 @cache
-def _read(path: Path) -> tuple[str, list[str]]:
-    """The digest of one file's code, and the names it may import from the package."""
-    tree = ast.parse(path.read_bytes())
+def _read(text: bytes) -> tuple[str, list[str]]:
+    """The digest of one file's code, and the names it may import from the package. Read once for all stages."""
+    tree = ast.parse(text)
     imported = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:

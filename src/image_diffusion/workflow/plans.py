@@ -65,8 +65,8 @@ class Plan:
     """Jobs that share the images."""
     global_batch: int
     """Examples of one step of training."""
-    detector: str
-    """What its metrics look at images with."""
+    detector: str | None
+    """What its metrics look at images with, where they do."""
     headline: str
     """The metric it is ranked by."""
     sweep: dict[str, dict[str, str]]

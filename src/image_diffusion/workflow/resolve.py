@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from image_diffusion.core.files import digest, read_json, sha256_file, write_jso
 from image_diffusion.workflow.code import package_digest, stage_digests
 from image_diffusion.workflow.environment import with_package
 from image_diffusion.workflow.plans import Plans, plan_file
+from image_diffusion.workflow.settings import check_settings
 
 CONFIG = Path("config", "config.yaml")
 EXPERIMENTS = Path("config", "experiments")
@@ -24,14 +26,13 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
     in. What was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and
     written: what has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
     """
-    results, source = Path(config.get("results", "results")), root / "src"
+    results, source = Path(str(config.get("results", "results"))), root / "src"
     known = _read(results)
-    now: dict[str, Any] = {"config": digest(config), "package": package_digest(source)}
+    plain = json.loads(json.dumps(config, default=str))  # YAML knows dates
+    now: dict[str, Any] = {"config": digest(plain), "package": package_digest(source)}
     if known.get("config") != now["config"]:
-        # A tenth of a second: not for those whose configuration has been checked.
-        from image_diffusion.workflow.settings import check_settings
-
-        check_settings(config, read_json(root / "workflow" / "schemas" / "config.schema.json"), CONFIG, EXPERIMENTS)
+        schema = json.loads((root / "workflow" / "schemas" / "config.schema.json").read_text())
+        check_settings(config, schema, CONFIG, EXPERIMENTS)
     same_package = known.get("package") == now["package"]
     now["code"] = known["code"] if same_package else stage_digests(source)
     now["experiments"] = config["experiments"]

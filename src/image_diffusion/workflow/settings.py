@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from image_diffusion.core.config import read_yaml
 from image_diffusion.core.mistakes import nearest
 
@@ -18,6 +16,8 @@ def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file:
     settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
     the data alone cannot see: keys that stand twice. experiments: the folder of the experiments that they name.
     """
+    import jsonschema  # a tenth of a second: not for those whose settings have been checked
+
     if file.is_file():
         read_yaml(file)
     for problem in jsonschema.Draft202012Validator(schema).iter_errors(settings):
@@ -27,7 +27,8 @@ def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file:
         if name not in there:
             close = nearest(name, there)
             advice = f" Did you mean {close}?" if close else ""
-            raise ValueError(f"{experiments / name}.yaml does not exist.{advice} Known: {', '.join(there)}.")
+            known = f" Known: {', '.join(there)}." if there else ""
+            raise ValueError(f"{experiments / name}.yaml does not exist.{advice}{known}")
 
 
 def _sentence(problem: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,23 @@ class Known:
     """The sha256 of each script of the report."""
 
 
-def start(root: Path, config: Mapping[str, Any], queued: bool, remote: bool) -> Known:
+def start(
+    root: Path, config: Mapping[str, Any], queued: bool, remote: bool, moved: Callable[[str], str] = str
+) -> Known:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
-    whether this is one of those jobs. A mistake ends Snakemake with one clear line.
+    whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. A mistake ends
+    Snakemake with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     results = str(config.get("results", "results"))
     try:
+        if moved(f"{results}/") != f"{results}/":
+            raise ValueError(
+                "The module has a prefix, which does not reach the paths that are written into files. Leave out prefix "
+                "and replace_prefix, and set `results` in the module's config."
+            )
         code = resolved_code(Path(results)) if remote else resolve(root, config)
         plans = Plans.read(results, config["experiments"])
         if not remote:

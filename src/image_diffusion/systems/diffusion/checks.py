@@ -45,6 +45,11 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
             f"1, or train with system.objective.label_drop_probability above 0."
         )
     classes = experiment.data.source.known_classes()
+    if scale != 1 and classes == [] and settings.weaker_weights is None:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
+            f"out. Use 1, or set {section}.weaker_weights."
+        )
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")

@@ -94,7 +94,14 @@ class DiffusionSystem(System):
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
         """The objective. Raises ValueError where it does not fit the process or the data."""
-        return self.objective.build(self.process.build(), spec)
+        objective = self.objective
+        if spec.num_classes == 0 and self._drops_as_usual():  # what a system does by default it does where it can
+            objective = objective.model_copy(update={"label_drop_probability": 0.0})
+        return objective.build(self.process.build(), spec)
+
+    def _drops_as_usual(self) -> bool:
+        usual = type(self).model_fields["objective"].default.label_drop_probability
+        return bool(self.objective.label_drop_probability == usual)
 
     def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
         x = codec.draw(stored, streams)

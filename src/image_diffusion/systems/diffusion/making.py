@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.arrays import save_samples
+from image_diffusion.core.config import dump
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
-from image_diffusion.systems.diffusion.enlarging import SmallImages, small_held_out, small_images
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, requested_labels
+from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, fitted, requested_labels
 from image_diffusion.systems.given import Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
 
@@ -45,19 +46,26 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
                 "experiment with the same classes, or list their classes in sample.labels."
             )
         labels = labels if enlarged.labels is None else enlarged.labels
-    return MadeImages(_generator(system, model, settings, given.codec, weaker), seeds, labels, enlarged)
+    described = {"settings": dump(fitted(system, given.codec, settings))}
+    if enlarged is not None:
+        described["enlarged"] = enlarged.source
+    low_res = None if enlarged is None else enlarged.images
+    return MadeImages(_generator(system, model, settings, given.codec, weaker), seeds, labels, low_res, described)
 
 
 class MadeImages:
     """Images by row, as `systems.given.Maker` says."""
 
     def __init__(
-        self, generator: Generator, seeds: Tensor, labels: Tensor | None, enlarged: SmallImages | None
+        self,
+        generator: Generator,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None,
+        described: dict[str, Any],
     ) -> None:
-        self.labels = labels
-        self.described: dict[str, Any] = {} if enlarged is None else {"enlarged": enlarged.source}
-        self._generator, self._seeds = generator, seeds
-        self._low_res = None if enlarged is None else enlarged.images
+        self.labels, self.described = labels, described
+        self._generator, self._seeds, self._low_res = generator, seeds, low_res
 
     def __call__(self, rows: slice) -> Tensor:
         return self._generator(*self._of(rows))

@@ -60,6 +60,12 @@ class SampleConfig(Config):
         return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
 
 
+def fitted(system: DiffusionSystem, codec: Codec, settings: SampleConfig) -> SampleConfig:
+    """The settings with what the sampler takes from the model filled in."""
+    sampler = settings.sampler.fitted(system.objective.variance, codec.bounded)
+    return settings.model_copy(update={"sampler": sampler})
+
+
 class Generator:
     """Makes images from seeds, on the device of the network.
 
@@ -85,7 +91,7 @@ class Generator:
             )
         self._device = next(network.parameters()).device
         self._spec, self._system, self._codec = spec, system, codec
-        self._sampler, self._seed = settings.sampler, settings.seed
+        self._sampler, self._seed = fitted(system, codec, settings).sampler, settings.seed
         self._grid = self._sampler.grid(system.process)
         drops = labelled and weaker is None
         null = {"label": torch.tensor(spec.num_classes, device=self._device)} if drops else {}

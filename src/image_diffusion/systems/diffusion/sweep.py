@@ -13,7 +13,7 @@ from image_diffusion.systems.diffusion.sampling import SampleConfig
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
 
-Axis = Literal["guidance_scale", "sampler", "num_steps", "checkpoint"]
+Axis = Literal["guidance_scale", "sampler", "num_steps", "time_difference", "checkpoint"]
 
 
 class SweepConfig(Config):
@@ -25,6 +25,8 @@ class SweepConfig(Config):
     """Samplers, each with the number of steps of `sample.sampler`."""
     num_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of sampling steps."""
+    time_difference: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
+    """How much further the steps of ddpm and ddim go, in continuous time."""
     checkpoint: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps of the training whose weights are sampled. Their checkpoints are kept with train.checkpoint.keep_every."""
     num_samples: int | None = Field(None, ge=2)
@@ -37,6 +39,7 @@ class SweepConfig(Config):
             "guidance_scale": self.guidance_scale,
             "sampler": self.sampler,
             "num_steps": self.num_steps,
+            "time_difference": self.time_difference,
             "checkpoint": self.checkpoint,
         }
         return {axis: [_written(value) for value in of] for axis, of in given.items() if of}
@@ -49,6 +52,8 @@ class SweepConfig(Config):
             plain["guidance"]["guidance_scale"] = float(value)
         elif axis == "num_steps":
             plain["sampler"]["num_steps"] = int(value)
+        elif axis == "time_difference":
+            plain["sampler"]["time_difference"] = float(value)
         elif axis == "sampler" and value != base.sampler.type:
             shared = ("num_steps", "clip_denoised")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}

@@ -13,6 +13,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.objectives.embedding import with_norm
+from image_diffusion.process.parameterization import clamp
 from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
@@ -61,6 +62,10 @@ class EmbeddingGenerator:
         self._network, self._system, self._spec, self._settings = cast("Network", network), system, spec, settings
         self._device = next(network.parameters()).device
         self._grid = settings.sampler.grid(system.process)
+        sampler = settings.sampler.fitted(variance="fixed_small", bounded=False)
+        # clamping is left to `_restrict`, so that a network which is given its own estimate is given the clamped one
+        self._sampler = sampler.model_copy(update={"clip_denoised": False})
+        self._clips = sampler.clip_denoised
         self._norm = system.scale(spec)
 
     def __call__(self, cond: dict[str, Tensor], numbers: Tensor) -> Tensor:
@@ -98,9 +103,6 @@ class EmbeddingGenerator:
         """The same from given noise [N, dim]."""
         settings = self._settings
 
-        def clamp(x: Tensor) -> Tensor:
-            return with_norm(x, self._norm)
-
         keep = torch.ones(len(noise), dtype=torch.bool, device=self._device)
         given = {name: value.to(self._device) for name, value in cond.items()}
         given |= {"text_keep": keep, "image_keep": keep}
@@ -110,7 +112,13 @@ class EmbeddingGenerator:
             self._grid,
             given,
             lambda plain: guided(plain, settings.guidance_scale, null),
-            clamp if settings.clamp_x0 else None,
+            self._restrict if self._clips or settings.clamp_x0 else None,
         )
-        x = settings.sampler(denoiser, self._grid, clamp(noise) if settings.clamp_start else noise, streams)
-        return (clamp(x) if settings.clamp_result else x) / self._norm
+        start = with_norm(noise, self._norm) if settings.clamp_start else noise
+        x = self._sampler(denoiser, self._grid, start, streams)
+        return (with_norm(x, self._norm) if settings.clamp_result else x) / self._norm
+
+    def _restrict(self, x0: Tensor) -> Tensor:
+        """What is done to each predicted embedding."""
+        x0 = with_norm(x0, self._norm) if self._settings.clamp_x0 else x0
+        return clamp(x0) if self._clips else x0

@@ -1,0 +1,55 @@
+"""Plans as `configure` writes them, for the tests of what the rules know."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files import write_json
+from image_diffusion.workflow.plans import Plan, Plans, plan_file
+
+RESOURCES = {
+    "nodes": 1,
+    "processes_per_node": 1,
+    "gpus_per_node": 0,
+    "cpus_per_process": 2,
+    "memory_mb": 8000,
+    "runtime_min": 60,
+}
+
+
+def a_plan(name: str = "one", **changes: Any) -> Plan:
+    """An experiment on the crops of a data set `dots-16`, with a few things changed."""
+    plan: dict[str, Any] = {
+        "experiment": name,
+        "system": "dit",
+        "dataset": "dots-16",
+        "source": {"type": "folder", "path": "images"},
+        "num_shards": 2,
+        "makes_samples": True,
+        "sample_jobs": 1,
+        "global_batch": 8,
+        "pairs_of_images": False,
+        "pairs_of_detector": False,
+        "detector": "inpipe",
+        "headline": "inpipe_fd",
+        "sweep": {},
+        "export": "none",
+        "resources": RESOURCES,
+        "configs": {stage: f"results/{name}/config/{stage}.yaml" for stage in ("train", "sample", "evaluate", "export")}
+        | {"crop": "results/datasets/dots-16/config/crop.yaml"},
+    }
+    nothing = ["codec", "codec_experiment", "small_images", "small_images_experiment", "against", "against_experiment"]
+    return Plan(**{**dict.fromkeys([*nothing, "tokens", "pairs", "captions"]), **plan, **changes})
+
+
+def plans_of(*plans: Plan) -> Plans:
+    """Several at once."""
+    return Plans({plan.experiment: plan for plan in plans})
+
+
+def write_plans(results: Path, *plans: Plan) -> None:
+    """Where `configure` leaves them."""
+    for plan in plans:
+        write_json(plan_file(results, plan.experiment), asdict(plan))

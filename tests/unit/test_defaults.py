@@ -1,0 +1,246 @@
+"""The smallest file that names a system is its original's recipe; docs/systems.md shows where it differs and why.
+
+The page's tables are made from the code: IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_defaults.py writes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from image_diffusion.core.config import dump
+from image_diffusion.core.types import DataSpec
+from image_diffusion.experiment import Experiment, parse_experiment
+
+PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
+DATA = {"name": "flowers", "source": {"type": "folder", "path": "flowers"}, "resolution": 64}
+
+# By system and key: what the original does where nothing is said, and why ours is another. Read in the originals' code
+# (facebookresearch/DiT, openai/improved-diffusion, lucidrains' RIN, DALLE-pytorch and DALLE2-pytorch).
+SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
+    "dit": {
+        "system.network.size": ("DiT-XL/2", ""),
+        "system.process.schedule.type": ("linear", ""),
+        "system.process.num_timesteps": (1000, ""),
+        "system.objective.prediction": ("eps", ""),
+        "system.objective.variance": ("learned_range", ""),
+        "system.objective.loss": ("hybrid", ""),
+        "system.objective.label_drop_probability": (0.1, ""),
+        "system.network.time_frequencies": ("dit", "exports to diffusers are exact with its own spacing"),
+        "train.optimizer.type": ("adamw", ""),
+        "train.optimizer.lr": (1e-4, ""),
+        "train.optimizer.weight_decay": (0.0, ""),
+        "train.grad_clip": (None, ""),
+        "train.ema.rates": ([0.9999], ""),
+        "train.flip_probability": (0.5, ""),
+        "train.global_batch": (256, ""),
+        "sample.sampler.type": ("ddpm", ""),
+        "sample.sampler.num_steps": (250, ""),
+        "sample.guidance.guidance_scale": (1.5, "what guidance is worth depends on the data; none needs no labels"),
+    },
+    "iddpm": {
+        "system.network.channels": (128, ""),
+        "system.network.num_res_blocks": (2, ""),
+        "system.network.num_heads": (4, ""),
+        "system.network.dropout": (0.0, ""),
+        "system.process.schedule.type": ("linear", "the paper's improvement over the script's default"),
+        "system.process.num_timesteps": (1000, "as in the paper's recipes"),
+        "system.process.rescale_timesteps": (True, ""),
+        "system.objective.prediction": ("eps", ""),
+        "system.objective.variance": ("fixed_large", "the paper's learned variance"),
+        "system.objective.loss": ("simple", "the paper's hybrid loss, which teaches it"),
+        "train.optimizer.type": ("adamw", ""),
+        "train.optimizer.lr": (1e-4, ""),
+        "train.optimizer.weight_decay": (0.0, ""),
+        "train.grad_clip": (None, ""),
+        "train.ema.rates": ([0.9999], ""),
+        "train.flip_probability": (0.0, ""),
+        "train.global_batch": (1, "a batch of one trains nothing"),
+        "sample.sampler.type": ("ddpm", ""),
+        "sample.sampler.num_steps": ("every one", "250 of the 4,000 steps, as in the paper's comparisons"),
+    },
+    "rin": {
+        "system.network.patch": (16, ""),
+        "system.network.depth": (6, ""),
+        "system.network.num_latents": (256, ""),
+        "system.network.latent_depth": (2, ""),
+        "system.network.num_heads": (4, ""),
+        "system.network.head_width": (32, ""),
+        "system.process.schedule.type": ("sigmoid", ""),
+        "system.process.scale": (1.0, ""),
+        "system.objective.prediction": ("v", ""),
+        "system.objective.weighting.type": ("min_snr", ""),
+        "system.objective.weighting.gamma": (5.0, ""),
+        "system.self_conditioning.probability": (0.9, ""),
+        "train.optimizer.type": ("adam", ""),
+        "train.optimizer.lr": (1e-4, ""),
+        "train.optimizer.betas": ([0.9, 0.99], ""),
+        "train.grad_clip": (1.0, ""),
+        "train.ema.rates": ([0.995], ""),
+        "train.ema.update_every": (10, ""),
+        "train.ema.warmup.update_after_step": (100, ""),
+        "train.flip_probability": (0.5, ""),
+        "train.global_batch": (16, "one batch size for all systems; say what the machine holds"),
+        "sample.sampler.type": ("ddim", ""),
+        "sample.sampler.num_steps": (1000, ""),
+        "data.resize": ("bilinear", "ADM's crop for every system, so that their data are the same"),
+    },
+    "dvae": {
+        "system.network.num_tokens": (8192, ""),
+        "system.network.num_layers": (3, ""),
+        "system.network.num_resnet_blocks": (2, ""),
+        "system.network.hidden_dim": (256, ""),
+        "system.network.codebook_dim": (512, ""),
+        "system.objective.kl_weight": (0.0, ""),
+        "system.objective.temperature.start": (1.0, ""),
+        "train.optimizer.type": ("adam", ""),
+        "train.optimizer.lr": (1e-3, ""),
+        "train.schedule.type": ("exponential", ""),
+        "train.schedule.decay": (0.98, ""),
+        "train.schedule.every_steps": (100, ""),
+        "train.grad_clip": (None, ""),
+        "train.ema.rates": ([], ""),
+        "train.weights": ("raw", ""),
+        "train.flip_probability": (0.0, ""),
+        "train.global_batch": (8, "one batch size for all systems; say what the machine holds"),
+        "data.resize": ("bilinear", "ADM's crop for every system, so that their data are the same"),
+    },
+    "prior": {
+        "system.network.max_text_len": (256, ""),
+        "system.network.num_heads": (8, ""),
+        "system.process.schedule.type": ("cosine", ""),
+        "system.process.num_timesteps": (1000, ""),
+        "system.objective.prediction": ("x0", ""),
+        "system.objective.loss": ("l2", ""),
+        "system.objective.text_drop_probability": (0.0, "guidance needs it; DALL-E 2's paper drops, section 2.2"),
+        "system.objective.image_drop_probability": (0.0, "as above"),
+        "train.optimizer.type": ("adamw", ""),
+        "train.optimizer.lr": (1.1e-4, ""),
+        "train.optimizer.weight_decay": (6.02e-2, ""),
+        "train.optimizer.betas": ([0.9, 0.99], ""),
+        "train.optimizer.eps": (1e-6, ""),
+        "train.grad_clip": (0.5, ""),
+        "train.ema.rates": ([0.99], ""),
+        "train.ema.update_every": (10, ""),
+        "train.flip_probability": (0.0, ""),
+        "prediction.num_steps": ([64], ""),
+        "prediction.num_candidates": (2, ""),
+    },
+}
+
+
+def smallest(name: str, **sections: Any) -> Experiment:
+    """The smallest experiment that names a system."""
+    needed = {"pairs": {"type": "hashed"}} if name == "prior" else {}
+    raw = {"data": DATA, "system": {"type": name}, "train": {"steps": 10}, **needed, **sections}
+    return parse_experiment(raw, "smallest.yaml")
+
+
+def value_at(experiment: Experiment, key: str) -> Any:
+    """What an experiment says at a dotted key."""
+    section, *names = key.split(".")
+    found: Any = dump(experiment.section(section))
+    for name in names:
+        found = found[name]
+    return found
+
+
+def table(system: str) -> str:
+    """Ours beside the original's, key by key."""
+    rows = ["| Key | Original | Here | Why another |", "| --- | --- | --- | --- |"]
+    for key, (theirs, why) in SEEDS[system].items():
+        rows.append(f"| `{key}` | {_text(theirs)} | {_text(value_at(smallest(system), key))} | {why} |")
+    return "\n".join(rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@pytest.mark.parametrize("system", SEEDS)
+def test_the_smallest_file_is_the_recipe_of_the_original(system: str) -> None:
+    for key, (theirs, why) in SEEDS[system].items():
+        ours = value_at(smallest(system), key)
+        assert (ours == theirs) == (why == ""), f"{key}: {ours} here, {theirs} there"
+
+
+def test_the_page_shows_the_defaults_of_the_code() -> None:
+    text = PAGE.read_text()
+    for system in SEEDS:
+        before, after = (f"<!-- {system}: made by tests/unit/test_defaults.py -->", f"<!-- end of {system} -->")
+        start, end = text.index(before) + len(before), text.index(after)
+        if os.environ.get("IMAGE_DIFFUSION_WRITE"):
+            PAGE.write_text(f"{text[:start]}\n{table(system)}\n{text[end:]}")
+            text = PAGE.read_text()
+            end = text.index(after)
+        assert text[start:end].strip() == table(system)
+
+
+@pytest.mark.parametrize(
+    ("system", "written", "kept"),
+    [
+        ("iddpm", {"objective": {"type": "denoising", "timestep_sampling": {"type": "loss_second_moment"}}},
+         {"objective.variance": "learned_range", "objective.loss": "rescaled_hybrid",
+          "objective.timestep_sampling.type": "loss_second_moment"}),
+        ("iddpm", {"process": {"type": "discrete", "num_timesteps": 1000}},
+         {"process.schedule.type": "cosine", "process.rescale_timesteps": True, "process.num_timesteps": 1000}),
+        ("iddpm", {"process": {"respacing": "250"}},
+         {"process.schedule.type": "cosine", "process.num_timesteps": 4000, "process.respacing": "250"}),
+        ("rin", {"objective": {"label_drop_probability": 0.1}},
+         {"objective.prediction": "v", "objective.weighting.type": "min_snr"}),
+        ("rin", {"objective": {"prediction": "x0"}},
+         {"objective.prediction": "x0", "objective.weighting.type": "min_snr"}),
+        ("prior", {"process": {"num_timesteps": 500}},
+         {"process.schedule.type": "cosine", "process.num_timesteps": 500}),
+        ("dit", {"network": {"patch": 4}}, {"network.size": "DiT-XL/2", "network.patch": 4}),
+        ("dit", {"network": {"depth": 2, "width": 32, "num_heads": 2, "patch": 4}}, {"network.size": None}),
+        ("dit", {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}},
+         {"objective.label_drop_probability": 0.0}),
+        ("iddpm", {"process": {"type": "discrete", "schedule": {"type": "linear"}}},
+         {"process.schedule.type": "linear", "process.num_timesteps": 4000}),
+    ],
+)  # fmt: skip
+def test_a_section_written_in_part_keeps_the_rest_of_its_system(
+    system: str, written: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    sections: dict[str, Any] = {"system": {"type": system} | written}
+    if "flow" in str(written):
+        sections["sample"] = {"sampler": {"type": "heun"}}
+    found = smallest(system, **sections)
+    for key, value in kept.items():
+        assert value_at(found, f"system.{key}") == value, key
+    again = smallest(system, **sections | {"system": dump(found.system)})
+    assert again.system == found.system, "what is resolved resolves to itself"
+
+
+def test_train_and_sample_are_written_over_the_recipe_too() -> None:
+    train = {"steps": 10, "optimizer": {"lr": 1e-3}, "ema": {"rates": [0.9]}}
+    found = smallest("rin", train=train, sample={"sampler": {"num_steps": 50}})
+    assert (
+        dump(found.train)["optimizer"] | {"type": "adam", "lr": 1e-3, "betas": [0.9, 0.99]}
+        == dump(found.train)["optimizer"]
+    )
+    assert (found.train.ema.rates, found.train.ema.update_every, found.train.grad_clip) == ((0.9,), 10, 1.0)
+    assert (found.sample.sampler.type, found.sample.sampler.num_steps) == ("ddim", 50)
+    other = smallest("rin", train={"steps": 10, "optimizer": {"type": "adamw"}}, sample={"sampler": {"type": "ddpm"}})
+    assert dump(other.train)["optimizer"]["betas"] == [0.9, 0.999], "another type starts from its own defaults"
+    assert other.sample.sampler.num_steps == 250
+
+
+def test_a_dit_drops_labels_where_the_data_have_any() -> None:
+    system = parse_experiment(
+        {"data": DATA, "train": {"steps": 1}, "system": {"type": "dit", "network": {"size": "DiT-S/8"}}}, "x"
+    ).system
+    for classes in (0, 3):
+        objective = system.build_objective(DataSpec(channels=3, resolution=16, num_classes=classes))
+        assert (objective._drop_labels._probability > 0) == (classes > 0)
+    asked = system.model_copy(update={"objective": system.objective.model_copy(update={"label_drop_probability": 0.2})})
+    with pytest.raises(ValueError, match="the data have no classes"):
+        asked.build_objective(DataSpec(channels=3, resolution=16))
+    assert torch.is_tensor(next(system.build_network(DataSpec(channels=3, resolution=16)).parameters()))

@@ -1,0 +1,125 @@
+"""Which files a stage reads, and how its command is told of them."""
+
+from __future__ import annotations
+
+from image_diffusion.workflow.files import Files
+from image_diffusion.workflow.plans import Plan
+from plans import a_plan, plans_of
+
+DATA = "out/datasets/dots-16"
+
+
+def files(*plans: Plan) -> Files:
+    return Files("out", plans_of(*plans))
+
+
+ONE = {"experiment": "one"}
+
+
+def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
+    known = files(a_plan())
+    assert known.training_data(ONE) == known.real_data(ONE) == f"{DATA}/crops/manifest.json"
+    assert known.data_folder(ONE) == f"{DATA}/crops"
+    assert known.dataset_folder(ONE) == DATA and known.dataset(ONE) == "dots-16"
+    nothing = [known.codec_weights, known.reference, known.small_images, known.sampled_parts, known.pair_detector]
+    options = [known.codec_option, known.reference_option, known.small_images_option, known.sampled_option]
+    assert [each(ONE) for each in (*nothing, *options)] == [[]] * 9
+    assert known.headline(ONE) == "inpipe_fd"
+
+
+def test_everything_is_what_is_made_of_each_and_of_all() -> None:
+    known = files(a_plan(export="diffusers", sweep={"guidance_scale": {"1": "a.yaml"}}), a_plan("two"))
+    both = known.made({})
+    assert both == [*known.made(ONE), *known.made({"experiment": "two"})]
+    assert {"out/one/diffusers", "out/one/sweep/guidance_scale/curve.json", "out/two/metrics.json"} <= set(both)
+    assert set(known.everything({})) - set(both) == {
+        "out/summary.html",
+        *(f"out/{name}/{page}" for name in ("one", "two") for page in ("tracked.json", "report/index.html")),
+    }
+
+
+def test_a_codec_of_another_experiment_is_waited_for_and_told() -> None:
+    known = files(a_plan(codec="vae", codec_experiment="vae"))
+    weights = "out/vae/train/weights.safetensors"
+    assert known.training_data(ONE) == f"{DATA}/vae/manifest.json"
+    assert known.real_data(ONE) == f"{DATA}/crops/manifest.json"
+    assert known.codec_weights(ONE) == known.codec_weights({"dataset": "dots-16", "codec": "vae"}) == weights
+    assert known.codec_option(ONE) == ["--codec-weights", weights]
+
+
+def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
+    known = files(a_plan(num_shards=48, codec="vae", sample_jobs=2))
+    latents = {"dataset": "dots-16", "codec": "vae"}
+    assert known.encoded_parts(latents) == [f"{DATA}/vae/part-{part}-of-3.done" for part in range(3)]
+    parts = ["out/one/samples/part-0-of-2.npz", "out/one/samples/part-1-of-2.npz"]
+    assert known.sampled_parts(ONE) == parts
+    assert known.sampled_option(ONE) == ["--made", *parts]
+    for shards, jobs in ((31, 0), (32, 2), (10_000, 64)):
+        assert len(files(a_plan(num_shards=shards, codec="vae")).encoded_parts(latents)) == jobs
+
+
+def test_what_is_enlarged() -> None:
+    another = files(a_plan(small_images_experiment="small"))
+    assert another.small_images(ONE) == "out/small/samples/samples.npz"
+    assert another.small_images_option(ONE) == ["--small-images", "out/small/samples/samples.npz"]
+    held_out = files(a_plan(small_images="validation"))
+    assert held_out.small_images(ONE) == f"{DATA}/crops/manifest.json"
+    assert held_out.small_images_option(ONE) == ["--small-images", f"{DATA}/crops"]
+    a_file = files(a_plan(small_images="small.npz"))
+    assert a_file.small_images(ONE) == "small.npz"
+    assert a_file.small_images_option(ONE) == ["--small-images", "small.npz"]
+
+
+def test_what_samples_are_compared_with() -> None:
+    assert files(a_plan(against="real.npz")).reference_option(ONE) == ["--reference", "real.npz"]
+    assert files(a_plan(against_experiment="two")).reference(ONE) == "out/two/samples/samples.npz"
+    assert files(a_plan()).detector_option(ONE) == ["--detector", f"{DATA}/detector"]
+    assert files(a_plan(detector="inception")).detector_option(ONE) == []
+    assert files(a_plan(detector=None)).detector(ONE) == []
+
+
+def test_what_makes_no_samples_has_none_to_be_judged_or_shown() -> None:
+    makes, judged = files(a_plan()), files(a_plan(makes_samples=False))
+    assert makes.samples_option(ONE) == ["--samples", "out/one/samples/samples.npz"]
+    assert makes.samples(ONE) == ["out/one/samples/samples.npz", "out/one/samples/samples.json"]
+    assert makes.grid_option(ONE) == ["--grid", "out/one/samples/grid.png"]
+    assert judged.samples(ONE) == judged.samples_option(ONE) == judged.grid(ONE) == judged.grid_option(ONE) == []
+    assert not [path for path in judged.made(ONE) if "samples" in path]
+
+
+def test_pairs_of_embeddings() -> None:
+    made = files(a_plan(pairs="hashed", pairs_of_images=True, pairs_of_detector=True, captions="captions.csv"))
+    job = {"dataset": "dots-16", "pairs": "hashed"}
+    assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", "captions.csv"]
+    assert made.pair_detector(job) == f"{DATA}/detector/detector.json"
+    assert made.pair_options(job) == ["--data", f"{DATA}/crops/manifest.json", "--detector", f"{DATA}/detector"]
+    assert made.real_data(ONE) == made.training_data(ONE) == f"{DATA}/hashed/manifest.json"
+    assert made.detector(ONE) == []
+    given = files(a_plan(pairs="files"))
+    assert given.pair_sources({"dataset": "dots-16", "pairs": "files"}) == [f"{DATA}/source.json"]
+    assert given.pair_options({"dataset": "dots-16", "pairs": "files"}) == []
+
+
+def test_a_stage_reads_its_configuration_and_those_of_the_stages_before() -> None:
+    known = files(a_plan(), a_plan("large", small_images_experiment="one"))
+    assert known.config("train")(ONE) == "results/one/config/train.yaml"
+    crop = "results/datasets/dots-16/config/crop.yaml"
+    assert known.configs_before("sample")(ONE) == [crop, "results/one/config/train.yaml"]
+    below = ["results/one/config/train.yaml", "results/one/config/sample.yaml"]
+    large = {"experiment": "large"}
+    assert known.configs_before("sample")(large) == [crop, "results/large/config/train.yaml", *below]
+    assert known.configs_before("train")(large) == [crop]
+    assert known.sample_config_option(ONE) == ["--sample", "results/one/config/sample.yaml"]
+    assert files(a_plan(configs={"crop": crop})).sample_config_option(ONE) == []
+
+
+def test_a_curve_has_a_point_for_each_value() -> None:
+    swept = {"guidance_scale": {"1": "one.yaml", "2": "two.yaml"}, "checkpoint": {"100": "earlier.yaml"}}
+    known = files(a_plan(sweep=swept))
+    curve = ONE | {"axis": "guidance_scale"}
+    assert known.swept_points(curve) == [f"out/one/sweep/guidance_scale/{value}/metrics.json" for value in (1, 2)]
+    assert known.swept_point_options(curve)[1] == "2=out/one/sweep/guidance_scale/2/metrics.json"
+    assert known.swept_config(curve | {"value": "2"}) == "two.yaml"
+    assert known.swept_weights(curve | {"value": "2"}) == "out/one/train/weights.safetensors"
+    earlier = ONE | {"axis": "checkpoint", "value": "100"}
+    assert known.swept_weights(earlier) == "out/one/sweep/checkpoint/100/weights/weights.safetensors"

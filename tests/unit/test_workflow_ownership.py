@@ -1,0 +1,119 @@
+"""A folder belongs to one Snakemake at a time; what a dead one left is cleared away."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.workflow.ownership import take_over
+from image_diffusion.workflow.queue import tell_of_unseen_jobs
+
+HERE = socket.gethostname()
+
+
+def locked(folder: Path, host: str) -> Path:
+    """A folder as a Snakemake on a machine leaves it when it is killed."""
+    lock = folder / ".snakemake" / "locks" / "0.input.lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    (folder / ".snakemake" / "owner").write_text(host)
+    return lock
+
+
+def queue(folder: Path, jobs: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that shows some jobs; returns where it notes what is cancelled."""
+    cancelled = folder / "cancelled"
+    for name, script in {"squeue": f"cat <<'END'\n{jobs}\nEND", "scancel": f'echo "$@" >> {cancelled}'}.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return cancelled
+
+
+def test_a_fresh_folder_is_ours(tmp_path: Path) -> None:
+    with take_over(tmp_path):
+        assert (tmp_path / ".snakemake" / "owner").read_text() == HERE
+
+
+def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
+    lock = locked(tmp_path, HERE)
+    with take_over(tmp_path):
+        assert not lock.exists()
+
+
+def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
+    lock = locked(tmp_path, HERE)
+    code = (
+        "import sys; from pathlib import Path; from image_diffusion.workflow.ownership import take_over;"
+        "mine = take_over(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as living:
+        assert living.stdout is not None
+        living.stdout.readline()
+        lock.touch()
+        with take_over(tmp_path):
+            assert lock.exists()
+        living.kill()
+    with take_over(tmp_path):
+        assert not lock.exists()
+
+
+def test_the_locks_of_another_machine_stay(tmp_path: Path) -> None:
+    lock = locked(tmp_path, "login2")
+    with take_over(tmp_path):
+        assert lock.exists()
+    assert (tmp_path / ".snakemake" / "owner").read_text() == "login2"
+
+
+def test_the_jobs_of_a_dead_snakemake_are_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [
+        f"11 rule_train_wildcards_one|{tmp_path}",
+        f"12 rule_diffusion_train|{tmp_path}",
+        f"13 my own job|{tmp_path}",
+        f"14 rule_train|{tmp_path}/elsewhere",
+    ]
+    cancelled = queue(tmp_path, "\n".join(jobs), monkeypatch)
+    take_over(tmp_path).close()
+    assert not cancelled.exists()  # nothing was left: these are of another time
+    locked(tmp_path, HERE)
+    take_over(tmp_path).close()
+    assert cancelled.read_text() == "11 12\n"
+    assert capsys.readouterr().err == "Cancelling what a killed Snakemake left in the queue: 11 12\n"
+
+
+def test_a_machine_without_a_queue_has_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lock = locked(tmp_path, HERE)
+    take_over(tmp_path).close()
+    assert not lock.exists()
+
+
+def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "seen.log").touch()
+    said = [
+        f"Job 1 has been submitted with SLURM jobid 21 (log: {tmp_path}/seen.log).",
+        f"Job 2 has been submitted with SLURM jobid 22 (log: {tmp_path}/unseen.log).",
+        f"Job 3 has been submitted with SLURM jobid 23 (log: {tmp_path}/running.log).",
+        "Error in rule train: message: SLURM-job '21' failed, SLURM status is: 'FAILED'.",
+    ]
+    log = tmp_path / "snakemake.log"
+    log.write_text("\n".join(said))
+    tell_of_unseen_jobs([log])
+    assert capsys.readouterr().err == ""
+    log.write_text("\n".join([*said, "SLURM-job '22' failed, SLURM status is: 'FAILED'."]))
+    tell_of_unseen_jobs([str(log)])
+    told = capsys.readouterr().err
+    assert told.startswith("error: Slurm job 22 left no log: a node does not see ")
+    assert told.count("\n") == 1

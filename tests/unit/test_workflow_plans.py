@@ -1,0 +1,71 @@
+"""Plans: read as they were written, found by what a job is about."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.configure import load_all, write_stages
+from image_diffusion.workflow.plans import Plan, Plans, plan_file, read_plan
+from plans import a_plan, plans_of, write_plans
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_plan_knows_every_key_that_configure_writes_and_no_other(tmp_path: Path) -> None:
+    for name, (_, experiment) in load_all([ROOT / "config/experiments/demo.yaml"]).items():
+        write_stages(name, experiment, tmp_path)
+        written = json.loads(plan_file(tmp_path, name).read_text())
+        assert list(written) == [field.name for field in fields(Plan)]
+        assert asdict(read_plan(plan_file(tmp_path, name))) == written
+
+
+def test_what_an_experiment_builds_on_is_read_after_it(tmp_path: Path) -> None:
+    upsampler = a_plan("large", small_images_experiment="small", codec_experiment="codec")
+    write_plans(tmp_path, upsampler, a_plan("small", against_experiment="other"), a_plan("codec"), a_plan("other"))
+    assert list(Plans.read(tmp_path, ["large", "small"]).by_name) == ["large", "codec", "small", "other"]
+
+
+def test_two_that_are_compared_with_each_other_are_read_once(tmp_path: Path) -> None:
+    write_plans(tmp_path, a_plan("one", against_experiment="two"), a_plan("two", against_experiment="one"))
+    assert list(Plans.read(tmp_path, ["one"]).by_name) == ["one", "two"]
+
+
+def test_a_job_finds_its_plan_by_what_it_is_about() -> None:
+    plain = a_plan("plain")
+    latent = a_plan("latent", codec="vae", codec_experiment="vae")
+    paired = a_plan("paired", dataset="faces-32", pairs="hashed")
+    plans = plans_of(plain, latent, paired)
+    assert plans.of({"experiment": "plain"}) is plain
+    assert plans.of({"dataset": "dots-16"}).dataset == "dots-16"
+    assert plans.of({"dataset": "dots-16", "codec": "vae"}) is latent
+    assert plans.of({"dataset": "faces-32", "pairs": "hashed"}) is paired
+
+
+def test_the_tokens_of_a_discrete_vae_are_made_with_its_own_weights() -> None:
+    configs = {"crop": "crop.yaml", "tokens": "tokens.yaml", "train": "train.yaml"}
+    plans = plans_of(a_plan("dvae", tokens="dvae-tokens", configs=configs))
+    of_tokens = plans.of({"dataset": "dots-16", "codec": "dvae-tokens"})
+    assert of_tokens.codec_experiment == "dvae"
+    assert of_tokens.configs == {"crop": "crop.yaml", "encode": "tokens.yaml"}
+
+
+def test_a_wildcard_stands_for_what_there_is_and_nothing_else() -> None:
+    plans = plans_of(a_plan("a.b"), a_plan("c", codec="vae"), a_plan("d", codec="rvq"))
+    assert re.fullmatch(plans.pattern("experiment"), "a.b")
+    assert not re.fullmatch(plans.pattern("experiment"), "axb")
+    assert plans.pattern("codec") == "rvq|vae"
+    assert plans.pattern("pairs") == "none"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"experiment": "one"}'])
+def test_a_damaged_plan_is_named(tmp_path: Path, text: str) -> None:
+    path = plan_file(tmp_path, "one")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        Plans.read(tmp_path, ["one"])

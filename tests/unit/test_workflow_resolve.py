@@ -1,0 +1,145 @@
+"""Experiments become plans when something has changed, and only then."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_diffusion.core.files import write_text
+from image_diffusion.workflow import resolve as module
+from image_diffusion.workflow.resolve import resolve, resolved_code
+from plans import a_plan, write_plans
+
+SCHEMA = Path(__file__).resolve().parents[2] / "workflow" / "schemas" / "config.schema.json"
+CONFIG = {"experiments": ["one"], "results": "results", "tracking": {"uri": "sqlite:///mlflow.db", "project": "x"}}
+
+
+class Place:
+    """A folder with one experiment, a workflow of a few lines beside it, and a count of what was done."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.done = folder / "workflow", list[str]()
+        (folder / "mine").mkdir()
+        monkeypatch.chdir(folder / "mine")
+        for stage in ("crop", "encode", "embed", "train", "sample", "evaluate", "export", "detect", "sweep"):
+            write_text(self.root / "src" / "image_diffusion" / f"{stage}.py", f"name = '{stage}'")
+        (self.root / "workflow" / "schemas").mkdir(parents=True)
+        shutil.copy(SCHEMA, self.root / "workflow" / "schemas")
+        write_text(Path("config/experiments/one.yaml"), "a: 1")
+        write_text(Path("config/experiments/unrelated.yaml"), "a: 1")
+
+        def configure(experiments: list[Path], results: Path, source: Path) -> None:
+            self.done.append("configure")
+            plan = a_plan("one", sweep={"guidance_scale": {"1": "results/one/config/sweep/guidance_scale-1.yaml"}})
+            for path in (*plan.configs.values(), "results/one/config/sweep/guidance_scale-1.yaml"):
+                write_text(Path(path), Path("config/experiments/one.yaml").read_text())
+            write_text(Path("results/one/config/sweep/evaluate.yaml"), "a: 1")
+            write_plans(results, plan)
+
+        monkeypatch.setattr(module, "configure", configure)
+        digests, checks = module.stage_digests, module.check_settings
+        monkeypatch.setattr(module, "stage_digests", lambda source: (self.done.append("digest"), digests(source))[1])
+        monkeypatch.setattr(module, "check_settings", lambda *given: (self.done.append("check"), checks(*given))[1])
+
+    def does(self, **changes: Any) -> set[str]:
+        """What `resolve` has to do now."""
+        self.done.clear()
+        resolve(self.root, CONFIG | changes)
+        return set(self.done)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    place = Place(tmp_path, monkeypatch)
+    assert place.does() == {"check", "digest", "configure"}
+    return place
+
+
+def test_the_second_time_nothing_is_done(place: Place) -> None:
+    before = Path("results/.resolved.json").stat().st_mtime_ns
+    assert place.does() == set()
+    assert Path("results/.resolved.json").stat().st_mtime_ns == before
+
+
+CHANGES: dict[str, Callable[[Place], object]] = {
+    "the experiment": lambda place: Path("config/experiments/one.yaml").write_text("a: 2"),
+    "a configuration, by hand": lambda place: Path("results/one/config/train.yaml").write_text("a: 9"),
+    "a lost configuration": lambda place: Path("results/datasets/dots-16/config/crop.yaml").unlink(),
+    "a lost point of a curve": lambda place: Path("results/one/config/sweep/guidance_scale-1.yaml").unlink(),
+    "how a curve is judged": lambda place: Path("results/one/config/sweep/evaluate.yaml").write_text("a: 9"),
+    "a truncated plan": lambda place: Path("results/one/config/plan.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_has_changed_or_is_damaged_is_written_anew(place: Place, what: str) -> None:
+    written = sorted(path for path in Path("results/one").rglob("*") if path.is_file())
+    CHANGES[what](place)
+    assert place.does() == {"configure"}
+    assert sorted(path for path in Path("results/one").rglob("*") if path.is_file()) == written
+    assert place.does() == set()
+
+
+def test_an_experiment_that_is_not_asked_for_does_not_count(place: Place) -> None:
+    Path("config/experiments/unrelated.yaml").write_text("a: 2")
+    assert place.does() == set()
+
+
+def test_settings_that_no_experiment_reads_are_checked_alone(place: Place) -> None:
+    assert place.does(nodes=2) == {"check"}
+    assert place.does(results="elsewhere") == {"check", "digest", "configure"}
+
+
+def test_code_that_has_changed_may_resolve_otherwise(place: Place) -> None:
+    code = resolve(place.root, CONFIG)
+    (place.root / "src/image_diffusion/train.py").write_text("name = 'other'")
+    assert place.does() == {"digest", "configure"}
+    now = resolve(place.root, CONFIG)
+    assert [stage for stage in code if code[stage] != now[stage]] == ["train"]
+
+
+def test_a_workflow_that_was_moved_resolves_to_the_same(place: Place) -> None:
+    place.root = place.root.rename(place.root.with_name("moved"))
+    assert place.does() == set()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"config": 1', "null"])
+def test_a_damaged_cache_is_none(place: Place, text: str) -> None:
+    before = Path("results/.resolved.json").read_bytes()
+    Path("results/.resolved.json").write_text(text)
+    assert place.does() == {"check", "digest", "configure"}
+    assert Path("results/.resolved.json").read_bytes() == before
+
+
+def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
+    assert resolved_code(Path("results")) == resolve(place.root, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"results": ["a"]}, "config/config.yaml: results: ['a'] is not of type 'string'."),
+        ({"results": datetime.date(2026, 1, 2)}, "config/config.yaml: results: "),
+        ({"experiments": "one"}, "config/config.yaml: experiments is 'one', but a list is meant."),
+        ({"experiments": ["on"]}, "config/experiments/on.yaml does not exist. Did you mean one?"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_one_line_before_any_work(
+    place: Place, changes: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        place.does(**changes)
+    assert str(caught.value).startswith(line)
+    assert "configure" not in place.done
+
+
+def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        module.configure([Path("config/experiments/x.yaml")], Path("results"), SCHEMA.parents[2] / "src")
+    assert str(caught.value) == "config/experiments/x.yaml does not exist."

@@ -1,0 +1,140 @@
+"""What happens when Snakemake starts, without Snakemake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.core.files import read_json, write_json, write_text
+from image_diffusion.workflow.code import note_code
+from image_diffusion.workflow.environment import search_path, with_package
+from image_diffusion.workflow.following import LOG, Following
+from image_diffusion.workflow.sources import look_at_sources
+from image_diffusion.workflow.start import start
+from plans import a_plan, plans_of, write_plans
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {"experiments": ["one"], "results": "results", "tracking": {"uri": "sqlite:///mlflow.db", "project": "x"}}
+CODE = dict.fromkeys(("crop", "encode", "embed", "train"), "new")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that Snakemake runs in."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(8):
+        write_text(Path("images", f"{number}.png"), str(number))
+    return tmp_path
+
+
+def test_nothing_heavy_is_imported() -> None:
+    modules = [f"image_diffusion.workflow.{path.stem}" for path in (ROOT / "src/image_diffusion/workflow").glob("*.py")]
+    code = (
+        f"import importlib, sys; [importlib.import_module(name) for name in {modules}];"
+        "print({'torch', 'numpy', 'PIL', 'mlflow', 'jsonschema'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_changed_files_of_a_source_are_noted(folder: Path) -> None:
+    plans = plans_of(a_plan())
+    look_at_sources(plans, Path("results"))
+    note = Path("results/datasets/dots-16/source.json")
+    before = read_json(note)
+    assert before["files"] == 8
+    write_text(Path("images/9.png"), "9")
+    look_at_sources(plans, Path("results"))
+    assert read_json(note)["revision"] != before["revision"]
+
+
+def test_fewer_images_than_a_batch_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="images holds 8 files, fewer than one batch of train.global_batch = 9"):
+        look_at_sources(plans_of(a_plan(global_batch=9)), Path("results"))
+
+
+def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> None:
+    plans, results = plans_of(a_plan(codec="vae", configs={"crop": "c", "encode": "e", "train": "t"})), Path("results")
+    assert note_code(plans, results, CODE) == []
+    notes = [Path("results", *parts, "config") for parts in (["one"], ["datasets", "dots-16"])]
+    assert [path.name for note in notes for path in sorted(note.iterdir())] == [
+        "train.code",
+        "crop.code",
+        "encode-vae.code",
+    ]
+    assert note_code(plans, results, CODE | {"train": "newer"}) == []  # nothing has been made with it yet
+    write_text(results / "one/train/weights.safetensors", "")
+    told = note_code(plans, results, CODE)
+    assert told == ["The code of train has changed since. To make it again: rm -r results/one/train"]
+    assert note_code(plans, results, CODE | {"train": "newer"}) == []
+
+
+def test_stages_find_python_and_what_lies_beside_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = search_path(Path("/w"), "/usr/bin:/bin")
+    assert once.split(":") == [str(Path(sys.executable).parent), "/w/workflow/scripts", "/usr/bin", "/bin"]
+    assert search_path(Path("/w"), once) == once
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert with_package(Path("/w/src"))["PYTHONPATH"] == "/w/src:/mine"
+    monkeypatch.delenv("PYTHONPATH")
+    assert with_package(Path("/w/src"))["PYTHONPATH"] == "/w/src"
+
+
+def test_a_stage_logs_and_takes_the_package_beside_the_rules(folder: Path) -> None:
+    code = "import image_diffusion, sys; print(image_diffusion.__file__); sys.exit(3)"
+    logged = [ROOT / "workflow/scripts/logged", "logs/a b/x.log", sys.executable, "-c", code]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(logged, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 3
+    assert done.stdout == Path("logs/a b/x.log").read_text() == f"{ROOT / 'src/image_diffusion/__init__.py'}\n"
+
+
+def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/bin")
+    write_plans(Path("results"), a_plan())
+    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}})
+    known = start(ROOT, CONFIG, queued=True, remote=True)
+    assert (known.results, dict(known.code), list(known.plans.by_name)) == ("results", {"train": "x"}, ["one"])
+    assert known.machine.attempts(2) == 0
+    assert set(known.scripts) == {"report.py", "summary.py"}
+    assert not Path("results/datasets").exists()
+    assert os.environ["PATH"].endswith(":/bin")
+
+
+def test_a_mistake_ends_snakemake_with_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    with pytest.raises(SystemExit) as caught:
+        start(ROOT, CONFIG, queued=False, remote=False)
+    assert caught.value.code == "error: config/experiments/one.yaml does not exist."
+    with pytest.raises(SystemExit, match="error: The module has a prefix"):
+        start(ROOT, CONFIG, queued=False, remote=False, moved="moved/{}".format)
+
+
+def test_following_runs_where_it_is_asked_for_and_ends_with_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in = "import sys; print(sys.argv[1:], flush=True); sys.stdin.read()"
+    write_text(folder / "src/image_diffusion/__init__.py", "")
+    write_text(folder / "src/image_diffusion/follow.py", stand_in)
+    quiet = Following({"every_s": None, "uri": "u", "project": "p"}, folder / "src", "results", ["one"])
+    quiet.start()
+    quiet.end()
+    assert not LOG.exists()
+    following = Following({"every_s": 5, "uri": "u", "project": "p"}, folder / "src", "results", ["one"])
+    following.start()
+    process = following.process
+    assert process is not None and process.poll() is None
+    following.end()
+    assert process.poll() is not None
+    asked = ["--results", "results", "--every", "5", "--store", "u", "--project", "p", "--experiments", "one"]
+    assert str(asked) in LOG.read_text()
+    assert capsys.readouterr().err == ""
+    following.start()
+    write_text(folder / "src/image_diffusion/follow.py", "raise SystemExit(1)")
+    following.end()
+    assert capsys.readouterr().err.startswith("warning: MLflow did not take everything yet, as logs/follow.log says")
