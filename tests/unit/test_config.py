@@ -93,7 +93,7 @@ GOOD = {"train": {"steps": 3}}
         (
             {**GOOD, "slow": None},
             "slow is empty, but a section is meant, with keys such as rate, circle, words, often. "
-            "Leave it out to have its defaults.",
+            "Give it some, or leave it out.",
         ),
         (None, "the file is empty, but a section is meant, with keys such as train, slow, shape, shapes."),
         ({"train": {"steps": 1, "mode": "fsat"}}, "Unknown train.mode 'fsat'. Known: fast or exact."),

@@ -26,6 +26,7 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
         assert train.system == experiment.system and dump(train.train) == dump(experiment.train)
         sections = experiment.system.sections
         assert plan["makes_samples"] == ("sample" in sections)
+        assert not experiment.train.advice()
         for stage, names in {"sample": ["sample"], "evaluate": experiment.system.judged_by}.items():
             if stage in plan["configs"]:
                 written = load_sections(Path(plan["configs"][stage]), names, sections)

@@ -72,7 +72,7 @@ def _section_expected(value: Any, models: list[type[BaseModel]], location: Locat
     names = list(dict.fromkeys(field for model in models for field in model.model_fields))
     keys = f", with keys such as {', '.join(names[:4])}" if names else ""
     if value is None:
-        return f"empty, but a section is meant{keys}." + (" Leave it out to have its defaults." if location else "")
+        return f"empty, but a section is meant{keys}." + (" Give it some, or leave it out." if location else "")
     return f"{value!r}, but a section is meant{keys}."
 
 
