@@ -61,12 +61,14 @@ lock: .venv/.ready ## pin the newest packages that envs/requirements.in allows
 clean: ## delete the environment; results stay
 	rm -rf .venv
 
-# uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had.
+# uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had. Both compile it too: where
+# Python may write nothing later (a site's folder, PYTHONDONTWRITEBYTECODE), every start would compile again, for seconds.
 .venv/.ready: envs/requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
 	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \
-		&& .venv/bin/uv pip install --python .venv/bin/python --require-hashes --requirement envs/requirements.lock; } \
+		&& .venv/bin/uv pip install --compile-bytecode --python .venv/bin/python --require-hashes \
+			--requirement envs/requirements.lock; } \
 		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
 	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch .venv/.ready
