@@ -2,7 +2,8 @@
 
     python -m image_diffusion.doctor --config train.yaml --data manifest.json --output doctor.json
 
-Refuses, with one line, what the memory or the disk has no room for.
+Refuses, with one line, what the memory or the disk has no room for. With --tflops nothing is measured: what it takes of
+GPUs that are not here is counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from image_diffusion.experiment import load_sections
 from image_diffusion.nn.precision import tf32
 from image_diffusion.systems.system import System
 from image_diffusion.train import Training, prepare_training
-from image_diffusion.training.forecast import Forecast, forecast, free_disk, memory_limit
+from image_diffusion.training.counted import counted
+from image_diffusion.training.forecast import GIB, Forecast, forecast, free_disk, memory_limit
 
 
 def main() -> None:
@@ -37,18 +39,26 @@ def main() -> None:
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each (1)")
     parser.add_argument("--memory-mb", type=int, help="memory that training may use on each machine (all there is)")
     parser.add_argument("--steps", type=int, default=5, help="steps to measure (5)")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        help="count instead of measuring, for a GPU that is not here and does so many TFLOP/s (an H200 in bf16: 400)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
     arguments = parser.parse_args()
 
     training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     per_node = arguments.processes_per_node
+    processes = arguments.nodes * per_node
+    if arguments.tflops is not None:
+        tell_counted(training, processes, arguments.tflops, arguments.output)
+        return
     system, every = training.stage.system, training.stage.train.grid_every_steps
     shown: Any = training.stage.preview
     made: Any = None
     if arguments.sample is not None:
         made = load_sections(arguments.sample, ["sample"], system.sections)["sample"]
     sampled_in = {system.sampled_in(each) for each in (shown, made) if each is not None and system.evaluations(each)}
-    processes = arguments.nodes * per_node
     found = forecast(training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in))
     decode_s = decoding_seconds(training) if sampled_in else 0.0
     previews = -(-found.steps // every) if every else 0
@@ -73,6 +83,23 @@ def main() -> None:
     check(together, memory, found.disk_gib, disk)
     others = {"previews_s": previews_s, "sample_s": sample_s, "memory_limit_gib": memory, "disk_free_gib": disk}
     write_json(arguments.output, asdict(found) | others)
+
+
+def tell_counted(training: Training, processes: int, tflops: float, output: Path) -> None:
+    """Print and write what a training takes of GPUs like that, without any."""
+    config = training.stage.train
+    found = counted(training.network, training.task, config, processes)
+    total = found.operations * config.global_batch * config.steps
+    seconds = total / (tflops * 1e12 * processes)
+    print(
+        f"{training.stage.experiment}: {found.parameters:,} parameters, {config.steps:,} steps of "
+        f"{config.global_batch} images, counted for {processes} GPUs of {tflops:g} TFLOP/s\n"
+        f"time    {duration(seconds)}: {found.operations / 1e9:,.1f} GFLOP an image, {total:.2g} operations in all\n"
+        f"memory  {found.peak / GIB:.1f} GiB of each GPU, {found.fixed / GIB:.1f} GiB of it for weights, gradient, "
+        f"moments and averages; driver and libraries take one or two more",
+        flush=True,
+    )
+    write_json(output, asdict(found) | {"processes": processes, "train_s": seconds})
 
 
 def sampling_seconds(settings: Any, system: System, found: Forecast, decode_s: float) -> float:

@@ -57,15 +57,27 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """What a stage trains. build, model, data: what `training.run.run` is given. spec: of what it learns from. decoder:
-    builds the codec, on the device that previews are made on."""
+    """What a stage trains.
+
+    spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
+    with it. model, data: what `training.run.run` is given.
+    """
 
     stage: TrainStage
     spec: DataSpec
     decoder: Callable[[], Codec]
-    build: Callable[[World], Task]
+    task: Callable[[nn.Module], Task]
     model: dict[str, Any]
     data: dict[str, Any]
+
+    def network(self) -> nn.Module:
+        """The network, randomly initialised."""
+        network: nn.Module = self.stage.system.build_network(self.spec)
+        return network
+
+    def build(self, world: World) -> Task:
+        """What to train on what."""
+        return self.task(self.network())
 
 
 def prepare_training(config: Path, data: Path | str, codec_weights: Path | None) -> Training:
@@ -102,8 +114,7 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
     shown = ToPreview(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
     preview = system.preview(shown)
 
-    def build(world: World) -> Task:
-        network: nn.Module = system.build_network(spec)
+    def task(network: nn.Module) -> Task:
         objective = system.build_objective(spec)
         return Task(network, objective, prepare, training, validation if validation.num_samples else None, preview)
 
@@ -113,7 +124,7 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
         "classes": training.classes,
     }
-    return Training(stage, spec, decoder, build, model, {"digest": training.digest})
+    return Training(stage, spec, decoder, task, model, {"digest": training.digest})
 
 
 def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:

@@ -21,10 +21,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,9 +35,10 @@ from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.config import parse
 from image_diffusion.core.journal import NullJournal
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.blocks import compile_by_block
+from image_diffusion.nn.precision import Precision, computing_in, tf32, use_tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems import System
@@ -90,11 +90,8 @@ class Limits:
     def peak(self, precision: str) -> float:
         """Operations a second of a large product: float32, tf32 or bf16."""
         if precision not in self._peaks:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-            self._peaks[precision] = product_rate(GPU, dtype)
-            torch.set_float32_matmul_precision(before)
+            with tf32(precision == "tf32"):
+                self._peaks[precision] = product_rate(GPU, torch.bfloat16 if precision == "bf16" else torch.float32)
         return self._peaks[precision]
 
     def bandwidth(self) -> float:
@@ -307,15 +304,12 @@ def bench_sample(limits: Limits) -> Iterator[Row]:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(x[:1], t[:1], label=label[:1])
 
-    def once(dtype: torch.dtype | None) -> None:
-        with torch.no_grad(), torch.autocast("cuda", dtype) if dtype else nullcontext():
-            network(x, t, label=label)
-
-    for precision, compiled in (("float32", 0), ("tf32", 0), ("bf16", 0), ("tf32", 1), ("bf16", 1)):
-        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    precisions: list[tuple[Precision, bool]] = [(name, False) for name in ("float32", "tf32", "bf16")]
+    for precision, compiled in [*precisions, ("tf32", True), ("bf16", True)]:
         if compiled:
             compile_by_block(network)
-        spent = seconds_of(partial(once, torch.bfloat16 if precision == "bf16" else None), 3)
+        evaluate = torch.no_grad()(computing_in(cast("Network", network), precision))
+        spent = seconds_of(partial(evaluate, x, t, label=label), 3)
         share = 256 * counter.get_total_flops() / spent / limits.peak(precision)
         what = f"{XL}, a pass without gradient, {precision}{', compiled' * compiled}"
         yield Row(what, 256 / spent, "images/s", share)
@@ -343,14 +337,13 @@ def bench_codec(_: Limits) -> Iterator[Row]:
     images = torch.randint(0, 256, (32, 3, 256, 256), dtype=torch.uint8)
     latents = torch.randn(128, 4, 32, 32, device=GPU)
     torch.backends.cudnn.benchmark = True
-    for name, dtype, layout, tf32 in (
+    for name, dtype, layout, rounds in (
         ("float32", torch.float32, torch.contiguous_format, False),
         ("tf32", torch.float32, torch.contiguous_format, True),
         ("tf32, channels last", torch.float32, torch.channels_last, True),
         ("bf16, channels last", torch.bfloat16, torch.channels_last, True),
     ):
-        torch.backends.cudnn.allow_tf32 = tf32
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        use_tf32(rounds)
         vae = sd_vae(dtype).to(memory_format=layout)
         codec = KlCodec({}, lambda vae=vae: vae, 0.18215)
         yield Row(f"VAE, {name}: encoding", 32 / seconds_of(partial(codec.encode, images), 2), "images/s")

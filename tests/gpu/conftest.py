@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from image_diffusion.nn.precision import tf32
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "reliability")]
 
 from attempts import Attempts  # noqa: E402 - beside the tests of reliability
@@ -27,9 +29,7 @@ def attempts() -> Iterator[Attempts]:
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
     """What a training sets for the whole process is as before afterwards."""
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = cudnn
+    with tf32(False):
+        yield
     torch.cuda.set_sync_debug_mode("default")
     torch.compiler.reset()

@@ -17,20 +17,21 @@ factors have 8 bits, and what lies between the products is bf16 as well."""
 
 
 def use_tf32(allowed: bool) -> None:
-    """Whether a GPU may round the factors of float32 products and convolutions to 10 bits, in the whole process."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    """Whether a GPU may round the factors of float32 products and convolutions to 10 bits, in the whole process. (What
+    `torch.set_float32_matmul_precision` says holds for the products of a CPU as well.)"""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """The same meanwhile."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     use_tf32(allowed)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(products)
+        torch.backends.cuda.matmul.allow_tf32 = products
         torch.backends.cudnn.allow_tf32 = convolutions
 
 

@@ -55,7 +55,7 @@ class TrainConfig(Config):
     """Also write the weights as trained, into the folder `raw` beside the others."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     """In what the network computes; weights, moments and averages are float32 always. fp16 scales the loss."""
-    tf32: bool = False
+    tf32: bool = True
     """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
     compile: bool = False
     """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""

@@ -15,6 +15,7 @@ from image_diffusion.core.journal import NullJournal
 from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.counted import kept_elsewhere
 from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
@@ -107,7 +108,7 @@ def forecast(
         passes_s=passes_s,
         train_s=config.steps * step_s,
         validation_s=validations * validation_s / processes,
-        memory_gib=(_memory(device, checkpoint) - _elsewhere(parts, config, processes)) / GIB,
+        memory_gib=(_memory(device, checkpoint) - kept_elsewhere(parts, config, processes)) / GIB,
         checkpoint_gib=checkpoint / GIB,
         disk_gib=_kept(config) * checkpoint / GIB + 4 * parts.flat.size / GIB,
     )
@@ -163,19 +164,12 @@ def _evaluation(parts: Parts, world: World) -> float:
 
 
 def _memory(device: torch.device, checkpoint: int) -> int:
-    """Bytes: the most that was in use, and on a CPU the copy of which a checkpoint is written."""
+    """Bytes: on a GPU the most that PyTorch took, and what the driver, libraries and other programs take; on a CPU the
+    most that was in use, and the copy of which a checkpoint is written."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        free, total = torch.cuda.mem_get_info(device)
+        return int(torch.cuda.max_memory_reserved(device)) + total - free - torch.cuda.memory_reserved(device)
     return int(psutil.Process().memory_info().rss) + checkpoint
-
-
-def _elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
-    """Bytes that other processes keep for this one: with sharding, of the gradient, the moments and the averages. The
-    weights are here as a whole now and then, for a validation."""
-    if config.sharding == "none":
-        return 0
-    vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
-    return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
 
 
 def _kept(config: TrainConfig) -> int:

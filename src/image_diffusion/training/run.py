@@ -20,6 +20,7 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World, join
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.precision import faster_in_bf16
 from image_diffusion.training.signals import Stop
 from image_diffusion.training.state import State
 
@@ -49,6 +50,8 @@ def run(
         if world.is_main and config.init_from is not None:
             _warm_start(task.network, Path(config.init_from))
         parts = Parts(task, config, world)
+        if world.is_main and (advice := faster_in_bf16(config.precision, world.device)):
+            print(advice, flush=True)
         state, checkpoint = None, None
         if world.is_main:
             state = State(output / "state", _identity(config, model, data), config.checkpoint, config.steps)
