@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests workflow/scripts
 snakefiles := Snakefile workflow/rules
 
-.PHONY: help demo test lint format test-slurm test-photographs bench soak ui lock clean
+.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -34,11 +34,17 @@ format: .venv/.ready ## put every file into the style that lint checks
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
 	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadfile
 
+test-gpu: .venv/.ready ## the tests that need a GPU, in nine minutes at most
+	OMP_NUM_THREADS=1 timeout 540 python -m pytest tests/gpu --numprocesses=4
+
 test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=folder of imagenet-240.tar, cifar10-20k.tar
 	IMAGE_DIFFUSION_DATA=$(DATA) python -m pytest tests/bench
 
 bench: .venv/.ready ## speed and memory, measured
 	for each in tests/bench/bench_*.py; do python $$each || exit 1; done
+
+bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.md
+	python tests/gpu/bench_gpu.py --results tests/bench/RESULTS.md
 
 soak: .venv/.ready ## the long reliability runs
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
@@ -55,12 +61,14 @@ lock: .venv/.ready ## pin the newest packages that envs/requirements.in allows
 clean: ## delete the environment; results stay
 	rm -rf .venv
 
-# uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had.
+# uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had. Both compile it too: where
+# Python may write nothing later (a site's folder, PYTHONDONTWRITEBYTECODE), every start would compile again, for seconds.
 .venv/.ready: envs/requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
 	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \
-		&& .venv/bin/uv pip install --python .venv/bin/python --require-hashes --requirement envs/requirements.lock; } \
+		&& .venv/bin/uv pip install --compile-bytecode --python .venv/bin/python --require-hashes \
+			--requirement envs/requirements.lock; } \
 		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
 	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch .venv/.ready

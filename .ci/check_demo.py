@@ -21,9 +21,7 @@ def main(folder: Path) -> None:
     result = json.loads((folder / "metrics.json").read_text())
     agreement = result["metrics"]["inpipe_agreement"]["value"]
     if agreement < 0.9:
-        sys.exit(
-            f"ci: of the demo's samples {agreement:.0%} are recognised; expected 90% or more."
-        )
+        sys.exit(f"ci: of the demo's samples {agreement:.0%} are recognised; expected 90% or more.")
     first, last = (point["inpipe_fd"] for point in (result["curve"][0], result["curve"][-1]))
     if not last < first / 2:
         sys.exit(f"ci: the demo's distance went from {first:.3g} to {last:.3g} in training; expected less than half.")

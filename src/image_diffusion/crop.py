@@ -27,6 +27,7 @@ from image_diffusion.core.command import run
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import digest, sha256_file, write_json, write_text
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
@@ -185,7 +186,7 @@ def _map(
         return
     context = multiprocessing.get_context("spawn")
     workers = min(processes, len(tasks))
-    with ProcessPoolExecutor(workers, context, _one_thread, (config,)) as pool:
+    with ProcessPoolExecutor(workers, context, _set_up, (config, mark())) as pool:
         futures = [pool.submit(crop_shard, config, shard, items, output) for shard, items in tasks]
         try:
             for future in futures:
@@ -195,8 +196,9 @@ def _map(
             raise
 
 
-def _one_thread(config: DataConfig) -> None:
-    """The fast resize must not use every core in every process."""
+def _set_up(config: DataConfig, parent: str) -> None:
+    """A process that crops ends with the one that started it; the fast resize must not use every core in each."""
+    end_with(parent.split())
     if config.resize == "fast":
         import torch
 

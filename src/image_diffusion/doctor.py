@@ -2,13 +2,15 @@
 
     python -m image_diffusion.doctor --config train.yaml --data manifest.json --output doctor.json
 
-Refuses, with one line, what the memory or the disk has no room for.
+Refuses, with one line, what the memory or the disk has no room for. With --tflops nothing is measured: what it takes of
+GPUs that are not here is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,15 @@ from typing import Any
 import torch
 
 from image_diffusion.core import command
+from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.data.remote import place
 from image_diffusion.experiment import load_sections
+from image_diffusion.nn.precision import tf32
 from image_diffusion.systems.system import System
-from image_diffusion.train import prepare_training
-from image_diffusion.training.forecast import Forecast, forecast, free_disk, memory_limit
+from image_diffusion.train import Training, prepare_training
+from image_diffusion.training.counted import counted
+from image_diffusion.training.forecast import GIB, Forecast, forecast, free_disk, memory_limit
 
 
 def main() -> None:
@@ -34,21 +39,31 @@ def main() -> None:
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each (1)")
     parser.add_argument("--memory-mb", type=int, help="memory that training may use on each machine (all there is)")
     parser.add_argument("--steps", type=int, default=5, help="steps to measure (5)")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        help="count instead of measuring, for a GPU that is not here and does so many TFLOP/s (an H200 in bf16: 400)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
     arguments = parser.parse_args()
 
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.output.parent)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     per_node = arguments.processes_per_node
-    found = forecast(training.build, training.stage.train, arguments.nodes * per_node, arguments.steps)
+    processes = arguments.nodes * per_node
+    if arguments.tflops is not None:
+        tell_counted(training, processes, arguments.tflops, arguments.output)
+        return
     system, every = training.stage.system, training.stage.train.grid_every_steps
-    previews = -(-found.steps // every) if every else 0
-    shown = training.stage.preview
-    previews_s = previews * sampling_seconds(shown, system, found) if shown is not None else 0.0
-    sample_s = 0.0
+    shown: Any = training.stage.preview
+    made: Any = None
     if arguments.sample is not None:
-        sample_s = sampling_seconds(
-            load_sections(arguments.sample, ["sample"], system.sections)["sample"], system, found
-        )
+        made = load_sections(arguments.sample, ["sample"], system.sections)["sample"]
+    sampled_in = {system.sampled_in(each) for each in (shown, made) if each is not None and system.evaluations(each)}
+    found = forecast(training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in))
+    decode_s = decoding_seconds(training) if sampled_in else 0.0
+    previews = -(-found.steps // every) if every else 0
+    previews_s = previews * sampling_seconds(shown, system, found, decode_s)
+    sample_s = sampling_seconds(made, system, found, decode_s)
     on_gpu = torch.cuda.is_available()
     together = found.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
@@ -70,9 +85,43 @@ def main() -> None:
     write_json(arguments.output, asdict(found) | others)
 
 
-def sampling_seconds(settings: Any, system: System, found: Forecast) -> float:
-    """Seconds in which images are made: so many passes of the network as the one that was timed."""
-    return float(settings.num_samples * system.evaluations(settings) * found.evaluation_s)
+def tell_counted(training: Training, processes: int, tflops: float, output: Path) -> None:
+    """Print and write what a training takes of GPUs like that, without any."""
+    config = training.stage.train
+    found = counted(training.network, training.task, config, processes)
+    total = found.operations * config.global_batch * config.steps
+    seconds = total / (tflops * 1e12 * processes)
+    print(
+        f"{training.stage.experiment}: {found.parameters:,} parameters, {config.steps:,} steps of "
+        f"{config.global_batch} images, counted for {processes} GPUs of {tflops:g} TFLOP/s\n"
+        f"time    {duration(seconds)}: {found.operations / 1e9:,.1f} GFLOP an image, {total:.2g} operations in all\n"
+        f"memory  {found.peak / GIB:.1f} GiB of each GPU, {found.fixed / GIB:.1f} GiB of it for weights, gradient, "
+        f"moments and averages; driver and libraries take one or two more",
+        flush=True,
+    )
+    write_json(output, asdict(found) | {"processes": processes, "train_s": seconds})
+
+
+def sampling_seconds(settings: Any, system: System, found: Forecast, decode_s: float) -> float:
+    """Seconds in which images are made on one device: passes of the network like the one that was timed in the same
+    precision, and the decoding. settings: None: no images are made. decode_s: of one image."""
+    calls = system.evaluations(settings) if settings is not None else 0
+    if not calls:
+        return 0.0
+    return float(settings.num_samples * (calls * found.passes_s[system.sampled_in(settings)] + decode_s))
+
+
+def decoding_seconds(training: Training, count: int = 4) -> float:
+    """Seconds in which the codec decodes one image, the second time."""
+    spec, codec = training.spec, training.decoder()
+    x = torch.randn(count, spec.channels, spec.resolution, spec.resolution, device=best_device())
+    seconds = 0.0
+    with tf32(True):
+        for _ in range(2):
+            started = time.perf_counter()
+            codec.decode(x).cpu()
+            seconds = (time.perf_counter() - started) / count
+    return seconds
 
 
 def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> None:

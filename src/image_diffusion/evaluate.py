@@ -29,6 +29,7 @@ from image_diffusion.systems.diffusion.evaluation import judge_diffusion
 from image_diffusion.systems.given import Section, ToJudge
 from image_diffusion.training.distributed import join
 from image_diffusion.training.model import load_model
+from image_diffusion.training.trained_by import check_trained_by
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.evaluate", description="Judge a trained model.")
     parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: samples alone")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
@@ -62,6 +64,8 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         samples = result["protocol"].get("samples", {})
         step = given.model.step if given.model is not None else int(samples.get("step", 0))
         journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
+        if given.model is not None:
+            journal.metrics({"examples_seen": given.model.examples_seen}, step)
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
             journal.metrics(values, point["step"])
@@ -74,6 +78,8 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
 
 def to_judge(arguments: argparse.Namespace) -> ToJudge:
     """What the command line names."""
+    if arguments.weights:
+        check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent) if arguments.weights else None
     known = model.system.sections if model is not None else {"evaluate": Section(EvaluateConfig, EvaluateConfig())}
     names = model.system.judged_by if model is not None else ("evaluate",)

@@ -27,6 +27,7 @@ from image_diffusion.systems.given import CardUse, Model
 from image_diffusion.systems.system import System, name_of, no_export
 from image_diffusion.training.card import model_card
 from image_diffusion.training.model import load_codec, load_model
+from image_diffusion.training.trained_by import check_trained_by
 
 
 def write_model(model: Model, format_: str, codec_weights: Path | None, folder: Path) -> CardUse:
@@ -83,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.export", description="Weights <-> other programs.")
     parser.add_argument("--config", type=Path, help="the stage's configuration, export.yaml")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
@@ -109,6 +111,7 @@ def main() -> None:
     if stage.export.format == "none":
         raise ValueError("export.format is none: there is nothing to write. Set it to diffusers.")
     codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
+    check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
     use = write_model(model, stage.export.format, codec_weights, arguments.output)
     pictures = {}

@@ -24,13 +24,14 @@ from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import hashes, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
 from image_diffusion.experiment import load_sections
 from image_diffusion.systems.given import Model, SampleSettings, ToSample
 from image_diffusion.training.model import load_codec, load_model
+from image_diffusion.training.trained_by import check_trained_by
 
 
 def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> list[slice]:
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.sample", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, sample.yaml")
     parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
     arguments = parser.parse_args()
 
+    check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
     if "sample" not in model.system.sections:
         raise ValueError(
@@ -88,12 +91,16 @@ def main() -> None:
         images = read_arrays(arguments.output)["arr_0"]
         shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
         save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
-        for name, picture in made.pictures().items():
+        pictures = made.pictures()
+        for name, picture in pictures.items():
             save_picture(picture, output / f"{name}.png")
         if settings.pictures:
             for seed, image in enumerate(images, settings.first_seed):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
-        write_json(output / "samples.json", protocol(settings, model) | made.described)
+        drawn = [output / f"{name}.png" for name in ("grid", *pictures)]
+        described = {**made.described, "files": hashes(output, [arguments.output, *drawn])}
+        write_json(output / "samples.json", protocol(settings, model) | described)
+        journal.metrics({"examples_seen": model.examples_seen}, model.step)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")

@@ -22,7 +22,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch
+from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
@@ -51,29 +51,44 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, output)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
     run(training.build, training.stage.train, training.model, training.data, output, arguments.journal)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a stage trains. build, model, data: what `training.run.run` is given."""
+    """What a stage trains.
+
+    spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
+    with it. model, data: what `training.run.run` is given.
+    """
 
     stage: TrainStage
-    build: Callable[[World], Task]
+    spec: DataSpec
+    decoder: Callable[[], Codec]
+    task: Callable[[nn.Module], Task]
     model: dict[str, Any]
     data: dict[str, Any]
 
+    def network(self) -> nn.Module:
+        """The network, randomly initialised."""
+        network: nn.Module = self.stage.system.build_network(self.spec)
+        return network
 
-def prepare_training(config: Path, data: Path | str, codec_weights: Path | None, output: Path) -> Training:
-    """Put together what the stage of a file trains on the data of a manifest. output: where previews are drawn.
+    def build(self, world: World) -> Task:
+        """What to train on what."""
+        return self.task(self.network())
+
+
+def prepare_training(config: Path, data: Path | str, codec_weights: Path | None) -> Training:
+    """Put together what the stage of a file trains on the data of a manifest.
 
     Raises ValueError where configuration, data and codec do not fit one another.
     """
     stage = load(TrainStage, config)
     folder = folder_of(data)
-    training = open_shards(folder, "train")
-    validation = open_shards(folder, "validation")
+    training = open_shards(folder, "train", in_background=True)
+    validation = open_shards(folder, "validation", in_background=True)
     if training.num_samples < stage.train.global_batch:
         raise ValueError(
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "
@@ -96,13 +111,10 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
         return system.batch(stored, label, streams, spec, codec)
 
-    shown = ToPreview(
-        spec, decoder, stage.preview, training, validation, stage.train.validation_samples, output / "previews"
-    )
+    shown = ToPreview(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
     preview = system.preview(shown)
 
-    def build(world: World) -> Task:
-        network: nn.Module = system.build_network(spec)
+    def task(network: nn.Module) -> Task:
         objective = system.build_objective(spec)
         return Task(network, objective, prepare, training, validation if validation.num_samples else None, preview)
 
@@ -112,7 +124,7 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None,
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
         "classes": training.classes,
     }
-    return Training(stage, build, model, {"digest": training.digest})
+    return Training(stage, spec, decoder, task, model, {"digest": training.digest})
 
 
 def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:

@@ -162,6 +162,7 @@ def _child(attempt: Attempt, rank: int, port: int, folder: Path, tiny_runs: Any)
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(attempt.processes))
         count = _count_operations(folder, attempt.kill_at_operation if rank == 0 else None)
+        os.environ["RUN"] = str(folder)
         if attempt.drawn is not None:
             os.environ["DRAWN"] = attempt.drawn
         if attempt.inject is not None:

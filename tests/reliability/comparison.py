@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from image_diffusion.core.history import read_journal
+from image_diffusion.core.weights import read_model
 
 
 def results(folder: Path) -> dict[str, str]:
@@ -14,7 +15,8 @@ def results(folder: Path) -> dict[str, str]:
     Timings, kept under `speed/` and `system/`, are not.
     """
     train = folder / "train"
-    newest = max(train.glob("state/*/step-*"))
+    model = read_model(train)
+    newest = train / "state" / model["fingerprint"] / f"step-{model['train']['steps']:07d}"
     files = [train / "weights.safetensors", train / "model.json", *sorted(newest.glob("*.safetensors"))]
     found = {str(path.relative_to(train)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return found | {"journal": hashlib.sha256(repr(points(folder)).encode()).hexdigest()}

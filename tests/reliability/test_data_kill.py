@@ -131,7 +131,7 @@ def test_encode_killed_anywhere_ends_with_the_same_bytes(crops: Path, tmp_path: 
     assert run(command("undisturbed")).returncode == 0
     kill_again_and_again(command("out"), tmp_path / "out", KILLS // 2)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "undisturbed")
-    assert open_shards(tmp_path / "out", verify=True).num_samples == 2000
+    assert open_shards(tmp_path / "out", in_background=True).num_samples == 2000
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,15 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(
     if stage == "crop":
         assert bytes_of(output) == bytes_of(crops)
     else:
-        assert open_shards(output, "all", verify=True).num_samples == 2000
+        assert open_shards(output, "all", in_background=True).num_samples == 2000
+
+
+def test_the_processes_of_a_killed_crop_die_with_it(images: Path, tmp_path: Path) -> None:
+    """They hold the other end of its output, which is closed when the last of them is gone."""
+    command = [*crop_command(images, tmp_path), "--processes", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while not list(tmp_path.glob("shard-*")) and process.poll() is None:
+            time.sleep(0.001)
+        process.kill()
+        process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from image_diffusion.core.files import sha256_file, write_json
+from image_diffusion.core.files import read_json, sha256_file, write_json
 from image_diffusion.core.streams import Streams
+from image_diffusion.data import verify
 from image_diffusion.data.batches import Batches, Examples
 from image_diffusion.data.order import epoch_order
 from image_diffusion.data.records import Sample, ShardRecord, describe_shards, read_record, write_index, write_record
@@ -75,7 +77,7 @@ def make(tmp_path: Path) -> Make:
 
 def test_gather_returns_any_samples_in_any_order_with_their_twins(make: Make) -> None:
     folder, plain, labels = make([4, 0, 7, 1])
-    for dataset in (open_shards(folder), open_shards(folder, verify=True).hold()):
+    for dataset in (open_shards(folder), open_shards(folder, in_background=True).hold()):
         assert (dataset.num_samples, dataset.shape, dataset.dtype) == (12, (2, 1, 2, 2), torch.float16)
         assert (dataset.labels == labels).all() and dataset.labels.dtype == np.int64
         assert dataset.classes == ["a", "b", "c"] and dataset.num_classes == 3
@@ -210,7 +212,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an index of another set": (
         lambda folder: np.save(folder / "index.npy", np.load(folder / "index.npy")[:3]),
-        "lists 3 samples but the manifest 9",
+        "index.npy is damaged: its sha256",
     ),
 }
 
@@ -225,20 +227,126 @@ def test_a_damaged_set_is_refused_with_one_line(make: Make, damage: str) -> None
     assert "\n" not in str(error.value)
 
 
-def test_a_flipped_bit_is_found_on_demand(make: Make) -> None:
-    folder, _, _ = make([4, 5])
-    data = bytearray((folder / "shard-00000.tar").read_bytes())
-    data[1700] ^= 1
-    (folder / "shard-00000.tar").write_bytes(data)
-    open_shards(folder)
-    with pytest.raises(ValueError, match=r"shard-00000\.tar is damaged: its sha256"):
-        open_shards(folder, verify=True)
+def flip(path: Path, byte: int) -> None:
+    """Flip one bit of a file, in place, and set its time back: only the time of the change tells."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(byte)
+        value = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([value ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["never read", "found good before"])
+def test_a_flipped_bit_is_found_before_it_is_read(make: Make, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
+    folder, plain, _ = make([4, 5])
+    if known:
+        assert (open_shards(folder).hold().gather(np.arange(9)).numpy() == plain).all()
+    flip(folder / "shard-00000.tar", 1700)
+    dataset = open_shards(folder)
+    assert (dataset.gather(np.arange(4, 9)).numpy() == plain[4:]).all()
+    message = r"shard-00000\.tar is damaged: its sha256 is not the manifest's\. Run the stage that writes it again\."
+    with pytest.raises(ValueError, match=message):
+        dataset.gather(np.arange(3, 9))
+    with pytest.raises(ValueError, match=message):
+        open_shards(folder, in_background=True)
     folder, _, _ = make([4, 5], "other")
-    index = np.load(folder / "index.npy")
-    index["label"][3] = 2
-    np.save(folder / "index.npy", index)
+    open_shards(folder)
+    flip(folder / "index.npy", 128)
     with pytest.raises(ValueError, match=r"index\.npy is damaged: its sha256"):
-        open_shards(folder, verify=True)
+        open_shards(folder)
+
+
+def test_a_file_is_hashed_once_for_its_stamp(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    monkeypatch.setattr(verify, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
+    folder, _, _ = make([4, 5])
+    for settled in (3600.0, -1.0, -1.0):  # at first it was written too short a time ago
+        monkeypatch.setattr(verify, "_SETTLED_S", settled)
+        open_shards(folder).hold()
+        open_shards(folder, in_background=True)
+    assert sorted(Counter(hashed).items()) == [("index.npy", 3), ("shard-00000.tar", 3), ("shard-00001.tar", 3)]
+    os.utime(folder / "shard-00001.tar")
+    open_shards(folder).hold()
+    assert hashed[9:] == ["shard-00001.tar"]
+
+
+def test_much_is_hashed_while_it_is_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, plain, _ = make([4, 5])
+    flip(folder / "shard-00001.tar", 1700)
+    may_hash = threading.Event()
+
+    def slowly(path: Path) -> str:
+        assert path.suffix == ".npy" or may_hash.wait(30)
+        return sha256_file(path)
+
+    monkeypatch.setattr(verify, "AT_ONCE_BYTES", 10_000)
+    monkeypatch.setattr(verify, "sha256_file", slowly)
+    dataset = open_shards(folder, in_background=True)
+    assert (dataset.gather(np.arange(4)).numpy() == plain[:4]).all()
+    may_hash.set()
+    for read in (dataset.verified, lambda: dataset.gather(np.arange(1))):
+        with pytest.raises(ValueError, match=r"shard-00001\.tar is damaged"):
+            read()
+
+
+FALSE: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "no shards": (lambda m: {key: m[key] for key in m if key != "shards"}, "shards is required"),
+    "an unknown key": (lambda m: m | {"stirde": 1}, "stirde is not a known key. Did you mean stride?"),
+    "a stride of nothing": (lambda m: m | {"stride": 0}, "stride is 0, but shape, classes and numbers of"),
+    "other offsets": (lambda m: m | {"offsets": {"npy": 0, "flip.npy": 512}}, "offsets is {'npy': 0"),
+    "objects": (lambda m: m | {"dtype": "object"}, "Unknown dtype 'object'"),
+    "a huge shape": (lambda m: m | {"shape": [2**40, 1, 1, 1]}, "shape.0 is 1099511627776"),
+    "a number as text": (lambda m: m | {"stride": str(m["stride"])}, "stride is '3072'"),
+    "a shard elsewhere": (lambda m: m | {"shards": [m["shards"][0] | {"file": "../x.tar"}]}, "file is '../x.tar'"),
+    "no sha256": (lambda m: m | {"index": "../../x"}, r"index is '../../x'"),
+    "fewer samples": (lambda m: m | {"num_samples": 3}, "num_samples is 3, but"),
+    "too many held out": (lambda m: m | {"validation_fraction": 0.6, "test_fraction": 0.4}, "leave nothing to train"),
+    "many mistakes": (lambda m: m | {"shards": [{}] * 50}, r"shards.0.file is required. \(and 199 more\) Run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FALSE)
+def test_a_manifest_is_checked_like_a_configuration(make: Make, what: str) -> None:
+    folder, _, _ = make([4, 5])
+    change, message = FALSE[what]
+    write_json(folder / "manifest.json", change(read_json(folder / "manifest.json")))
+    with pytest.raises(ValueError, match=f"manifest.json: .*{message}") as error:
+        open_shards(folder)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith("Run the stage that writes it again, or get the set anew.")
+
+
+def test_a_manifest_that_is_changed_or_nested_too_deep_is_damaged(make: Make) -> None:
+    folder, _, _ = make([4, 5])
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"validation_fraction": 0.0', '"validation_fraction": 0.1'))
+    with pytest.raises(ValueError, match="manifest.json is damaged: it is not what was written"):
+        open_shards(folder)
+    path.write_text('{"format": ' + "[" * 200_000)
+    with pytest.raises(ValueError, match="manifest.json is damaged: maximum recursion depth exceeded"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"shape": [2, 2, 1, 2]}])
+def test_numbers_of_another_kind_than_the_manifest_says_are_refused(make: Make, change: dict[str, Any]) -> None:
+    folder, _, _ = make([0, 5])
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | change)
+    with pytest.raises(ValueError, match=r"shard-00001\.tar does not hold .*, as the manifest says\. Run the stage"):
+        open_shards(folder).hold()
+
+
+def test_a_class_that_does_not_exist_is_refused(make: Make) -> None:
+    folder, _, _ = make([4, 5])
+    index = np.load(folder / "index.npy")
+    index["label"][3] = 3
+    np.save(folder / "index.npy", index)
+    changed = {"index": sha256_file(folder / "index.npy")}
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | changed)
+    with pytest.raises(ValueError, match=r"index\.npy gives class 3 of 3 to a sample"):
+        open_shards(folder)
 
 
 def test_latents_are_refused_with_another_codec(make: Make) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.files import sha256_file
+from image_diffusion.core.files import read_json, sha256_file
 from image_diffusion.data.source import refresh, remember
 from image_diffusion.data.sources.folder import Folder
 
@@ -33,9 +33,31 @@ def later(path: Path) -> None:
     os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1_000_000_000))
 
 
+def same_times(*paths: Path) -> None:
+    """Give files one modification time, as `tar` and `rsync --times` restore normalised ones."""
+    for path in paths:
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def change_places(folder: Path) -> None:
+    """Two images of one size and one time."""
+    (folder / "a/1.png").rename(folder / "one")
+    (folder / "a/2.png").rename(folder / "a/1.png")
+    (folder / "one").rename(folder / "a/2.png")
+
+
+def edit_in_place(folder: Path) -> None:
+    """With the time set back."""
+    before = (folder / "a/1.png").stat()
+    (folder / "a/1.png").write_bytes(b"A/1.png")
+    os.utime(folder / "a/1.png", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "edited, same size": lambda folder: ((folder / "a/1.png").write_bytes(b"A/1.png"), later(folder / "a/1.png")),
     "edited, other size": lambda folder: (folder / "a/1.png").write_bytes(b"longer than before"),
+    "edited in place, same size and time": edit_in_place,
+    "swapped, same size and time": change_places,
     "added": lambda folder: (folder / "a/4.png").write_bytes(b"4"),
     "deleted": lambda folder: (folder / "b/3.png").unlink(),
     "renamed": lambda folder: (folder / "b/3.png").rename(folder / "b/5.png"),
@@ -56,6 +78,7 @@ NO_CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("read_by_crop", [True, False])
 def test_a_change_is_seen(source: Folder, tmp_path: Path, change: str, read_by_crop: bool) -> None:
     path = tmp_path / "source.json"
+    same_times(*Path(source.path).rglob("*.png"))
     assert refresh(source, path)
     if read_by_crop:
         cropped(source, path)
@@ -110,6 +133,29 @@ def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, t
     path.unlink()
     assert refresh(source, path)
     assert refresh(source.model_copy(update={"classes": "none"}), path)
+
+
+def test_where_the_time_of_the_change_lies_it_is_not_asked(source: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "source.json"
+    same_times(*Path(source.path).rglob("*.png"))
+    assert refresh(source, path, trust_ctime=False)
+    cropped(source, path)
+    change_places(Path(source.path))
+    assert not refresh(source, path, trust_ctime=False)
+    later(Path(source.path) / "a/1.png")
+    assert refresh(source, path, trust_ctime=False)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"{}", b"[]", b'{"revision": 1, "seal": "x"}'])
+def test_a_damaged_note_is_written_again(source: Folder, tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)
+    refresh(source, path)
+    path.write_bytes(damage)
+    assert refresh(source, path)
+    assert not refresh(source, path)
+    assert read_json(path)["files"] == 3
 
 
 def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:

@@ -120,14 +120,67 @@ def tar_of(path: Path, members: dict[str, bytes | None]) -> None:
             tar.addfile(member, io.BytesIO(data or b""))
 
 
+def member_of(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE) -> None:
+    """A tar of one member that says it has so many bytes; the file has them, and takes no room for them."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    path.write_bytes(member.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(path, 512 + -(-size // 512) * 512 + 10240)
+
+
+def doubled(path: Path) -> None:
+    """Two tars, one behind the other."""
+    tar_of(path, {"1.png": png(1), "1.cls": b"1"})
+    first = path.read_bytes()
+    tar_of(path, {"2.png": png(2), "2.cls": b"2"})
+    path.write_bytes(first + path.read_bytes())
+
+
+HUGE = 7 << 30
+
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a way out": (lambda path: tar_of(path, {"../x.png": png(0)}), r"its member '\.\./x\.png' leads out of it"),
     "a way out, deep": (lambda path: tar_of(path, {"a/../../x.png": png(0)}), "leads out of it"),
     "an absolute name": (lambda path: tar_of(path, {"/etc/x.png": png(0)}), "leads out of it"),
-    "a link": (lambda path: tar_of(path, {"x.png": None}), "is a link or a device"),
+    "a link": (lambda path: tar_of(path, {"x.png": None}), "is a link, a device or has"),
     "no tar": (lambda path: path.write_bytes(b"no tar at all" * 100), "cannot be read as a tar"),
     "no images": (lambda path: tar_of(path, {"x.bin": b"x"}), "holds no images"),
-    "broken json": (lambda path: tar_of(path, {"x.png": png(0), "x.json": b"{"}), "cannot be read as a tar"),
+    "broken json": (
+        lambda path: tar_of(path, {"x.png": png(0), "x.json": b"{"}),
+        r"has a member 'x\.json' that cannot be read: Expecting",
+    ),
+    "deep json": (
+        lambda path: tar_of(path, {"x.png": png(0), "x.json": b"[" * 200_000}),
+        r"has a member 'x\.json' that cannot be read: maximum recursion depth",
+    ),
+    "a class that is no text": (
+        lambda path: tar_of(path, {"x.png": png(0), "x.cls": b"\xff"}),
+        r"has a member 'x\.cls' that cannot be read: 'utf-8'",
+    ),
+    "a huge class": (
+        lambda path: member_of(path, "x.cls", HUGE),
+        r"its member 'x\.cls' has 7,516,192,768 bytes; a class or a caption has at most 1,048,576\.",
+    ),
+    "a member with holes": (lambda path: member_of(path, "x.png", 512, tarfile.GNUTYPE_SPARSE), "or has holes"),
+    "a huge header": (
+        lambda path: member_of(path, "x.png", HUGE, tarfile.XHDTYPE),
+        "cannot be read as a tar file: it has a header of 7,516,192,768 bytes",
+    ),
+    "a huge name": (lambda path: member_of(path, "x.png", HUGE, tarfile.GNUTYPE_LONGNAME), "it has a header of 7,516"),
+    "a class of 5,000 digits": (
+        lambda path: tar_of(path, {"x.png": png(0), "x.cls": b"1" * 5000}),
+        r"x\.tar has a class of 5,000 characters, 1{20}\.\.\.; a class has at most 255",
+    ),
+    "two classes of one key": (
+        lambda path: tar_of(path, {"x.png": png(0), "x.cls": b"1", "x.CLS": b"2"}),
+        r"has two \.cls under the key 'x'",
+    ),
+    "two tars in one": (doubled, "goes on behind its end, as tars do that were put together with `cat`"),
+    "a tar and something else": (
+        lambda path: (tar_of(path, {"1.png": png(1)}), path.write_bytes(path.read_bytes() + b"x")),
+        "goes on behind its end",
+    ),
+    "a pipe": (os.mkfifo, r"x\.tar is a folder, a pipe or a device, not a file"),
     "two images of one key": (lambda path: tar_of(path, {"x.png": png(0), "x.jpg": png(1)}), "two images under"),
     "cut short in an image": (
         lambda path: (tar_of(path, {f"{i}.png": png(i) * 20 for i in range(9)}), os.truncate(path, 4000)),
@@ -153,6 +206,34 @@ def test_these_tars_are_refused_with_one_line(tmp_path: Path, kind: str) -> None
         source.listing()
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["x.tar"]
+
+
+def test_a_class_is_told_by_the_first_of_several(tmp_path: Path) -> None:
+    told = {"x.txt": b"a caption", "x.json": b'{"label": "json", "caption": "another"}', "x.cls": b"cls"}
+    for count, expected in ((1, "a caption"), (2, "json"), (3, "cls")):
+        tar_of(tmp_path / "x.tar", {"x.png": png(0), **dict(list(told.items())[:count])})
+        source = parse(Source, {"type": "webdataset", "path": str(tmp_path / "x.tar")}, "here")
+        assert source.listing().classes == [expected]
+
+
+@pytest.mark.parametrize("kind", ["tar", "folder", "table"])
+def test_a_file_too_large_to_be_an_image_is_not_read(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "in").mkdir()
+    if kind == "tar":
+        member_of(tmp_path / "in/x.tar", "x.png", HUGE)
+    else:
+        (tmp_path / "in/x.png").touch()
+        os.truncate(tmp_path / "in/x.png", HUGE)
+        (tmp_path / "in/x.csv").write_text("path\nx.png\n")
+    source = {
+        "tar": {"type": "webdataset", "path": str(tmp_path / "in")},
+        "folder": {"type": "folder", "path": str(tmp_path / "in")},
+        "table": {"type": "table", "path": str(tmp_path / "in/x.csv"), "label_column": None},
+    }[kind]
+    found = parse(Source, source, "here")
+    item = next(each for each in found.listing().items if "csv" not in each.name)
+    with pytest.raises(OSError, match="7,516,192,768 bytes, more than 1,073,741,824"):
+        found.read(item)
 
 
 def test_odd_members_are_ignored_or_listed(tmp_path: Path) -> None:

@@ -25,3 +25,9 @@ def test_the_page_for_clusters_tells_what_an_experiment_asks_for(path: Path) -> 
 def test_the_readme_lists_every_experiment() -> None:
     readme = (ROOT / "README.md").read_text()
     assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in readme]
+
+
+def test_the_page_of_results_has_a_place_for_the_table_of_a_gpu() -> None:
+    lines = (ROOT / "tests/bench/RESULTS.md").read_text().splitlines()
+    assert lines.count("<!-- bench-gpu -->") == lines.count("<!-- /bench-gpu -->") == 1
+    assert lines.index("<!-- bench-gpu -->") < lines.index("<!-- /bench-gpu -->")

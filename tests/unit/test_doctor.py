@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, Losses
-from image_diffusion.doctor import check, duration, sampling_seconds
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.doctor import check, decoding_seconds, duration, sampling_seconds
+from image_diffusion.nn.precision import Precision
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.samplers import Sampler, SamplerConfig
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.systems.autoencoder import AutoencoderSystem
@@ -32,7 +38,7 @@ class Points:
         return torch.ones(len(indices), 3)
 
 
-def found(**changes: Any) -> Forecast:
+def found(sampled_in: Sequence[Precision] = (), **changes: Any) -> Forecast:
     def objective(network: Any, batch: Batch) -> Losses:
         return Losses(network(batch.x).square().sum(1), {})
 
@@ -43,7 +49,7 @@ def found(**changes: Any) -> Forecast:
         return Task(nn.Linear(3, 1000), objective, prepare, Points(), Points())  # type: ignore[arg-type]
 
     settings = {"steps": 1000, "global_batch": 8, "checkpoint": {"every_steps": 10}, "validation_samples": 20}
-    return forecast(build, TrainConfig.model_validate(settings | changes), processes=2, steps=2)
+    return forecast(build, TrainConfig.model_validate(settings | changes), 2, steps=2, sampled_in=sampled_in)
 
 
 def test_steps_validations_and_checkpoints_are_counted() -> None:
@@ -68,10 +74,50 @@ def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.Mo
 
 
 def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
-    one = found(validate_every_steps=None)
+    one = found(validate_every_steps=None, sampled_in=["tf32", "bf16"])
     settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))
-    assert sampling_seconds(settings, DiTSystem(), one) == pytest.approx(10 * 7 * 2 * one.evaluation_s)
-    assert sampling_seconds(settings, AutoencoderSystem(), one) == 0
+    seconds = sampling_seconds(settings, DiTSystem(), one, decode_s=0.5)
+    assert seconds == pytest.approx(10 * (7 * 2 * one.passes_s["tf32"] + 0.5))
+    coarse = settings.model_copy(update={"precision": "bf16"})
+    assert sampling_seconds(coarse, DiTSystem(), one, 0.0) == pytest.approx(10 * 7 * 2 * one.passes_s["bf16"])
+    assert sampling_seconds(settings, AutoencoderSystem(), one, 0.5) == 0
+    assert sampling_seconds(None, DiTSystem(), one, 0.5) == 0
+
+
+def test_decoding_is_timed_for_one_image() -> None:
+    class Slow:
+        def decode(self, x: Tensor) -> Tensor:
+            assert x.shape[1:] == (2, 4, 4)
+            time.sleep(0.02 * len(x))
+            return x
+
+    training = SimpleNamespace(spec=DataSpec(channels=2, resolution=4), decoder=Slow)
+    assert decoding_seconds(training) == pytest.approx(0.02, rel=0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", get_args(get_args(Sampler)[0]))
+@pytest.mark.parametrize("interval", [None, (0.5, 3.0)])
+def test_calls_of_the_network_are_those_that_every_sampler_makes(
+    kind: type[SamplerConfig], interval: tuple[float, float] | None
+) -> None:
+    """Of one image: the rows that the network is given, over all calls."""
+    settings = SampleConfig(sampler=kind(num_steps=9), guidance=Guidance(guidance_scale=2.0, interval=interval))
+    system, rows = DiTSystem(process=Discrete(num_timesteps=50)), 0
+
+    def network(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+        nonlocal rows
+        rows += len(x)
+        return torch.zeros_like(x)
+
+    grid = settings.sampler.grid(system.process)
+
+    def guide(plain: Network) -> Network:
+        return settings.guidance.build(plain, {"label": torch.tensor(3)}, grid)
+
+    streams = Streams(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    denoiser = system.denoiser(network, grid, {"label": torch.tensor([1])}, guide)
+    settings.sampler(denoiser, grid, torch.randn(1, 4, 4, 4), streams)
+    assert system.evaluations(settings) == pytest.approx(rows, abs=1)
 
 
 def test_what_does_not_fit_is_refused() -> None:

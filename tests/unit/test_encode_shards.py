@@ -71,7 +71,7 @@ def encode(crops: Path, output: Path, codec: Halves | None = None, **settings: A
 def test_every_image_and_its_mirror_image_are_there(tmp_path: Path, crops: Callable[[], Path], dtype: str) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", dtype=dtype) == 3
     images = open_shards(tmp_path / "crops", "all")
-    latents = open_shards(tmp_path / "out", "all", codec_identity=Halves().identity, verify=True)
+    latents = open_shards(tmp_path / "out", "all", codec_identity=Halves().identity, in_background=True)
     everything = np.arange(23)
     assert (latents.shape, latents.num_samples) == ((2, 2, 2, 2), 23)
     assert latents.classes == ["a", "b"] and (latents.labels == images.labels).all()
@@ -180,7 +180,7 @@ def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[
     (tmp_path / "in/a").rmdir()
     crops()
     assert encode(tmp_path / "crops", tmp_path / "out") == 3
-    latents = open_shards(tmp_path / "out", "all", verify=True)
+    latents = open_shards(tmp_path / "out", "all", in_background=True)
     assert latents.num_samples == 2 and latents.num_classes == 0
     write_json(tmp_path / "unused.json", latents.manifest)  # plain data, no NaN
 
@@ -196,7 +196,7 @@ class Tokens(Halves):
 
 def test_a_discrete_codec_gives_integers_and_how_often_each_occurs(tmp_path: Path, crops: Callable[[], Path]) -> None:
     assert encode(tmp_path / "crops", tmp_path / "out", Tokens()) == 3
-    images, tokens = open_shards(tmp_path / "crops", "all"), open_shards(tmp_path / "out", "all", verify=True)
+    images, tokens = open_shards(tmp_path / "crops", "all"), open_shards(tmp_path / "out", "all", in_background=True)
     everything, flip = np.arange(23), np.ones(23, dtype=bool)
     plain = images.gather(everything)
     assert tokens.dtype == torch.int16 and tokens.shape == (2, 2)

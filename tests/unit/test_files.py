@@ -1,6 +1,8 @@
 """Files are whole or absent; digests depend on content only."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,20 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         write_json(path, {"bad": float("nan")})
     assert read_json(path) == {"good": 1}
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a [1].npz"
+    half = "from image_diffusion.core.files import *; import os, sys\nwith atomic_write(Path(sys.argv[1])): os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", half, str(path)], check=False).returncode == 9
+    (left,) = tmp_path.iterdir()
+    (tmp_path / ".b.npz.x.tmp").touch()
+    with atomic_write(path) as first, atomic_write(path) as second:
+        assert not left.exists()
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_bytes() == b"first"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".b.npz.x.tmp", "a [1].npz"]
 
 
 def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The launcher: one command line for one node, another for several nodes of a Slurm job, the same processes in both."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ def layout(nodes: int, processes_per_node: int) -> Layout:
 @pytest.mark.parametrize("environment", [{}, IN_SLURM])
 def test_one_node_never_calls_srun(environment: dict[str, str]) -> None:
     line = command_line(layout(1, 4), MODULE, environment, "first")
-    assert line[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert line[:4] == [sys.executable, "-m", "image_diffusion.training.agent", "--standalone"]
     assert "--nproc-per-node=4" in line
 
 
@@ -53,7 +56,7 @@ def test_no_processes_is_a_mistake() -> None:
 def launch(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
     launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs"]
-    environment = {"PATH": "/usr/bin:/bin"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     line = [*launcher, *arguments, "--", "program"]
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -66,5 +69,65 @@ def test_every_process_runs_and_leaves_its_log(tmp_path: Path) -> None:
     assert printed == ["0 of 2 3", "1 of 2 3"]
 
 
-def test_a_failing_process_fails_the_command(tmp_path: Path) -> None:
-    assert launch(tmp_path, "raise SystemExit(3)").returncode == 1
+def test_a_failing_process_has_the_last_word(tmp_path: Path) -> None:
+    done = launch(tmp_path, "import sys\nprint('error: the loss is gone', file=sys.stderr)\nsys.exit(3)")
+    assert (done.returncode, done.stderr) == (3, "error: the loss is gone\n")
+
+
+def test_a_killed_process_is_told_in_one_line(tmp_path: Path) -> None:
+    program = "import os, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    done = launch(tmp_path, program, "--processes-per-node", "2")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: Process 1 was ended by SIGKILL. The machine may have run out of memory: see train.microbatch. Run the "
+        "same command again to go on from the last checkpoint.\n"
+    )
+
+
+SLOW = """
+import os, pathlib, signal, time
+from image_diffusion.core import command
+from image_diffusion.core.errors import Stopped
+
+def stop(*_):
+    raise Stopped("saved.")
+
+def main():
+    signal.signal(signal.SIGTERM, stop)
+    pathlib.Path("running").touch()
+    time.sleep(60)
+
+command.run(main)
+"""
+
+
+@pytest.mark.parametrize("ended", ["launcher", "Snakemake"])
+def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> None:
+    """Of the launcher, or when what has started it was killed alone: its processes then stop as well."""
+    (tmp_path / "program.py").write_text(SLOW)
+    starter = (
+        "import os, subprocess, sys; from image_diffusion.core.lifeline import announce; announce(os.environ); "
+        "child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); sys.exit(child.wait())"
+    )
+    launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs", "--", "program"]
+    with subprocess.Popen(
+        [sys.executable, "-c", starter, *launcher],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None and running.stderr is not None
+        child = int(running.stdout.readline())
+        while not (tmp_path / "running").exists():
+            assert running.poll() is None
+            time.sleep(0.05)
+        if ended == "launcher":
+            os.kill(child, signal.SIGTERM)
+        else:
+            running.kill()
+        said = running.stderr.read()  # ends with the last of them
+    assert "Traceback" not in said
+    assert "stopped: saved.\n" in said
+    if ended == "launcher":
+        assert (running.returncode, said) == (75, "stopped: saved.\n")

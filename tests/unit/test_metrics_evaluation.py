@@ -280,7 +280,7 @@ def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages
         made = images(60, step, shift=shift)
         pixels = made.gather(np.arange(60)).permute(0, 2, 3, 1).numpy()
         np.savez(tmp_path / f"step-{step:07d}.npz", pixels, made.labels)
-    previews = read_previews(tmp_path, CLASSES)
+    previews = read_previews(tmp_path, CLASSES, 400)
     result = evaluate_samples(images(60, 400), data, Brightness(), settings, tmp_path / "report", previews=previews)
     worse, better = result["curve"]
     assert (worse["step"], better["step"]) == (200, 400) and better["num_samples"] == 60
@@ -288,4 +288,4 @@ def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages
         assert better[name] == pytest.approx(result["metrics"][name]["value"], rel=1e-9)
     assert worse["inpipe_kd"] > better["inpipe_kd"] and worse["inpipe_fd"] > better["inpipe_fd"]
     assert Image.open(tmp_path / "report" / "curve.png").width > 100
-    assert read_previews(tmp_path / "nowhere", CLASSES) == {}
+    assert read_previews(tmp_path / "nowhere", CLASSES, 400) == {}

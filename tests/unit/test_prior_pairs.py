@@ -72,7 +72,7 @@ def everything(data: Shards) -> np.ndarray:
 def test_every_row_of_every_part_is_stored_once_and_in_order(source, tmp_path):
     rows = write_parts(tmp_path / "in")
     manifest, count = written(source, tmp_path / "out")
-    stored = open_shards(tmp_path / "out", "all", verify=True)
+    stored = open_shards(tmp_path / "out", "all", in_background=True)
     assert np.array_equal(everything(stored), rows.astype(np.float32))
     assert (manifest["kind"], manifest["num_samples"], count) == ("pairs", 48, 5)
 
@@ -224,9 +224,9 @@ def test_training_refuses_what_does_not_learn_from_pairs_and_mirror_images(sourc
         stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": train | changes, "preview": {}}
         path.write_text(to_yaml(stage))
         with pytest.raises(ValueError, match=message):
-            prepare_training(path, tmp_path / "pairs" / "manifest.json", None, tmp_path)
+            prepare_training(path, tmp_path / "pairs" / "manifest.json", None)
     path.write_text(to_yaml(stage | {"train": train | {"flip_probability": 0}}))
-    prepared = prepare_training(path, tmp_path / "pairs" / "manifest.json", None, tmp_path)
+    prepared = prepare_training(path, tmp_path / "pairs" / "manifest.json", None)
     assert prepared.model["spec"] == {"channels": 6, "resolution": 1, "num_classes": 0}
 
 

@@ -266,3 +266,26 @@ def test_bf16_computes_what_float32_does_up_to_its_precision():
     rounded.mean().backward()
     torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.05)
     assert all(each.grad.isfinite().all() for each in network.parameters() if each.grad is not None)
+
+
+def test_a_network_that_is_given_its_own_estimate_is_given_the_clamped_one():
+    """Where it predicts eps, an estimate at much noise lies far outside [-1, 1]."""
+    seen: list[float] = []
+
+    class Eps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, x, t, /, self_cond=None, **cond):
+            seen.append(float(self_cond.abs().max()))
+            return torch.zeros_like(x)
+
+    system = PriorSystem(
+        network={**SMALL, "self_cond": True}, process={"num_timesteps": 50}, objective={"prediction": "eps"}
+    )
+    for kind in ("ddpm", "ddim", "legacy_ddim"):
+        seen.clear()
+        sampling = EmbeddingSampling(sampler={"type": kind, "num_steps": 5, "clip_denoised": True}, num_candidates=1)
+        EmbeddingGenerator(Eps(), system, SPEC, sampling)({"text_embed": torch.randn(4, DIM)}, torch.arange(4))
+        assert seen[0] == 0 and 0.9 < max(seen) <= 1, kind

@@ -14,8 +14,10 @@ from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.core.files import hashes, write_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
+from image_diffusion.metrics.samples import read_samples
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
@@ -104,6 +106,25 @@ def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:
         Generator(random_network(system(0.0)), system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0}))
 
 
+def test_the_variance_of_the_objective_decides_the_steps() -> None:
+    """Unless the sampler names another: samples and bits per dimension are then of one model."""
+    of = DiTSystem(network=system().network, objective={"variance": "fixed_large", "loss": "simple"})
+    network, seeds, labels = random_network(of), torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    images = {
+        variance: Generator(
+            network, of, SPEC, Rgb(), SampleConfig.model_validate({"sampler": {"type": "ddpm", "num_steps": 4} | named})
+        )(seeds, labels)
+        for variance, named in {
+            "unset": {},
+            "large": {"variance": "fixed_large"},
+            "small": {"variance": "fixed_small"},
+            "unclipped": {"clip_denoised": False},
+        }.items()
+    }
+    assert torch.equal(images["unset"], images["large"])
+    assert not torch.equal(images["unset"], images["small"]) and not torch.equal(images["unset"], images["unclipped"])
+
+
 def run(monkeypatch: pytest.MonkeyPatch, module: object, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
     module.main()  # type: ignore[attr-defined]
@@ -190,6 +211,30 @@ def test_samples_are_read_where_they_lie(tmp_path: Path) -> None:
         assert isinstance(arrays["arr_0"], np.memmap) == (name != "small")
     with np.load(tmp_path / "ours.npz") as arrays:
         assert (arrays["arr_0"] == pixels).all() and arrays["arr_1"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["ours", "small"])
+def test_a_flipped_bit_in_samples_is_found(tmp_path: Path, name: str) -> None:
+    images = torch.randint(0, 256, (20, 3, 8, 8), dtype=torch.uint8)
+    save_samples(tmp_path / "ours.npz", images, torch.zeros(20, dtype=torch.int64))
+    np.savez_compressed(tmp_path / "small.npz", images.permute(0, 2, 3, 1).numpy())
+    data = bytearray((tmp_path / f"{name}.npz").read_bytes())
+    data[2000] ^= 4
+    (tmp_path / f"{name}.npz").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{name}\.npz is not a whole \.npz file: .*\. Write it again\."):
+        read_arrays(tmp_path / f"{name}.npz")
+
+
+def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        images = torch.full((4, 3, 8, 8), len(name) + (name == "two"), dtype=torch.uint8)
+        save_samples(tmp_path / name / "samples.npz", images, None)
+        files = hashes(tmp_path / name, [tmp_path / name / "samples.npz"])
+        write_json(tmp_path / name / "samples.json", {"files": files})
+    assert read_samples(tmp_path / "one/samples.npz").num_samples == 4
+    (tmp_path / "one/samples.npz").write_bytes((tmp_path / "two/samples.npz").read_bytes())
+    with pytest.raises(ValueError, match=r"samples\.npz is not the file that .*samples\.json describes\. Run sample"):
+        read_samples(tmp_path / "one/samples.npz")
 
 
 def test_a_weaker_network_of_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,10 +143,10 @@ def checkpoint(step: int, value: float) -> Checkpoint:
 
 
 def test_the_weights_of_an_earlier_step_are_those_of_the_run_that_ended_with_these(tmp_path: Path) -> None:
-    for name, offset in (("other", 100.0), ("run", 0.0)):
+    for name, offset in (("a", 100.0), ("b", 0.0)):
         for step in (4, 8):
             write_checkpoint(tmp_path / "state" / name, checkpoint(step, step + offset), {}, {}, lambda: None)
-    model = {"step": 8, "examples_seen": 64, "ema": "ema-0.9", "system": {}}
+    model = {"step": 8, "examples_seen": 64, "ema": "ema-0.9", "system": {}, "fingerprint": "b"}
     save_weights(tmp_path / "train", {"weight": torch.full((2,), -8.0), "buffer": torch.tensor([8])}, model)
     tensors, found = weights_at(tmp_path / "state", tmp_path / "train", 4)
     assert tensors["weight"].tolist() == [-4, -4] and tensors["buffer"].tolist() == [4]
@@ -155,6 +155,6 @@ def test_the_weights_of_an_earlier_step_are_those_of_the_run_that_ended_with_the
     assert torch.equal(last["weight"], torch.full((2,), -8.0)) and found["step"] == 8
     with pytest.raises(ValueError, match=f"{folder_name(6)} is missing. Keep it with train.checkpoint.keep_every"):
         weights_at(tmp_path / "state", tmp_path / "train", 6)
-    save_weights(tmp_path / "train", {"weight": torch.zeros(2), "buffer": torch.tensor([8])}, model)
+    save_weights(tmp_path / "train", tensors, {**model, "fingerprint": "c"})
     with pytest.raises(ValueError, match="No run in .*state ended with the weights"):
         weights_at(tmp_path / "state", tmp_path / "train", 4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from image_diffusion.core.weights import save_weights
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, differing_keys, read_checkpoint, write_checkpoint
 from image_diffusion.training.config import CheckpointConfig
 from image_diffusion.training.state import State
@@ -151,10 +152,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(tmp_path: Path) -> 
 def test_the_checkpoint_of_another_configuration_is_refused_with_the_keys(tmp_path: Path, change: int) -> None:
     other = json.loads(json.dumps(IDENTITY))
     [other["train"], other["train"]["optimizer"], other["system"]][change][["seed", "lr", "type"][change]] = "else"
-    theirs, ours = state(tmp_path, other), state(tmp_path)
-    assert theirs.folder != ours.folder
+    theirs = state(tmp_path, other)
     theirs.save(checkpoint(4))
     theirs.wait()
+    ours = state(tmp_path)
+    assert theirs.folder != ours.folder
     theirs.checkpoints()[0].rename(ours.folder / "step-0000004")
     key = ["train.seed", "train.optimizer.lr", "system.type"][change]
     with pytest.raises(ValueError, match=rf"belongs to another configuration: {key} \(.* here, 'else' there\)"):
@@ -177,14 +179,16 @@ def test_old_checkpoints_are_removed(tmp_path: Path, keep_every: int | None, kep
         owned.save(checkpoint(step))
     owned.wait()
     assert [path.name for path in owned.checkpoints()] == kept
-    assert sorted(path.name for path in owned.folder.iterdir()) == sorted([*kept, "owner.json"])
+    assert sorted(path.name for path in owned.folder.iterdir()) == kept
 
 
-def test_who_was_replaced_ends_without_writing(tmp_path: Path) -> None:
-    first = state(tmp_path)
+@pytest.mark.parametrize("identity", [IDENTITY, {"train": {"seed": 2}}], ids=["alike", "another"])
+def test_who_was_replaced_ends_without_writing(tmp_path: Path, identity: dict[str, Any]) -> None:
+    first = state(tmp_path, identity)
     first.save(checkpoint(1))
     first.wait()
     second = state(tmp_path)
+    second.save(checkpoint(1))
     with pytest.raises(ValueError, match=r"has taken over .*; this one ends without writing"):
         first.save(checkpoint(2))
     second.save(checkpoint(2))
@@ -199,6 +203,32 @@ def test_who_is_replaced_while_writing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="taken over"):
         write_checkpoint(tmp_path, checkpoint(1), IDENTITY, {}, replaced)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_not_replaced_without_permission(tmp_path: Path) -> None:
+    def refused() -> None:
+        raise ValueError("taken over")
+
+    save_weights(tmp_path, {"a": torch.zeros(2)}, {})
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="taken over"):
+        save_weights(tmp_path, {"a": torch.ones(2)}, {}, refused)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_checkpoints_past_the_end_are_kept_and_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longer = state(tmp_path, keep_last=3)
+    for step in (4, 8, 13):
+        longer.save(checkpoint(step))
+    longer.wait()
+    shorter = State(tmp_path, IDENTITY, CheckpointConfig(keep_last=1), num_steps=8)
+    shorter.claim()
+    found = shorter.load()
+    assert found is not None and found.step == 8
+    assert "also holds step-0000013, past the 8 steps asked for" in capsys.readouterr().err
+    shorter.save(checkpoint(8))
+    shorter.wait()
+    assert [path.name for path in longer.checkpoints()] == ["step-0000008", "step-0000013"]
 
 
 def test_a_failed_write_is_told_with_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

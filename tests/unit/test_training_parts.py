@@ -203,18 +203,21 @@ def test_a_rate_that_fits_leaves_at_most_a_twentieth(steps: int, every: int, rat
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"steps": 300}, "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
+        ({"steps": 300}, None),  # it ramps up
+        ({"steps": 300, "ema": {"type": "exponential", "warmup": None}},
+         "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
          "train.ema.rates: [0.99] or less, or train.ema.warmup: {type: ramp_up}."),
-        ({"steps": 2, "ema": {"type": "exponential", "update_every": 9}},
+        ({"steps": 2, "ema": {"type": "exponential", "update_every": 9, "warmup": None}},
          "After 2 steps 100% of the initial weights are still in the average ema-0.9999. Take "
          "train.ema.warmup: {type: ramp_up}."),
-        ({"steps": 29_956}, None),
-        ({"steps": 29_955}, "After 29,955 steps 5% of the"),
+        ({"steps": 29_956, "ema": {"type": "exponential", "warmup": None}}, None),
+        ({"steps": 29_955, "ema": {"type": "exponential", "warmup": None}}, "After 29,955 steps 5% of the"),
         ({"steps": 300, "weights": "raw"}, None),
         ({"steps": 300, "ema": {"type": "power"}}, None),
         ({"steps": 300, "ema": {"type": "exponential", "warmup": {"type": "ramp_up"}}}, None),
-        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9999, 0.9]}, "weights": 0.9}, None),
-        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9, 0.9999]}, "weights": 0.9999}, "After 300 "),
+        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9999, 0.9], "warmup": None}, "weights": 0.9}, None),
+        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9, 0.9999], "warmup": None},
+          "weights": 0.9999}, "After 300 "),
     ],
 )  # fmt: skip
 def test_an_average_that_would_be_the_initial_weights_is_warned_of(changes: dict[str, Any], warned: str | None) -> None:
@@ -341,6 +344,11 @@ def test_what_may_change_between_starts_is_no_part_of_the_identity(change: dict[
 )  # fmt: skip
 def test_what_decides_the_result_is_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**change).identity() != settings().identity()
+
+
+@pytest.mark.parametrize("change", [{"weights": "ema"}, {"validate_every_steps": 5}, {"validation_samples": 5}])
+def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(change: dict[str, Any]) -> None:
+    assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
 
 
 def test_the_length_counts_where_the_learning_rate_depends_on_it() -> None:

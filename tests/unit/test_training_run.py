@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion import ema
+from image_diffusion.core.config import to_yaml
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, Losses
-from image_diffusion.core.weights import read_weights
+from image_diffusion.core.weights import read_model, read_weights
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.kept import weights_in
 from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
 from image_diffusion.training.signals import SIGNALS
+from image_diffusion.training.trained_by import check_trained_by
 
-MODEL = {"system": {"type": "linear"}, "spec": {}, "codec": {}, "classes": []}
+MODEL = {"system": {"type": "linear"}, "spec": {}, "codec": {"config": {"type": "rgb"}}, "classes": []}
 
 
 class Samples:
@@ -38,6 +40,8 @@ class Samples:
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         x = torch.randn(40, 3, 1, 1, generator=torch.Generator().manual_seed(0))
         return x[torch.from_numpy(indices)]
+
+    def verified(self) -> None: ...
 
 
 class Plane(nn.Module):
@@ -131,7 +135,7 @@ def test_every_average_can_be_written_and_their_order_is_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rates(*values: float) -> dict[str, Any]:
-        return {"type": "exponential", "rates": values}
+        return {"type": "exponential", "rates": values, "warmup": None}
 
     first = start(tmp_path, ema=rates(0.5, 0.9999))
     assert "warning" not in capsys.readouterr().err
@@ -143,7 +147,7 @@ def test_every_average_can_be_written_and_their_order_is_the_same_run(
     )
     assert read_weights(tmp_path / "train")[1]["ema"] == "ema-0.9999"
     turned = start(tmp_path, ema=rates(0.9999, 0.5))
-    assert len(list((tmp_path / "train/state").iterdir())) == 1  # nothing was trained again
+    assert len([path for path in (tmp_path / "train/state").iterdir() if path.is_dir()]) == 1  # nothing trained again
     assert all(torch.equal(named[name], turned[name]) for name in named)
     assert not torch.equal(first["hidden.weight"], named["hidden.weight"])
     raw = start(tmp_path, ema=rates(0.5, 0.9999), weights="raw")
@@ -168,7 +172,8 @@ def test_a_checkpoint_can_be_had_while_the_training_goes_on(tmp_path: Path, monk
     ema.main()
     (tensors, model), (expected, described) = read_weights(tmp_path / "out"), read_weights(tmp_path / "whole/train")
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    assert model == described
+    assert model["fingerprint"] == next(path.name for path in state.iterdir() if path.is_dir())
+    assert {key: value for key, value in described.items() if key != "train"} == model
     for arguments, message in (
         (["--step", "6"], "holds no checkpoint of step 6. Steps that are kept: 5, 10, 12."),
         (["--average", "0.3"], "There is no average ema-0.3 at step 12. Kept are: ema-0.5."),
@@ -195,7 +200,7 @@ def test_another_configuration_starts_anew(tmp_path: Path) -> None:
     first = start(tmp_path, seed=1)
     second = start(tmp_path, seed=2)
     assert not torch.equal(first["hidden.weight"], second["hidden.weight"])
-    assert len(list((tmp_path / "train/state").iterdir())) == 2
+    assert len(list((tmp_path / "train/state").glob("*/"))) == 2
 
 
 def test_a_warm_start_begins_with_the_given_weights(tmp_path: Path) -> None:
@@ -218,7 +223,7 @@ def test_a_warm_start_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
 def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
     shown: list[Tensor] = []
 
-    def grid(network: nn.Module, step: int) -> dict[str, Path]:
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
         assert not network.training
         shown.append(network.state_dict()["hidden.weight"].clone())
         picture = tmp_path / f"{step}.png"
@@ -237,7 +242,7 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
 def test_a_stop_inside_the_grid_is_made_up_for(tmp_path: Path, at: int) -> None:
     calls: list[int] = []
 
-    def grid(network: nn.Module, step: int) -> dict[str, Path]:
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
         calls.append(step)
         if calls.count(at) == 1 and step == at:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -319,7 +324,7 @@ def test_the_clock_saves_as_often_as_it_is_asked_and_changes_no_number(tmp_path:
     expected = start(tmp_path / "steps")
     found = start(tmp_path / "clock", checkpoint=often)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    (state,) = (tmp_path / "clock" / "train" / "state").iterdir()
+    (state,) = (tmp_path / "clock/train/state").glob("*/")
     assert len(list(state.glob("step-*"))) == 12
 
 
@@ -365,3 +370,16 @@ def test_the_journal_tells_the_rate_of_the_network_and_its_share_of_the_machines
         rate = flops * found["speed/examples_per_second", step] / 1e12
         assert found["speed/tflops", step] == pytest.approx(rate)
         assert 0 < found["speed/share_of_peak", step] < 1
+
+
+def test_weights_of_another_training_than_was_asked_for_are_refused(tmp_path: Path) -> None:
+    start(tmp_path, steps=3)
+    model = read_model(tmp_path / "train")
+    described = {"train": model["train"], "system": model["system"], "codec": model["codec"]["config"], "preview": {}}
+    config = tmp_path / "train.yaml"
+    config.write_text(to_yaml(described))
+    check_trained_by(tmp_path / "train", config)
+    check_trained_by(tmp_path / "train", None)
+    config.write_text(to_yaml(described | {"train": described["train"] | {"steps": 2}}))
+    with pytest.raises(ValueError, match=r"another training than .*train\.yaml describes: train\.steps \(2 here, 3 th"):
+        check_trained_by(tmp_path / "train", config)

@@ -193,7 +193,7 @@ def test_the_plan_of_a_cascade_names_its_base(trained):
     plan = json.loads((trained / "upsampler/config/plan.json").read_text())
     assert plan["small_images_experiment"] == "base"
     assert json.loads((trained / "base/config/plan.json").read_text())["small_images_experiment"] is None
-    assert list((trained / "upsampler/train/previews").glob("*.png"))
+    assert list((trained / "upsampler/train/previews").glob("*/*.png"))
 
 
 @pytest.mark.parametrize("source", ["path", "experiment"])

@@ -38,7 +38,7 @@ def test_every_stage_of_both_was_made_and_nothing_is_left_to_do(latent: Project)
 
 
 def test_the_codec_has_written_its_data_set_as_tokens(latent: Project) -> None:
-    tokens = open_shards(latent / "results/datasets/dots-16/micro_dvae-tokens", "all", verify=True)
+    tokens = open_shards(latent / "results/datasets/dots-16/micro_dvae-tokens", "all", in_background=True)
     assert tokens.manifest["kind"] == "tokens" and tokens.manifest["num_tokens"] == 8
     assert tokens.shape == (4, 4) and tokens.num_samples == 64 and tokens.classes == ["dark", "light"]
     assert sum(tokens.manifest["token_counts"]) == 2 * 64 * 16

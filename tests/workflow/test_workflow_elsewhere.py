@@ -74,6 +74,17 @@ def test_a_prefix_of_paths_is_refused_with_one_line(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("error: The module has a prefix, which does not reach")
 
 
+def test_rules_without_the_package_beside_them_say_so(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project")
+    shutil.copy(ROOT / "Snakefile", tmp_path)
+    shutil.copytree(ROOT / "workflow", tmp_path / "workflow")
+    done = Project(project.folder, snakefile=tmp_path / "Snakefile").snakemake("--dry-run")
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        f"error: There are rules in {tmp_path}, but no package. Clone the repository, and name its Snakefile."
+    ]
+
+
 def test_in_another_folder_by_name(finished: Project, made: Project, tmp_path: Path) -> None:
     shutil.rmtree(finished / "results/micro/samples")
     (tmp_path / "cwd").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,9 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from projects import Project
 
+from image_diffusion.core.files import read_json, write_json
+
 RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/samples.npz", "results/micro/metrics.json"]
+
+
+def started(project: Project) -> subprocess.Popen[bytes]:
+    """Snakemake in a session of its own."""
+    silent = subprocess.DEVNULL
+    return subprocess.Popen(project.command(), cwd=project.folder, start_new_session=True, stdout=silent, stderr=silent)
 
 
 def wait_for(path: Path, running: subprocess.Popen[bytes]) -> None:
@@ -22,9 +32,7 @@ def wait_for(path: Path, running: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("instant", ["results/datasets/dots-16/crops/shard-00000.tar", "results/micro/train/state"])
 def test_the_same_command_goes_on(fresh: Project, made: Project, instant: str) -> None:
-    with subprocess.Popen(
-        fresh.command(), cwd=fresh.folder, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as running:
+    with started(fresh) as running:
         wait_for(fresh / instant, running)
         os.killpg(running.pid, signal.SIGKILL)
     fresh.run()
@@ -32,10 +40,50 @@ def test_the_same_command_goes_on(fresh: Project, made: Project, instant: str) -
         assert (fresh / result).read_bytes() == (made / result).read_bytes(), result
 
 
+def test_what_snakemake_has_started_ends_with_it_and_changes_nothing_later(fresh: Project, made: Project) -> None:
+    """Snakemake killed alone while it trains; then fewer steps, and the same command."""
+    steps = yaml.safe_load((fresh / "config/experiments/micro.yaml").read_text())["train"]["steps"]
+    fresh.edit(lambda experiment: experiment["train"].update(steps=10**6, checkpoint={"every_steps": 20}))
+    with started(fresh) as running:
+        wait_for(fresh / "results/micro/train/state/owner.json", running)
+        running.kill()
+    orphans = processes_in(fresh.folder)
+    fresh.edit(lambda experiment: experiment["train"].update(steps=steps, checkpoint={"every_steps": 2}))
+    fresh.run()
+    until = time.monotonic() + 30
+    while still := orphans & processes_in(fresh.folder):
+        assert time.monotonic() < until, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in still]
+        time.sleep(0.1)
+    assert "Nothing to be done" in fresh.run()
+    for result in RESULTS:
+        assert (fresh / result).read_bytes() == (made / result).read_bytes(), result
+
+
+def test_weights_of_another_training_are_not_used(finished: Project) -> None:
+    path = finished / "results/micro/train/model.json"
+    model = read_json(path)
+    write_json(path, model | {"train": model["train"] | {"seed": 5}})
+    (finished / "results/micro/samples/samples.npz").unlink()
+    done = finished.snakemake("--rerun-triggers", "input")
+    assert done.returncode == 1
+    assert (
+        "weights of another training than results/micro/config/train.yaml describes: train.seed (0 here, 5 there)"
+        in (done.stdout)
+    )
+
+
+def processes_in(folder: Path) -> set[int]:
+    """The processes whose working directory is a folder."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink() == folder:
+                found.add(int(process.name))
+    return found
+
+
 def test_a_second_snakemake_is_told_to_wait(fresh: Project) -> None:
-    with subprocess.Popen(
-        fresh.command(), cwd=fresh.folder, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as running:
+    with started(fresh) as running:
         wait_for(fresh / "logs/datasets/dots-16/crop.log", running)
         second = fresh.snakemake()
         os.killpg(running.pid, signal.SIGKILL)

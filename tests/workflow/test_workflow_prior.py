@@ -28,7 +28,7 @@ def prior(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def test_everything_was_made_and_nothing_is_left_to_do(prior: Project) -> None:
-    pairs = open_shards(prior / "results/datasets/dots-16/pairs-hashed", "all", verify=True)
+    pairs = open_shards(prior / "results/datasets/dots-16/pairs-hashed", "all", in_background=True)
     assert pairs.num_samples == 64 and pairs.shape == (7, 128)
     assert (prior / "results/micro_prior/train/raw/weights.safetensors").is_file()
     assert not (prior / "results/micro_prior/samples").exists()

@@ -41,6 +41,7 @@ rule evaluate:
         runtime=machine.runtime_min,
     params:
         code=code["evaluate"],
+        trained_by=files.trained_by_option,
         detector=files.detector_option,
         reference=files.reference_option,
         data=subpath(input.data, parent=True),
@@ -49,5 +50,6 @@ rule evaluate:
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q}"
         " {params.samples:q} --data {params.data:q} {params.detector:q} {params.reference:q} --previews {params.previews:q}"
         " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

@@ -26,10 +26,12 @@ rule export:
         runtime=30,
     params:
         code=code["export"],
+        trained_by=files.trained_by_option,
         codec=files.codec_option,
         grid=files.grid_option,
         data=files.dataset,
     shell:
         "exec logged {log:q} python -m image_diffusion.export --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q}"
         " {params.codec:q} --metrics {input.metrics:q} {params.grid:q} --data-name {params.data:q}"
         " --output {output.folder:q}"

@@ -28,10 +28,12 @@ rule sample_part:
         runtime=machine.runtime_min,
     params:
         code=code["sample"],
+        trained_by=files.trained_by_option,
         codec=files.codec_option,
         small_images=files.small_images_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q}"
         " {params.codec:q} {params.small_images:q} --part {wildcards.part}/{wildcards.parts} --output {output.images:q}"
 
 
@@ -75,11 +77,13 @@ rule sample:
         runtime=machine.runtime_min,
     params:
         code=code["sample"],
+        trained_by=files.trained_by_option,
         codec=files.codec_option,
         small_images=files.small_images_option,
         parts=files.sampled_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q}"
         " {params.codec:q} {params.small_images:q} {params.parts:q} --output {output.samples:q}"
         " --journal {params.journal:q}"

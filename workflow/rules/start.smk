@@ -4,6 +4,8 @@ from pathlib import Path
 
 # The folder of the workflow: that of this file, wherever Snakemake was started and whoever uses the rules.
 root = Path(workflow.current_basedir.get_path_or_uri(secret_free=False)).parents[1]
+if not (root / "src").is_dir():
+    raise SystemExit(f"error: There are rules in {root}, but no package. Clone the repository, and name its Snakefile.")
 sys.path.insert(0, str(root / "src"))
 
 

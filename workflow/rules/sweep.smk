@@ -19,6 +19,7 @@ rule sweep_weights:
         mem_mb=machine.memory_mb,
         runtime=30,
     params:
+        code=code["ema"],
         state=f"{results}/{{experiment}}/train/state",
     shell:
         "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} --step {wildcards.value}"
@@ -51,10 +52,12 @@ rule sweep_sample:
         runtime=machine.runtime_min,
     params:
         code=code["sample"],
+        trained_by=files.trained_by_option,
         codec=files.codec_option,
         small_images=files.small_images_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q}"
         " {params.codec:q} {params.small_images:q} --output {output.samples:q}"
 
 
@@ -86,11 +89,13 @@ rule sweep_evaluate:
         runtime=machine.runtime_min,
     params:
         code=code["evaluate"],
+        trained_by=files.trained_by_option,
         detector=files.detector_option,
         reference=files.reference_option,
         data=subpath(input.data, parent=True),
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q}"
         " --samples {input.samples:q} --data {params.data:q} {params.detector:q}"
         " {params.reference:q} --output {output.metrics:q}"
 

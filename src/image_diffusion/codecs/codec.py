@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
+
+_PIXELS_AT_ONCE = 2**20
 
 
 class LatentShape(Protocol):
@@ -61,6 +64,12 @@ class Codec(Protocol):
     def decode(self, x: Tensor) -> Tensor:
         """X, float32 [B, c, h, w] -> uint8 images [B, C, H, W]."""
         ...
+
+
+def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, pixels: int) -> Tensor:
+    """Decode a batch [B, c, h, w] so many images at once as have some million pixels together: a float32 autoencoder of
+    Stable Diffusion's size takes some 3 GiB for those. pixels: of one image."""
+    return torch.cat([decode(part) for part in latent.split(max(1, _PIXELS_AT_ONCE // pixels))])
 
 
 def to_uint8(x: Tensor) -> Tensor:

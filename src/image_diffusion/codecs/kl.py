@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.codecs.codec import from_uint8, in_slices, to_uint8
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 
@@ -60,7 +60,9 @@ class KlCodec:
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         latent = (x / self.scale).to(self.vae.device, self.vae.dtype)
-        return to_uint8(self.vae.decode(latent).sample)
+        edge = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        pixels = edge**2 * latent.shape[2] * latent.shape[3]
+        return in_slices(lambda part: to_uint8(self.vae.decode(part).sample), latent, pixels)
 
 
 def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -40,14 +41,18 @@ def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Te
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an `.npz`, by name; what is not compressed is read from the file when it is touched.
+    """The arrays of an `.npz`, by name, every byte compared with its checksum; what is not compressed is read from the
+    file when it is touched.
 
-    Raises what `numpy.load` does: OSError, ValueError, EOFError, zipfile.BadZipFile.
+    Raises ValueError when there is no such file, or it is not whole.
     """
-    with np.load(path, allow_pickle=False) as arrays:
-        names = list(arrays)
-        with zipfile.ZipFile(path) as archive:
-            return {name: _mapped(path, archive, name) if _maps(archive, name) else arrays[name] for name in names}
+    try:
+        with np.load(path, allow_pickle=False) as arrays, zipfile.ZipFile(path) as archive:
+            return {name: _mapped(path, archive, name) if _maps(archive, name) else arrays[name] for name in arrays}
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"{path} is not a whole .npz file: {error}. Write it again.") from None
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
@@ -68,12 +73,16 @@ def _maps(archive: zipfile.ZipFile, name: str) -> bool:
 
 
 def _mapped(path: Path, archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    start = archive.getinfo(f"{name}.npy").header_offset
+    member = archive.getinfo(f"{name}.npy")
+    start = member.header_offset
     with path.open("rb") as file:
         file.seek(start)
         header = file.read(_LOCAL_HEADER)
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        file.seek(start + _LOCAL_HEADER + lengths)
+        begin = file.seek(start + _LOCAL_HEADER + lengths)
+        if _crc32(file, member.file_size) != member.CRC:
+            raise ValueError(f"the checksum of {name} is not that of its bytes")
+        file.seek(begin)
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(file)
@@ -82,3 +91,11 @@ def _mapped(path: Path, archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
         if 0 in shape:
             return np.empty(shape, dtype)
         return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+
+
+def _crc32(file: IO[bytes], size: int) -> int:
+    """The checksum of the next bytes of a file."""
+    found = 0
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        found, size = zlib.crc32(block, found), size - len(block)
+    return found

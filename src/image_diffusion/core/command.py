@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from image_diffusion.core.errors import Stopped
+from image_diffusion.core.lifeline import VARIABLE, end_with
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -30,6 +31,7 @@ def run(main: Callable[[], None]) -> None:
     ValueError and OSError are told in one line; IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other
     exception is a defect of this program and keeps its traceback.
     """
+    end_with(os.environ.get(VARIABLE, "").split())
     try:
         main()
     except Stopped as stopped:

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
     """A binary file that appears under `path` complete and on disk, or not at all.
 
-    Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too.
+    Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too. What
+    killed processes left of the same file is removed first. permit: asked last of all; raises if it may not appear.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held = os.dup(descriptor)  # and with it the lock, until the file has its name
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield cast("BinaryIO", file)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())
+        if permit is not None:
+            permit()
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    finally:
+        os.close(held)
     sync_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left of a file that they were writing. One that is being written stays."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError), left.open("rb") as file:  # it may have got its name meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -55,19 +74,34 @@ def to_json(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write plain data as JSON, atomically."""
-    write_text(path, to_json(data))
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write plain data as JSON, atomically, with a key "seal": the digest of the rest, which `read_json` compares."""
+    plain = {key: value for key, value in json.loads(to_json(data)).items() if key != "seal"}
+    write_text(path, to_json({**plain, "seal": digest(plain)}))
 
 
 def read_json(path: Path) -> Any:
-    """The plain data in a JSON file. Raises ValueError naming the file when it is missing or damaged."""
+    """The plain data in a JSON file, without its seal. Raises ValueError naming the file when it is missing or not
+    what was written."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), str(path), "Delete it and run the stage again.")
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Delete it and run the stage again.") from None
+
+
+def parse_json(text: bytes, where: str, advice: str) -> Any:
+    """The plain data in the bytes of a JSON file, without its seal, which only our own files have.
+
+    Raises ValueError that opens with `where` and ends with the advice when they are no JSON or not what was sealed.
+    """
+    try:
+        data = json.loads(text.decode("utf-8"))
+        sealed = data.pop("seal", None) if isinstance(data, dict) else None
+        if sealed is not None and sealed != digest(data):
+            raise ValueError("it is not what was written")
+        return data
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: {error}. {advice}") from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -79,10 +113,33 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+Stamp = tuple[int, int, int, int]
+"""Size in bytes, time of the last modification and of the last change of any kind in nanoseconds, inode number."""
+
+
+def stamp_of(path: Path) -> Stamp:
+    """What differs when a file is another one or another's content: times can be set, but not that of the change.
+
+    Raises OSError.
+    """
+    return stamp_in(path.stat())
+
+
+def stamp_in(found: os.stat_result) -> Stamp:
+    """The same of what the system has told about a file."""
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
 def sha256_file(path: Path) -> str:
     """The sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """The sha256 of files by their path from a folder: the key "files" of a JSON file in there, which is compared with
+    them whenever Snakemake starts."""
+    return {os.path.relpath(path, folder): sha256_file(path) for path in paths}
 
 
 def digest(data: Any) -> str:

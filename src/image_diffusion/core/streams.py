@@ -1,18 +1,25 @@
 """Random numbers that belong to the sample: keyed by (seed, epoch, sample id, purpose), never by rank or batch.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), evaluated for a
-whole batch at once with integer tensors on the batch's own device. It has no state: asking twice gives the same
-numbers, so nothing about it is saved and nothing can be out of step after a restart.
+whole batch at once on the batch's own device: by PyTorch's integer tensors, or on a GPU by one kernel (`core/draws.py`)
+that gives the same words. It has no state: asking twice gives the same numbers, so nothing about it is saved and
+nothing can be out of step after a restart.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Kind = Literal["uniform", "normal", "gumbel", "integers"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -32,49 +39,77 @@ class Streams:
 
     def uniform(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
         """Float32 [B, *shape], uniform in [0, 1): multiples of 2^-24."""
-        words = self._words(purpose, math.prod(shape))
-        return ((words >> 8).to(torch.float32) * 2.0**-24).view(-1, *shape)
+        return self._draw("uniform", purpose, shape)
 
     def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
         """Float32 [B, *shape], standard normal, by Box and Muller's transform.
 
         Computed in float64 and rounded once, so that the numbers do not depend on the memory layout of the batch.
         """
-        size = math.prod(shape)
-        words = self._words(purpose, 2 * ((size + 1) // 2)).to(torch.float64)
-        first, second = words[:, 0::2], words[:, 1::2]
-        radius = torch.sqrt(-2.0 * torch.log((first + 0.5) * 2.0**-32))
-        angle = second * (2.0 * math.pi * 2.0**-32)
-        pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=2).flatten(1)
-        return pairs[:, :size].to(torch.float32).reshape(-1, *shape)
+        return self._draw("normal", purpose, shape)
 
     def gumbel(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
         """Float32 [B, *shape], standard Gumbel: -log(-log u). Computed in float64 and rounded once."""
-        words = self._words(purpose, math.prod(shape)).to(torch.float64)
-        return -torch.log(-torch.log((words + 0.5) * 2.0**-32)).to(torch.float32).view(-1, *shape)
+        return self._draw("gumbel", purpose, shape)
 
     def integers(self, purpose: str, high: int, shape: tuple[int, ...] = ()) -> Tensor:
         """Int64 [B, *shape], uniform in 0 … high - 1, high at most 2^31 (Lemire's multiply-shift)."""
-        words = self._words(purpose, math.prod(shape))
-        return ((words * high) >> 32).view(-1, *shape)
+        return self._draw("integers", purpose, shape, high)
 
     def event(self, purpose: str, probability: float) -> Tensor:
         """Bool [B]: true with the given probability, for each sample on its own."""
         return self.uniform(purpose) < probability
 
-    def _words(self, purpose: str, count: int) -> Tensor:
-        """Int64 [B, count] holding uniform 32-bit words."""
-        key = hashlib.sha256(f"{self.seed}/{purpose}".encode()).digest()
-        keys = (int.from_bytes(key[:4], "little"), int.from_bytes(key[4:8], "little"))
-        lanes = torch.arange((count + 3) // 4, device=self.sample.device, dtype=torch.int64)
-        rows, columns = self.sample.numel(), lanes.numel()
-        counter = (
-            lanes.expand(rows, columns),
-            (self.epoch & _MASK).unsqueeze(1).expand(rows, columns),
-            (self.sample & _MASK).unsqueeze(1).expand(rows, columns),
-            ((self.sample >> 32) & _MASK).unsqueeze(1).expand(rows, columns),
-        )
-        return torch.stack(philox4x32(counter, keys), dim=2).flatten(1)[:, :count]
+    def _draw(self, kind: Kind, purpose: str, shape: tuple[int, ...], high: int = 1) -> Tensor:
+        digest = hashlib.sha256(f"{self.seed}/{purpose}".encode()).digest()
+        key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+        draw = _by_kernel() if self.sample.device.type == "cuda" else _by_pytorch
+        return draw(kind, key, self.epoch, self.sample, math.prod(shape), high).view(len(self.sample), *shape)
+
+
+def _by_pytorch(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor, count: int, high: int) -> Tensor:
+    """[B, count], by a hundred small operations."""
+    if kind == "normal":
+        words = _words(key, epoch, sample, 2 * ((count + 1) // 2)).to(torch.float64)
+        first, second = words[:, 0::2], words[:, 1::2]
+        radius = torch.sqrt(-2.0 * torch.log((first + 0.5) * 2.0**-32))
+        angle = second * (2.0 * math.pi * 2.0**-32)
+        pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=2).flatten(1)
+        return pairs[:, :count].to(torch.float32).reshape(len(sample), count)
+    words = _words(key, epoch, sample, count)
+    if kind == "uniform":
+        return (words >> 8).to(torch.float32) * 2.0**-24
+    if kind == "gumbel":
+        return -torch.log(-torch.log((words.to(torch.float64) + 0.5) * 2.0**-32)).to(torch.float32)
+    return (words * high) >> 32
+
+
+@cache
+def _by_kernel() -> Callable[..., Tensor]:
+    """The same numbers by one kernel. Where Triton is missing or finds no compiler, this is told, and PyTorch draws."""
+    try:
+        from image_diffusion.core.draws import draw
+
+        ids = torch.zeros(1, dtype=torch.int64, device="cuda")
+        draw("uniform", (0, 0), ids, ids, 1)
+    except Exception as error:  # whatever it is, there is another way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"warning: random numbers are drawn slowly, without Triton: {reason}", file=sys.stderr, flush=True)
+        return _by_pytorch
+    return draw
+
+
+def _words(key: tuple[int, int], epoch: Tensor, sample: Tensor, count: int) -> Tensor:
+    """Int64 [B, count] holding uniform 32-bit words."""
+    lanes = torch.arange((count + 3) // 4, device=sample.device, dtype=torch.int64)
+    rows, columns = sample.numel(), lanes.numel()
+    counter = (
+        lanes.expand(rows, columns),
+        (epoch & _MASK).unsqueeze(1).expand(rows, columns),
+        (sample & _MASK).unsqueeze(1).expand(rows, columns),
+        ((sample >> 32) & _MASK).unsqueeze(1).expand(rows, columns),
+    )
+    return torch.stack(philox4x32(counter, key), dim=2).flatten(1)[:, :count]
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:

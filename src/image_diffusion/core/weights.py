@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,28 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from image_diffusion.core.files import read_json, sha256_file, write_bytes, write_json
+from image_diffusion.core.files import atomic_write, read_json, sha256_file, write_json
 
 FORMAT = 1
 
 
-def save_weights(folder: Path, tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
+def save_weights(
+    folder: Path, tensors: Mapping[str, Tensor], model: Mapping[str, Any], permit: Callable[[], None] = lambda: None
+) -> None:
     """Write weights.safetensors and model.json, the second last: a folder with a model.json is whole.
 
     tensors: by parameter name, any device. model: plain data that rebuilds the network; the format number and the
-    sha256 of the weights are added to it.
+    sha256 of the weights are added to it. permit: raises if nothing may be written here any more.
     """
-    (folder / "model.json").unlink(missing_ok=True)
+
+    def replace() -> None:
+        permit()
+        (folder / "model.json").unlink(missing_ok=True)
+
     data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    write_bytes(folder / "weights.safetensors", data)
-    sha256 = sha256_file(folder / "weights.safetensors")
-    write_json(folder / "model.json", {"format": FORMAT, **model, "sha256": sha256})
+    with atomic_write(folder / "weights.safetensors", replace) as file:
+        file.write(data)
+    write_json(folder / "model.json", {"format": FORMAT, **model, "sha256": hashlib.sha256(data).hexdigest()})
 
 
 def read_model(folder: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from image_diffusion.data.records import (
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.tar import Layout
 from image_diffusion.data.write import Chunk, write_shard
+from image_diffusion.nn.precision import Precision, tf32
 
 _MEMBERS = ("npy", "flip.npy")
 
@@ -45,8 +46,9 @@ class EncodeConfig(Config):
 
     dtype: Literal["float16", "float32"] = "float16"
     """How moments are stored. float16 rounds a latent 50 times finer than the smallest noise of DiT's process."""
-    precision: Literal["float32", "bf16"] = "float32"
-    """What the codec computes in. bf16 is twice as fast, and errs by more than 1 % of a latent."""
+    precision: Precision = "tf32"
+    """What the codec computes in. tf32: float32, but a GPU rounds the factors of products to 10 bits, which is several
+    times faster; a latent then errs by 0.1 %. bf16 is twice as fast again, and errs by 1 %."""
     tokens: bool = False
     """In the experiment that trains a discrete VAE: also store its data set as tokens, one integer for each position,
     from which a prior over tokens can be trained."""
@@ -231,7 +233,9 @@ class _Task:
         """Moments [B, 2, c, h, w] or tokens [B, h, w] as they are stored. Raises ValueError when one is not finite."""
         dtype = _stored_dtype(self.codec, self.settings)
         with np.errstate(over="ignore"):  # told below, by name
-            stored: NDArray[np.generic] = self.codec.encode(images).cpu().numpy().astype(dtype)
+            with tf32(self.settings.precision != "float32"):
+                moments = self.codec.encode(images)
+            stored: NDArray[np.generic] = moments.cpu().numpy().astype(dtype)
         finite = np.isfinite(stored).reshape(len(stored), -1).all(axis=1)
         if not finite.all():
             bad = crop.samples[rows[int(finite.argmin())]]

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from image_diffusion.core.files import atomic_write, sha256_file
+from image_diffusion.core.files import atomic_write, parse_json
+from image_diffusion.data.verify import Inspection, damaged
 
 T = TypeVar("T")
 
@@ -44,19 +43,26 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Remote:
-    """A set of shards. url: the folder of its manifest. cache: where its files are kept. verify: hash those again."""
+    """A set of shards. url: the folder of its manifest. cache: where its files are kept."""
 
     url: str
     cache: Path
-    verify: bool = False
 
     def manifest(self) -> Any:
         """The plain data of its manifest, fetched each time. Raises ValueError."""
         url = f"{self.url}/manifest.json"
-        try:
-            return json.loads(_patiently(url, lambda: b"".join(_blocks(url))))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{url} is damaged: {error}. Run the stage that writes it again.") from None
+        return parse_json(_patiently(url, lambda: b"".join(_blocks(url))), url, "Write it again.")
+
+    def inspect(self, hashes: Iterable[str]) -> Inspection | None:
+        """Compare what is kept of these files with its hash; None when nothing is."""
+        kept = {sha256: sha256 for sha256 in hashes if (self.cache / sha256).is_file()}
+        return Inspection(self.cache, kept, "Run the same command again: it is fetched anew.") if kept else None
+
+    def discard_damaged(self, hashes: Iterable[str]) -> None:
+        """Remove what is kept of these files and is damaged, so that it is fetched anew."""
+        kept = {sha256: sha256 for sha256 in hashes if (self.cache / sha256).is_file()}
+        for sha256 in damaged(self.cache, kept) if kept else []:
+            (self.cache / sha256).unlink(missing_ok=True)
 
     def fetch(self, file: str, sha256: str, size: int | None = None) -> Path:
         """Where a file of the set lies on this machine, fetched unless it is there.
@@ -64,24 +70,20 @@ class Remote:
         sha256: of its content. size: its bytes, where they are known. Raises ValueError when it cannot be had, or is
         not what the manifest says it is.
         """
-        if not re.fullmatch("[0-9a-f]{64}", sha256):
-            raise ValueError(f"{self.url}/manifest.json is damaged: {sha256!r} is no sha256. Write it again.")
         path = self.cache / sha256
         lock = self.cache / f".{sha256}.lock"
-        if not self._is_there(path, sha256, size):
+        if not self._is_there(path, size):
             self.cache.mkdir(parents=True, exist_ok=True)
             with lock.open("w") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
-                if not self._is_there(path, sha256, size):  # another process may have fetched it meanwhile
+                if not self._is_there(path, size):  # another process may have fetched it meanwhile
                     url = f"{self.url}/{file}"
                     _patiently(url, lambda: _download(url, path, sha256))
                 lock.unlink(missing_ok=True)
         return path
 
-    def _is_there(self, path: Path, sha256: str, size: int | None) -> bool:
-        if not path.is_file() or (size is not None and path.stat().st_size != size):
-            return False
-        return not self.verify or sha256_file(path) == sha256
+    def _is_there(self, path: Path, size: int | None) -> bool:
+        return path.is_file() and (size is None or path.stat().st_size == size)
 
 
 def _download(url: str, path: Path, sha256: str) -> None:

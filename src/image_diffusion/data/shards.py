@@ -13,11 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from image_diffusion.core.files import digest, read_json, sha256_file
+from image_diffusion.core.files import digest, read_json
+from image_diffusion.data.manifest import check_manifest
 from image_diffusion.data.mapping import Region
-from image_diffusion.data.records import FORMAT, content_digest, read_index
+from image_diffusion.data.records import content_digest, read_index
 from image_diffusion.data.remote import Remote, cache_folder
-from image_diffusion.data.tar import BLOCK
+from image_diffusion.data.tar import BLOCK, Layout
+from image_diffusion.data.verify import Inspection, check_files
 
 Split = Literal["train", "validation", "test", "all"]
 
@@ -28,6 +30,7 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+_ADVICE = "Run the stage that writes it again."
 _AT_ONCE = 8
 """Shards that are fetched at a time."""
 
@@ -40,23 +43,19 @@ class Shards:
     its order or its split does.
     """
 
-    def __init__(self, folder: Path | Remote, manifest: dict[str, Any], split: Split) -> None:
-        self.manifest = manifest
+    def __init__(
+        self, folder: Path | Remote, manifest: dict[str, Any], split: Split, inspection: Inspection | None = None
+    ) -> None:
+        self.manifest, self._inspection = manifest, inspection
         self.digest = content_digest(manifest)
         self.shape = tuple(manifest["shape"])
         self.dtype = _DTYPES[manifest["dtype"]]
         self.classes: list[str] = manifest["classes"]
         self.num_classes = len(self.classes)
         entries = manifest["shards"]
-        self._remote = folder if isinstance(folder, Remote) else None
-        path = folder.fetch("index.npy", manifest["index"]) if isinstance(folder, Remote) else folder / "index.npy"
-        index = read_index(path)
+        self._folder = folder
+        index = self._read_index()
         counts = np.array([entry["num_samples"] for entry in entries], dtype=np.int64)
-        if len(index) != counts.sum():
-            raise ValueError(
-                f"{path} lists {len(index):,} samples but the manifest {counts.sum():,}. "
-                f"Run the stage that writes them again."
-            )
         fractions = manifest["validation_fraction"], manifest.get("test_fraction", 0.0)
         chosen = _in_split(index["content"], *fractions, split)
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
@@ -66,7 +65,7 @@ class Shards:
         # table with a row for each block, most of them never asked for, and a gather is one selection of rows.
         self._region = Region([entry["bytes"] for entry in entries])
         self._missing = np.ones(len(entries), dtype=np.bool_)
-        if isinstance(folder, Path):
+        if isinstance(folder, Path) and inspection is not None:
             self._put({shard: folder / entry["file"] for shard, entry in enumerate(entries)})
         offsets: dict[str, int] = manifest["offsets"]
         self._table = _rows(self._region.bytes, offsets["npy"] % BLOCK, self.shape, self.dtype)
@@ -83,8 +82,10 @@ class Shards:
 
         A set that stores both reads the twin; crops are mirrored here. out: a contiguous CPU tensor [>= B, *shape]
         whose first B rows are filled and returned, so that memory can be reused. Raises ValueError when a shard
-        cannot be fetched.
+        cannot be fetched, or one was found to be damaged.
         """
+        if self._inspection is not None:
+            self._inspection.check()
         count = len(indices)
         out = torch.empty((count, *self.shape), dtype=self.dtype) if out is None else out[:count]
         if self._missing.any():
@@ -107,48 +108,87 @@ class Shards:
         self._twin = None if self._twin is None else self.num_samples
         return self
 
+    def _read_index(self) -> NDArray[np.void]:
+        """What is known of each sample of the set. Raises ValueError when it does not fit the manifest."""
+        if isinstance(self._folder, Path):
+            path = self._folder / "index.npy"
+            index = read_index(path)
+            check_files(self._folder, {"index.npy": self.manifest["index"]}, _ADVICE)
+        else:
+            self._folder.discard_damaged([self.manifest["index"]])
+            path = self._folder.fetch("index.npy", self.manifest["index"])
+            index = read_index(path)
+        if len(index) != self.manifest["num_samples"]:
+            raise ValueError(
+                f"{path} lists {len(index):,} samples but the manifest {self.manifest['num_samples']:,}. {_ADVICE}"
+            )
+        unknown = index["label"][(index["label"] < 0) | (index["label"] >= self.num_classes)]
+        if self.num_classes and len(unknown):
+            raise ValueError(f"{path} gives class {unknown[0]} of {self.num_classes} to a sample. {_ADVICE}")
+        return index
+
+    def verified(self) -> None:
+        """Return when every file of the set on this machine was compared with its hash. Raises ValueError."""
+        if self._inspection is not None:
+            self._inspection.wait()
+
     def _fetch(self, shards: NDArray[np.int64]) -> None:
-        """Put the shards into their places that are not there yet, several fetched at a time."""
-        remote, wanted = self._remote, shards[self._missing[shards]].tolist()
-        if not wanted or remote is None:
+        """Put the shards into their places that are not there yet, once they are known to be good."""
+        wanted = shards[self._missing[shards]].tolist()
+        if not wanted:
             return
-
-        def path_of(shard: int) -> Path:
-            entry = self.manifest["shards"][shard]
-            return remote.fetch(entry["file"], entry["sha256"], entry["bytes"])
-
+        entries = [self.manifest["shards"][shard] for shard in wanted]
+        if isinstance(self._folder, Path):
+            check_files(self._folder, {entry["file"]: entry["sha256"] for entry in entries}, _ADVICE)
+            self._put({shard: self._folder / entry["file"] for shard, entry in zip(wanted, entries, strict=True)})
+            return
+        remote = self._folder
+        if self._inspection is None:
+            remote.discard_damaged(entry["sha256"] for entry in entries)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            self._put(dict(zip(wanted, pool.map(path_of, wanted), strict=True)))
+            paths = pool.map(lambda entry: remote.fetch(entry["file"], entry["sha256"], entry["bytes"]), entries)
+            self._put(dict(zip(wanted, paths, strict=True)))
 
     def _put(self, paths: dict[int, Path]) -> None:
         for shard, path in paths.items():
             self._region.put(shard, path)
+            self._check_header(shard, path)
             self._missing[shard] = False
+
+    def _check_header(self, shard: int, path: Path) -> None:
+        """Raise ValueError when the first array of a shard does not say that it is of the manifest's shape and type."""
+        names = tuple(self.manifest["offsets"])
+        layout = Layout(names, self.shape, self.manifest["dtype"], labelled=self.num_classes > 0)
+        end = int(self._region.starts[shard]) + layout.offsets()[names[0]]
+        found = self._region.bytes[end - len(layout.header) : end].numpy().tobytes()
+        if self.manifest["shards"][shard]["num_samples"] and found != layout.header:
+            raise ValueError(
+                f"{path} does not hold {self.manifest['dtype']} {list(self.shape)}, as the manifest says. {_ADVICE}"
+            )
 
 
 def open_shards(
     folder: Path | str,
     split: Split = "train",
     codec_identity: dict[str, Any] | None = None,
-    verify: bool = False,
     cache: Path | None = None,
+    in_background: bool = False,
 ) -> Shards:
-    """Open the set of shards in a folder that `crop` or `encode` wrote.
+    """Open the set of shards in a folder that `crop` or `encode` wrote. Each file is compared with its hash before it
+    is read, once for each stamp it has (`data.verify`).
 
     folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
     `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the
     hash of the content. codec_identity: the codec they are about to be used with, checked against the one that wrote
-    them. verify: also hash every shard and the index that lie on this machine.
+    them. in_background: compare all files now, or where that takes long while they are read: `verified` waits for it.
     Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
     """
     is_url = "://" in str(folder)
-    where = Remote(str(folder), cache or cache_folder(), verify) if is_url else Path(folder)
+    where = Remote(str(folder), cache or cache_folder()) if is_url else Path(folder)
     path = f"{folder}/manifest.json"
     if isinstance(where, Path) and not Path(path).is_file():
         raise ValueError(f"{path} does not exist. Run the stage that writes {folder} first.")
-    manifest = where.manifest() if isinstance(where, Remote) else read_json(Path(path))
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of format {FORMAT}, which this version reads. Run its stage again.")
+    manifest = check_manifest(where.manifest() if isinstance(where, Remote) else read_json(Path(path)), path)
     if codec_identity is not None and "codec" in manifest and manifest["codec"] != codec_identity:
         raise ValueError(
             f"The latents in {folder} were made by codec {_short(manifest['codec'])}, "
@@ -156,23 +196,19 @@ def open_shards(
         )
     if isinstance(where, Path):
         for shard in manifest["shards"]:
-            _check(where / shard["file"], shard, verify)
-        if verify and sha256_file(where / "index.npy") != manifest["index"]:
-            raise ValueError(
-                f"{where / 'index.npy'} is damaged: its sha256 is not the manifest's. Run its stage again."
-            )
-    return Shards(where, manifest, split)
+            _check_size(where / shard["file"], shard["bytes"])
+    inspection = None
+    if in_background:
+        hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
+        inspection = where.inspect(hashes.values()) if isinstance(where, Remote) else Inspection(where, hashes, _ADVICE)
+    return Shards(where, manifest, split, inspection)
 
 
-def _check(path: Path, shard: dict[str, Any], verify: bool) -> None:
+def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing. Run the stage that writes it again.")
-    if path.stat().st_size != shard["bytes"]:
-        raise ValueError(
-            f"{path} has {path.stat().st_size:,} bytes, not {shard['bytes']:,}. Run the stage that writes it again."
-        )
-    if verify and sha256_file(path) != shard["sha256"]:
-        raise ValueError(f"{path} is damaged: its sha256 is not the manifest's. Run the stage that writes it again.")
+    if path.stat().st_size != size:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}. Run the stage that writes it again.")
 
 
 def _in_split(

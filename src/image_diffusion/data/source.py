@@ -1,10 +1,12 @@
 """Has the source changed? Asked each time Snakemake starts, so it opens no image and imports no torch.
 
 `refresh` writes `source.json`, the input of the crop rule, and leaves the file untouched while the content of the
-source is the same. It looks at names, sizes and modification times; only a file whose size is the same but whose time
-is not is hashed and compared with the hash that crop noted when it read it. So touching or copying files re-runs
-nothing, and looking again costs one `stat` a file. A private cache beside `source.json` remembers all this; without
-it (a fresh clone, or somebody deleted it) the crop rule runs, and finds for itself that its shards are up to date.
+source is the same. It looks at names and at the stamps of files: size, modification time, and what no program can
+set, the time of the last change and the inode number. Only a file whose size is the same but whose stamp is not is
+hashed and compared with the hash that crop noted when it read it. So touching or copying files re-runs nothing, two
+images that change places are seen even where `tar` or `rsync` gave them one time, and looking again costs one `stat`
+a file. A private cache beside `source.json` remembers all this; without it (a fresh clone, or somebody deleted it)
+the crop rule runs, and finds for itself that its shards are up to date.
 """
 
 from __future__ import annotations
@@ -13,34 +15,37 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.config import dump
-from image_diffusion.core.files import digest, read_json, sha256_file, write_json
+from image_diffusion.core.files import Stamp, digest, read_json, sha256_file, to_json, write_json, write_text
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.listing import Stamp
 
-Entries = dict[str, tuple[int, int, str]]
-"""By name: size, modification time in nanoseconds, sha256 or an empty text when nobody has read the file yet."""
+Entry = tuple[Stamp, str]
+"""The stamp of a file, and its sha256, or an empty text when nobody has read the file yet."""
+Entries = dict[str, Entry]
+"""The same by name."""
 
 
-def refresh(source: Source, path: Path) -> bool:
+def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     """Write `path` (source.json) if the source is not what it was; returns whether it did.
 
-    Raises ValueError when the source is missing or empty.
+    trust_ctime: whether the time of the last change and the inode number count; some file systems make them up. Raises
+    ValueError when the source is missing or empty.
     """
+    counts = slice(None) if trust_ctime else slice(2)
     files = source.files()
     known = _read_cache(source, path)
     if known is None or not _is_whole(path):
         known = known or {}
-        now = {name: _entry(stamp, known.get(name)) for name, (_, stamp) in files.items()}
+        now = {name: _entry(stamp, known.get(name), counts) for name, (_, stamp) in files.items()}
         _write(source, path, now)
         return True
     now, changed = {}, files.keys() != known.keys()
     for name, (where, stamp) in files.items():
         before = known.get(name)
-        now[name] = _entry(stamp, before)
-        if before is None or (before[0], before[1]) == stamp:
+        now[name] = _entry(stamp, before, counts)
+        if before is None or before[0][counts] == stamp[counts]:
             continue
-        if before[2] and before[0] == stamp[0] and sha256_file(Path(where)) == before[2]:
-            now[name] = (*stamp, before[2])
+        if before[1] and before[0][0] == stamp[0] and sha256_file(Path(where)) == before[1]:
+            now[name] = (stamp, before[1])
         else:
             changed = True
     if changed:
@@ -58,20 +63,20 @@ def remember(source: Source, path: Path, files: dict[str, tuple[str, Stamp]], ha
     entries: Entries = {}
     for name, (where, stamp) in files.items():
         try:
-            entries[name] = (*stamp, hashes.get(name) or sha256_file(Path(where)))
+            entries[name] = (stamp, hashes.get(name) or sha256_file(Path(where)))
         except OSError:
-            entries[name] = (*stamp, "")
+            entries[name] = (stamp, "")
     _write_cache(source, path, entries)
 
 
-def _entry(stamp: Stamp, before: tuple[int, int, str] | None) -> tuple[int, int, str]:
-    """What is known of a file now: its hash too, as long as size and time are what they were."""
-    return (*stamp, before[2] if before is not None and (before[0], before[1]) == stamp else "")
+def _entry(stamp: Stamp, before: Entry | None, counts: slice) -> Entry:
+    """What is known of a file now: its hash too, as long as its stamp is what it was."""
+    return stamp, before[1] if before is not None and before[0][counts] == stamp[counts] else ""
 
 
 def _write(source: Source, path: Path, entries: Entries) -> None:
     """source.json changes whenever the content does; times stand in for the hashes nobody has computed yet."""
-    revision = digest([[name, size, sha256 or time] for name, (size, time, sha256) in sorted(entries.items())])
+    revision = digest([[name, stamp[0], sha256 or stamp] for name, (stamp, sha256) in sorted(entries.items())])
     _write_cache(source, path, entries)
     write_json(path, {"source": dump(source), "files": len(entries), "revision": revision})
 
@@ -90,7 +95,9 @@ def _cache_path(path: Path) -> Path:
 
 
 def _write_cache(source: Source, path: Path, entries: Entries) -> None:
-    write_json(_cache_path(path), {"source": dump(source), "files": {name: entries[name] for name in sorted(entries)}})
+    """Without a seal, which would cost seconds for a million files: a damaged entry is that of a file that changed."""
+    files = {name: [*stamp, sha256] for name, (stamp, sha256) in sorted(entries.items())}
+    write_text(_cache_path(path), to_json({"source": dump(source), "files": files}))
 
 
 def _read_cache(source: Source, path: Path) -> Entries | None:
@@ -99,6 +106,9 @@ def _read_cache(source: Source, path: Path) -> Entries | None:
         data: dict[str, Any] = read_json(_cache_path(path))
         if data["source"] != dump(source):
             return None
-        return {name: (int(size), int(time), str(sha256)) for name, (size, time, sha256) in data["files"].items()}
+        known: Entries = {}
+        for name, (size, modified, changed, inode, sha256) in data["files"].items():
+            known[name] = (int(size), int(modified), int(changed), int(inode)), str(sha256)
+        return known
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

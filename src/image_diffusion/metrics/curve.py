@@ -18,10 +18,10 @@ CURVES = ("kd", "fd", "agreement")
 """The metrics that are followed. Of few images the kernel distance is the one without bias."""
 
 
-def read_previews(folder: Path, classes: list[str]) -> dict[int, Samples]:
-    """The previews in a folder, step-0000200.npz and so on, by step; none without the folder."""
-    paths = sorted(folder.glob("step-*.npz"))
-    return {int(path.stem.removeprefix("step-")): read_samples(path, classes) for path in paths}
+def read_previews(folder: Path, classes: list[str], num_steps: int) -> dict[int, Samples]:
+    """The previews of a run of so many steps, step-0000200.npz and so on, by step; none without the folder."""
+    paths = {int(path.stem.removeprefix("step-")): path for path in sorted(folder.glob("step-*.npz"))}
+    return {step: read_samples(path, classes) for step, path in paths.items() if step <= num_steps}
 
 
 def measure_previews(

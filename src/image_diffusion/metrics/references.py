@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from image_diffusion.core.arrays import read_arrays
 from image_diffusion.core.files import atomic_write
 from image_diffusion.metrics.moments import Gaussian, Moments
 
@@ -23,6 +25,8 @@ def is_statistics(path: Path) -> bool:
             return "mu" in arrays and "sigma" in arrays
     except FileNotFoundError:
         raise ValueError(f"The reference {path} does not exist.") from None
+    except (zipfile.BadZipFile, ValueError, EOFError, TypeError) as error:
+        raise ValueError(f"The reference {path} is not a whole .npz file: {error}. Write it again.") from None
 
 
 def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
@@ -30,27 +34,27 @@ def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
 
     Raises ValueError when mu and sigma do not fit, or the file names another detector than the one in use.
     """
-    with np.load(path, allow_pickle=False) as arrays:
-        written_by = str(arrays["detector"]) if "detector" in arrays else detector_sha256
-        if written_by != detector_sha256:
+    arrays = read_arrays(path)
+    written_by = str(arrays["detector"]) if "detector" in arrays else detector_sha256
+    if written_by != detector_sha256:
+        raise ValueError(
+            f"The statistics in {path} were measured with detector {written_by[:12]}, not {detector_sha256[:12]}. "
+            "Measure them again with this detector."
+        )
+    count = int(arrays["count"]) if "count" in arrays else None
+    found = {}
+    for name, (mean_key, covariance_key) in {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}.items():
+        if mean_key not in arrays:
+            continue
+        mean, covariance = (arrays[key].astype(np.float64) for key in (mean_key, covariance_key))
+        if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
             raise ValueError(
-                f"The statistics in {path} were measured with detector {written_by[:12]}, not {detector_sha256[:12]}. "
-                "Measure them again with this detector."
+                f"{path}: {mean_key} {list(mean.shape)} and {covariance_key} {list(covariance.shape)} do not fit. "
+                "Expected [D] and [D, D]."
             )
-        count = int(arrays["count"]) if "count" in arrays else None
-        found = {}
-        for name, (mean_key, covariance_key) in {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}.items():
-            if mean_key not in arrays:
-                continue
-            mean, covariance = (arrays[key].astype(np.float64) for key in (mean_key, covariance_key))
-            if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-                raise ValueError(
-                    f"{path}: {mean_key} {list(mean.shape)} and {covariance_key} {list(covariance.shape)} do not fit. "
-                    "Expected [D] and [D, D]."
-                )
-            if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
-                raise ValueError(f"{path}: {mean_key} or {covariance_key} holds numbers that are not finite.")
-            found[name] = Gaussian(torch.from_numpy(mean), torch.from_numpy(covariance), count)
+        if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+            raise ValueError(f"{path}: {mean_key} or {covariance_key} holds numbers that are not finite.")
+        found[name] = Gaussian(torch.from_numpy(mean), torch.from_numpy(covariance), count)
     return found
 
 

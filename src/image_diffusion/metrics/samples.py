@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +46,11 @@ class Samples:
 def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
     """Read samples.npz (arr_0 uint8 [N, H, W, C], arr_1 int64 [N]) and samples.json beside it, or a folder of pictures.
 
-    Raises ValueError when there are none, or they differ in size.
+    Raises ValueError when there are none, they are damaged, or they differ in size.
     """
     if path.is_dir():
         return _read_pictures(path, classes or [])
-    try:
-        arrays = read_arrays(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist. Run sample first.") from None
-    except (zipfile.BadZipFile, EOFError):
-        raise ValueError(f"{path} is not a whole .npz file. Delete it and run sample again.") from None
+    arrays = read_arrays(path)
     if "arr_0" not in arrays:
         raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are uint8 [N, H, W, C].")
     images, labels = arrays["arr_0"], arrays.get("arr_1")
@@ -66,14 +60,11 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
         raise ValueError(f"{path} holds no samples. Set sample.num_samples.")
     if labels is not None and labels.shape != (len(images),):
         raise ValueError(f"{path} holds {len(images):,} samples but labels of shape {list(labels.shape)}.")
-    protocol = path.with_suffix(".json")
-    return Samples(
-        images,
-        None if labels is None else labels.astype(np.int64),
-        classes or [],
-        sha256_file(path),
-        read_json(protocol) if protocol.is_file() else {},
-    )
+    described, digest = path.with_suffix(".json"), sha256_file(path)
+    protocol = read_json(described) if described.is_file() else {}
+    if protocol.get("files", {}).get(path.name, digest) != digest:
+        raise ValueError(f"{path} is not the file that {described} describes. Run sample again.")
+    return Samples(images, None if labels is None else labels.astype(np.int64), classes or [], digest, protocol)
 
 
 def _read_pictures(folder: Path, classes: list[str]) -> Samples:

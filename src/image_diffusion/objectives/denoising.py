@@ -103,7 +103,7 @@ class DenoisingObjective:
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
         """Draw noise for each sample, drop labels. Raises ValueError where the network's channels do not fit."""
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch))
+        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
         """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""

@@ -54,7 +54,7 @@ class FlowMatchingObjective:
         """Draw a time and noise for each sample. Raises ValueError where the network's channels do not fit."""
         t = self._process.draw(batch.streams)
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch))
+        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
     def uniform(self) -> FlowMatchingObjective:
         """The same at times drawn uniformly."""

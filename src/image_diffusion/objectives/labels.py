@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from image_diffusion.core.types import Batch, DataSpec
@@ -19,9 +21,9 @@ class LabelDropout:
             )
         self._probability, self._null = probability, spec.num_classes
 
-    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's cond with some of the labels [B] dropped."""
-        if self._probability == 0:
+    def __call__(self, batch: Batch, network: Any) -> dict[str, torch.Tensor]:
+        """The batch's cond, with some of the labels [B] dropped while the network is trained; validation keeps all."""
+        if self._probability == 0 or not getattr(network, "training", True):
             return batch.cond
         dropped = batch.streams.event("label_drop", self._probability)
         return batch.cond | {"label": torch.where(dropped, self._null, batch.cond["label"])}

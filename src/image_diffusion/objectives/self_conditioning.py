@@ -64,7 +64,7 @@ class SelfConditionedObjective:
         """Draw for each sample its noise and whether it is given an estimate, and drop labels."""
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         given = batch.streams.event("self_conditioning", self._config.probability)
-        return self.losses_at(network, batch.x, t, noise, given, self._drop_labels(batch))
+        return self.losses_at(network, batch.x, t, noise, given, self._drop_labels(batch, network))
 
     def losses_at(
         self, network: Any, x: Tensor, t: Tensor, noise: Tensor, given: Tensor, cond: dict[str, Tensor]

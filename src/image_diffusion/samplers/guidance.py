@@ -38,6 +38,15 @@ class Guidance(Config):
             raise ValueError(f"The guidance interval is ({low}, {high}); expected 0 <= low < high, as sigma / alpha.")
         return self
 
+    def share(self, grid: Grid) -> float:
+        """The share of a grid's points at which there is a second prediction, from 0 to 1."""
+        if self.guidance_scale == 1:
+            return 0.0
+        if self.interval is None:
+            return 1.0
+        low, high = times_between(grid, *self.interval)
+        return float(((grid.time >= low) & (grid.time <= high)).double().mean())
+
     def build(
         self, network: Network, null_cond: Mapping[str, Tensor], grid: Grid, negative: Network | None = None
     ) -> Network:

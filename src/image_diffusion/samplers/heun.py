@@ -21,6 +21,10 @@ class Heun(SamplerConfig):
 
     type: Literal["heun"] = "heun"
 
+    def calls(self, grid: Grid) -> int:
+        """Twice a step, once in the last."""
+        return 2 * grid.num_steps - 1
+
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """An Euler step, then the same step again with the mean of the predictions before and after it.
 

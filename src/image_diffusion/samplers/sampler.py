@@ -62,6 +62,10 @@ class SamplerConfig(Config):
         """Whether the steps add noise of their own; if not, the first noise decides the sample."""
         return False
 
+    def calls(self, grid: Grid) -> int:
+        """How often the network is asked for one image, without guidance."""
+        return grid.num_steps
+
     def grid(self, process: Process) -> Grid:
         """The points of a process to sample at. Raises ValueError where this sampler or its steps do not fit it."""
         if isinstance(process, Flow) and self.draws_noise:

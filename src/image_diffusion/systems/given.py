@@ -115,7 +115,8 @@ class Model:
     """A trained model, as a weights folder holds it.
 
     network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
-    codec: {"config", "identity", "scale"}. step, examples_seen: of the training. sha256: of the weights.
+    codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
+    the whole training. fingerprint: of its run, empty for weights from elsewhere.
     """
 
     network: nn.Module
@@ -126,6 +127,8 @@ class Model:
     step: int
     examples_seen: int
     sha256: str
+    num_steps: int
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class ToPreview:
     """What a system shows its progress with while it trains.
 
     spec: of the data. codec: builds the codec, on the device of the network. settings: the section `preview`. training,
-    validation: the splits. num_samples: how many of those a validation looks at. folder: where pictures are written.
+    validation: the splits. num_samples: how many of those a validation looks at.
     """
 
     spec: DataSpec
@@ -142,7 +145,6 @@ class ToPreview:
     training: Shards
     validation: Shards
     num_samples: int
-    folder: Path
 
     @property
     def held_out(self) -> Shards:
@@ -150,8 +152,9 @@ class ToPreview:
         return self.validation if self.validation.num_samples else self.training
 
 
-Preview = Callable[[nn.Module, int], Mapping[str, Path | float]]
-"""The network, with averaged weights where there are any, and the step -> pictures and numbers by name."""
+Preview = Callable[[nn.Module, int, Path], Mapping[str, Path | float]]
+"""The network, with averaged weights where there are any, the step, and a folder for what it writes -> pictures and
+numbers by name."""
 
 
 class SampleSettings(Protocol):
@@ -230,8 +233,8 @@ class ToJudge:
 
     model: None for samples from elsewhere. sections: those that `System.judged_by` names. data: the folder of crops, or
     of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: what is
-    compared with in place of a split; previews: those that training kept; report: a folder for pictures. raw: loads the
-    network with the weights that were not averaged, where they were kept.
+    compared with in place of a split; previews: those that training kept, in a folder for each fingerprint of a run;
+    report: a folder for pictures. raw: loads the network with the weights that were not averaged, where they were kept.
     """
 
     model: Model | None

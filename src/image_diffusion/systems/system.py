@@ -20,6 +20,7 @@ from image_diffusion.core.shapes import shapes_only
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Objective
 from image_diffusion.data.shards import Shards
+from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.given import (
     CardUse,
     Described,
@@ -134,6 +135,10 @@ class System(Config, ABC):
     def evaluations(self, settings: Any) -> int:
         """How often the network is called for one image of the section `sample`."""
         return 0
+
+    def sampled_in(self, settings: Any) -> Precision:
+        """What the network computes in while it makes the images of a section."""
+        return "float32"
 
     @abstractmethod
     def judge(self, given: ToJudge) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config, dump
-from image_diffusion.training.ema import Ema, ExponentialEma, Rate, average_name
+from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.optimizer import AdamW, Optimizer
 from image_diffusion.training.schedule import Constant, Schedule
 
@@ -45,7 +45,7 @@ class TrainConfig(Config):
     """The learning rate over time."""
     grad_clip: float | None = Field(None, gt=0)
     """Largest norm of the gradient; unset: no limit."""
-    ema: Ema = ExponentialEma()
+    ema: Ema = ExponentialEma(warmup=RampUp())
     """Running averages of the weights."""
     weights: Literal["ema", "raw", "best"] | Rate = "ema"
     """What is written at the end. ema: the first average; a number: the average of that rate (or width). raw: the
@@ -55,10 +55,10 @@ class TrainConfig(Config):
     """Also write the weights as trained, into the folder `raw` beside the others."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     """In what the network computes; weights, moments and averages are float32 always. fp16 scales the loss."""
-    tf32: bool = False
+    tf32: bool = True
     """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
     compile: bool = False
-    """Compile the network with torch.compile."""
+    """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
     sharding: Literal["none", "full"] = "none"
@@ -149,6 +149,8 @@ class TrainConfig(Config):
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
             "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
         }  # fmt: skip
+        if self.weights == "best":  # the state holds the best of the validations there were
+            free -= {"weights", "validate_every_steps", "validation_samples"}
         if not self.schedule.has_horizon:
             free.add("steps")
         if self.deterministic == "off":

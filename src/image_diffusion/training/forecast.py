@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,14 @@ import psutil
 import torch
 
 from image_diffusion.core.journal import NullJournal
+from image_diffusion.nn.precision import Precision as SampledIn
+from image_diffusion.nn.precision import tf32
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.counted import kept_elsewhere
 from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.precision import Precision
 from image_diffusion.training.reports import VALIDATION_CHUNK
 from image_diffusion.training.signals import Stop
 from image_diffusion.training.speed import flops_per_example, product_rate
@@ -28,7 +32,8 @@ GIB = 2.0**30
 class Forecast:
     """Of one training. Times leave out what processes wait for one another; memory is that of the fullest process.
 
-    parameters: trainable ones. evaluation_s: one pass of the network over one image, without gradient.
+    parameters: trainable ones. evaluation_s: one pass of the network over one image, without gradient, in the precision
+    of the training; passes_s: the same in others, by name.
     """
 
     device: str
@@ -40,6 +45,7 @@ class Forecast:
     tflops: float
     share_of_peak: float
     evaluation_s: float
+    passes_s: dict[SampledIn, float]
     train_s: float
     validation_s: float
     memory_gib: float
@@ -52,8 +58,16 @@ class Forecast:
         return self.train_s + self.validation_s
 
 
-def forecast(build: Callable[[World], Task], config: TrainConfig, processes: int, steps: int = 5) -> Forecast:
+def forecast(
+    build: Callable[[World], Task],
+    config: TrainConfig,
+    processes: int,
+    steps: int = 5,
+    sampled_in: Sequence[SampledIn] = (),
+) -> Forecast:
     """Train `steps` steps of one of `processes` processes, here, and reckon. Leaves no file.
+
+    sampled_in: precisions in which a pass without gradient is timed as well.
 
     Raises ValueError when a step needs more memory than there is.
     """
@@ -70,6 +84,7 @@ def forecast(build: Callable[[World], Task], config: TrainConfig, processes: int
         _train(parts, world, 2, 2 + steps)
         step_s = (time.perf_counter() - started) / steps
         evaluation_s, validation_s = _validation(parts, world)
+        passes_s = {each: _pass(parts, world, each) for each in sampled_in}
         flops = flops_per_example(next(parts.batches(0)), partial(parts.losses, 0))
     except torch.OutOfMemoryError:
         raise ValueError(
@@ -90,9 +105,10 @@ def forecast(build: Callable[[World], Task], config: TrainConfig, processes: int
         tflops=flops * share / step_s / 1e12,
         share_of_peak=flops * share / step_s / peak,
         evaluation_s=evaluation_s,
+        passes_s=passes_s,
         train_s=config.steps * step_s,
         validation_s=validations * validation_s / processes,
-        memory_gib=(_memory(device, checkpoint) - _elsewhere(parts, config, processes)) / GIB,
+        memory_gib=(_memory(device, checkpoint) - kept_elsewhere(parts, config, processes)) / GIB,
         checkpoint_gib=checkpoint / GIB,
         disk_gib=_kept(config) * checkpoint / GIB + 4 * parts.flat.size / GIB,
     )
@@ -118,31 +134,42 @@ def _train(parts: Parts, world: World, start: int, stop: int) -> None:
 
 def _validation(parts: Parts, world: World) -> tuple[float, float]:
     """Seconds of one image and of one whole validation, from one chunk of it."""
+    one = _evaluation(parts, world)
+    config, held_out = parts.config, parts.task.validation
+    return one, one * (min(config.validation_samples, held_out.num_samples) if held_out else 0)
+
+
+def _pass(parts: Parts, world: World, precision: SampledIn) -> float:
+    """Seconds of one image in a pass of the network in another precision."""
+    trained_in, parts.precision = parts.precision, Precision("bf16" if precision == "bf16" else "float32", world.device)
+    try:
+        with tf32(precision != "float32"):
+            return _evaluation(parts, world)
+    finally:
+        parts.precision = trained_in
+
+
+def _evaluation(parts: Parts, world: World) -> float:
+    """Seconds of one image in the loss of a chunk of the validation, the second time that it is computed."""
     data, config = parts.task.validation or parts.task.data, parts.config
     chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch, data.num_samples)
+    seconds = 0.0
     with parts.averaged():
-        started = time.perf_counter()
-        sums = validation_sums(data, chunk, chunk, world, partial(parts.validation_losses, 0))
-        sums["loss"].tolist()  # waits for the device
-        one = (time.perf_counter() - started) / chunk
-    total = min(config.validation_samples, parts.task.validation.num_samples) if parts.task.validation else 0
-    return one, one * total
+        for _ in range(2):  # the first chooses kernels
+            started = time.perf_counter()
+            sums = validation_sums(data, chunk, chunk, world, partial(parts.validation_losses, 0))
+            sums["loss"].tolist()  # waits for the device
+            seconds = (time.perf_counter() - started) / chunk
+    return seconds
 
 
 def _memory(device: torch.device, checkpoint: int) -> int:
-    """Bytes: the most that was in use, and on a CPU the copy of which a checkpoint is written."""
+    """Bytes: on a GPU the most that PyTorch took, and what the driver, libraries and other programs take; on a CPU the
+    most that was in use, and the copy of which a checkpoint is written."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        free, total = torch.cuda.mem_get_info(device)
+        return int(torch.cuda.max_memory_reserved(device)) + total - free - torch.cuda.memory_reserved(device)
     return int(psutil.Process().memory_info().rss) + checkpoint
-
-
-def _elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
-    """Bytes that other processes keep for this one: with sharding, of the gradient, the moments and the averages. The
-    weights are here as a whole now and then, for a validation."""
-    if config.sharding == "none":
-        return 0
-    vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
-    return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
 
 
 def _kept(config: TrainConfig) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.weights import read_weights
@@ -28,18 +27,16 @@ def weights_at(
     wanted = model["ema"] if average is None else _named(average)
     if (step, wanted) == (model["step"], model["ema"]):
         return tensors, model
-    for run in sorted(path for path in root.glob("*") if path.is_dir()):
-        last = _read(run / folder_name(model["step"]))
-        if last is None or not _same(_weights(last, model["ema"]), tensors):
-            continue
-        found = _read(run / folder_name(step))
-        if found is None:
-            raise ValueError(
-                f"{run / folder_name(step)} is missing. Keep it with train.checkpoint.keep_every, and train again."
-            )
-        described = {**model, "step": step, "examples_seen": found.examples_seen, "ema": wanted}
-        return _weights(found, wanted), described
-    raise ValueError(f"No run in {root} ended with the weights {final}. Train again, or name its own state folder.")
+    run = root / str(model.get("fingerprint"))
+    if not run.is_dir():
+        raise ValueError(f"No run in {root} ended with the weights {final}. Train again, or name its own state folder.")
+    found = _read(run / folder_name(step))
+    if found is None:
+        raise ValueError(
+            f"{run / folder_name(step)} is missing. Keep it with train.checkpoint.keep_every, and train again."
+        )
+    described = {**model, "step": step, "examples_seen": found.examples_seen, "ema": wanted}
+    return _weights(found, wanted), described
 
 
 def weights_in(
@@ -63,7 +60,7 @@ def weights_in(
     wanted = _named(average) if average is not None else next(iter(names), None)
     model = {key: identity[key] for key in ("system", "spec", "codec", "classes")}
     return _weights(found, wanted), {
-        **model, "step": found.step, "examples_seen": found.examples_seen, "ema": wanted,
+        **model, "step": found.step, "examples_seen": found.examples_seen, "ema": wanted, "fingerprint": run.name,
     }  # fmt: skip
 
 
@@ -93,10 +90,6 @@ def _weights(checkpoint: Checkpoint, average: str | None) -> dict[str, Tensor]:
         known = ", ".join(sorted(name for name in checkpoint.groups if name.startswith("ema-"))) or "none"
         raise ValueError(f"There is no average {average} at step {checkpoint.step:,}. Kept are: {known}.")
     return checkpoint.groups["network"] | checkpoint.groups[average]
-
-
-def _same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name].cpu(), second[name]) for name in first)
 
 
 def _read(folder: Path) -> Checkpoint | None:

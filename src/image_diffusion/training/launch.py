@@ -14,10 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from image_diffusion.core import command
-
-GRACE_S = 90
-"""Seconds the processes are given to save and end after a request to stop."""
+from image_diffusion.core import command, lifeline
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def _torchrun(layout: Layout, processes: int, meeting: Sequence[str], module: Se
     several = layout.nodes * layout.processes_per_node > 1
     logs = [f"--log-dir={layout.logs}", "--redirects=3", "--tee=0:3"] if several else []
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "image_diffusion.training.agent"),
         *meeting,
         f"--nproc-per-node={processes}",
         "--max-restarts=0",
@@ -95,8 +92,9 @@ def main() -> None:
     settings = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(lifeline.GRACE_S),
     }
+    lifeline.announce(os.environ)  # the processes also end with torchrun, which takes this one's place
     os.execvpe(line[0], line, os.environ | settings)
 
 

@@ -48,4 +48,6 @@ def train(parts: Parts, step: int, due: bool, state: State | None, journal: Jour
     stop.close()
     reports.close()
     if step < config.steps or due:
-        raise Stopped(f"asked by {stop.reason}; step {step:,} of {config.steps:,} is saved.")
+        raise Stopped(
+            f"asked by {stop.reason}; step {step:,} of {config.steps:,} is saved, and the same command goes on from it."
+        )

@@ -36,6 +36,8 @@ def load_model(folder: Path) -> Model:
         step=model["step"],
         examples_seen=model["examples_seen"],
         sha256=model["sha256"],
+        num_steps=model["train"]["steps"] if "train" in model else model["step"],
+        fingerprint=model.get("fingerprint", ""),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, ChoosesTimes, Losses, Network, Objective
 from image_diffusion.data.batches import Batches, Examples
 from image_diffusion.data.shards import Shards
+from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.training.checkpoint import Checkpoint
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
@@ -61,7 +62,7 @@ class Task:
     prepare: Callable[[Tensor, Tensor, Streams], Batch]
     data: Shards
     validation: Shards | None = None
-    grid: Callable[[nn.Module, int], Mapping[str, Path | float]] | None = None
+    grid: Callable[[nn.Module, int, Path], Mapping[str, Path | float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Parts:
         self.best: Best | None = None
         self._layout = layout
         if config.compile:
-            self.network.compile()
+            compile_by_block(self.network)
         self.network.train()
 
     def batches(self, step: int) -> Iterator[Examples]:
@@ -229,7 +230,9 @@ class Parts:
             "meter": self.meter.state(),
             "objective": objective.state_dict() if isinstance(objective, Remembers) else {},
         }
-        extra = {"precision": self.precision.state()} if self.precision.skips_overflow else {}
+        extra: dict[str, Any] = {"ended": step == self.config.steps}
+        if self.precision.skips_overflow:
+            extra["precision"] = self.precision.state()
         if self.best is not None:
             groups["best"] = self.flat.named(self.best.vector)
             extra["best"] = {"loss": self.best.loss, "step": self.best.step}
@@ -265,7 +268,7 @@ class Parts:
             self.task.objective.load_state_dict(_within("objective/", small))
         if "precision" in extra:
             self.precision.load(extra["precision"])
-        return step, reports_due
+        return step, reports_due or (step == self.config.steps and not extra["ended"])  # it was one on the way then
 
     def _network_state(self) -> dict[str, Tensor]:
         """The network's tensors by name, whole in the first process. All processes call it together."""

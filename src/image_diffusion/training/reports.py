@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -155,7 +155,10 @@ class Reports:
         grid, world = self._parts.task.grid, self._parts.world
         assert grid is not None
         with self._parts.averaged() as network:
-            found = self._stop.interruptible(lambda: grid(network, step)) if world.is_main else {}
+            found: Mapping[str, Path | float] | None = {}
+            if self._state is not None:
+                self._state.permit()
+                found = self._stop.interruptible(partial(grid, network, step, self._state.previews))
         numbers = {}
         for key, what in (found or {}).items():
             if isinstance(what, Path):

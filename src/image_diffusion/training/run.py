@@ -20,6 +20,7 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World, join
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.precision import faster_in_bf16
 from image_diffusion.training.signals import Stop
 from image_diffusion.training.state import State
 
@@ -49,9 +50,11 @@ def run(
         if world.is_main and config.init_from is not None:
             _warm_start(task.network, Path(config.init_from))
         parts = Parts(task, config, world)
-        state = State(output / "state", _identity(config, model, data), config.checkpoint) if world.is_main else None
-        checkpoint = None
-        if state is not None:
+        if world.is_main and (advice := faster_in_bf16(config.precision, world.device)):
+            print(advice, flush=True)
+        state, checkpoint = None, None
+        if world.is_main:
+            state = State(output / "state", _identity(config, model, data), config.checkpoint, config.steps)
             state.claim()
             checkpoint = state.load()
         step, due = parts.restore(checkpoint)
@@ -67,7 +70,9 @@ def run(
             if keeps:
                 book.params({"train": dump(config), **model, **data})
             train(parts, step, due, state, book, stop)
-        _write(parts, model, output)
+        for read in filter(None, (task.data, task.validation)):
+            read.verified()
+        _write(parts, model, output, state)
 
 
 def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -87,19 +92,22 @@ def _warm_start(network: nn.Module, folder: Path) -> None:
         raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
 
 
-def _write(parts: Parts, model: dict[str, Any], output: Path) -> None:
+def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | None) -> None:
+    """state: in the first process, which writes."""
     config = parts.config
     step = parts.best.step if config.weights == "best" and parts.best is not None else config.steps
 
     def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        if parts.world.is_main:
-            save_weights(folder, tensors, record)
+        if state is not None:
+            trained = {"train": dump(config), "fingerprint": state.fingerprint}
+            save_weights(folder, tensors, {**model, **record, **trained}, state.permit)
 
     def record(step: int, average: str | None) -> dict[str, Any]:
-        return {**model, "step": step, "examples_seen": step * config.global_batch, "ema": average}
+        return {"step": step, "examples_seen": step * config.global_batch, "ema": average}
 
     if config.keep_raw:
         save(output / "raw", parts.raw_weights(), record(config.steps, None))
-    elif parts.world.is_main:
+    elif state is not None:
+        state.permit()
         shutil.rmtree(output / "raw", ignore_errors=True)
     save(output, parts.weights(), record(step, None if config.weights == "raw" else config.average))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from image_diffusion.nn.blocks import blocks
 from image_diffusion.training.distributed import World
 from image_diffusion.training.flat import Flat, trainable
 
@@ -118,14 +119,3 @@ class ShardedFlat(Flat):
             view[: max(0, self._rows[slot.name] - self._world.rank * len(view))]
             for slot, view in zip(self.slots, self.views(vector), strict=True)
         ]
-
-
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of modules, lists in lists opened, that have parameters."""
-    if isinstance(module, nn.ModuleList):
-        return [block for member in module for block in (blocks(member) if _is_list(member) else [member])]
-    return [block for child in module.children() for block in blocks(child)]
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList)

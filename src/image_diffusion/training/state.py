@@ -29,17 +29,26 @@ from image_diffusion.training.config import CheckpointConfig
 class State:
     """`<root>/<fingerprint>/`: the checkpoints of the run that `identity`, plain data, tells from every other.
 
-    One process uses it, and only after `claim`. Checkpoints are written by a thread of their own.
+    One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Whoever claims the
+    root owns everything that a training writes beside it, whatever run it is of. num_steps: of the run; checkpoints of
+    later steps are from when it was longer, and are left alone.
     """
 
-    def __init__(self, root: Path, identity: dict[str, Any], keep: CheckpointConfig) -> None:
+    def __init__(
+        self, root: Path, identity: dict[str, Any], keep: CheckpointConfig, num_steps: int = sys.maxsize
+    ) -> None:
         self.identity, self.fingerprint = identity, digest(identity)[:16]
-        self.folder = root / self.fingerprint
+        self.folder, self._root = root / self.fingerprint, root
         self._keep = keep
-        self._token = ""
+        self._token, self._num_steps = "", num_steps
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._good: Path | None = None
+
+    @property
+    def previews(self) -> Path:
+        """Where what this run draws on the way lies."""
+        return self._root.parent / "previews" / self.fingerprint
 
     @property
     def advice(self) -> str:
@@ -47,14 +56,14 @@ class State:
         return f"State kept in {self._good}." if self._good else "There is no checkpoint yet."
 
     def claim(self) -> None:
-        """Become the one that writes here: whoever did before finds out at its next checkpoint and ends.
+        """Become the one that writes here: whoever did before finds out before it next writes, and ends.
 
         What a killed process left half-written is removed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._token = uuid.uuid4().hex
         write_json(
-            self.folder / "owner.json",
+            self._root / "owner.json",
             {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
         )
         for left in self.folder.glob(".*.tmp"):
@@ -65,6 +74,13 @@ class State:
 
         Raises ValueError with the keys that differ when a checkpoint in here belongs to another configuration.
         """
+        if later := [path.name for path in self._all() if path not in self.checkpoints()]:
+            print(
+                f"note: {self.folder} also holds {', '.join(later)}, past the {self._num_steps:,} steps asked for. "
+                f"It is kept for a longer run.",
+                file=sys.stderr,
+                flush=True,
+            )
         for path in reversed(self.checkpoints()):
             try:
                 checkpoint, identity = read_checkpoint(path)
@@ -89,6 +105,9 @@ class State:
 
     def checkpoints(self) -> list[Path]:
         """The folders of checkpoints, oldest first."""
+        return [path for path in self._all() if int(path.name.removeprefix("step-")) <= self._num_steps]
+
+    def _all(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -97,7 +116,7 @@ class State:
         Raises what the write before it raised: OSError, or ValueError when another process has become the owner.
         """
         self.wait()
-        self._permit()
+        self.permit()
         host, copied = _on_host(checkpoint)
         self._thread = threading.Thread(target=self._write, args=(host, copied), name="checkpoint")
         self._thread.start()
@@ -119,7 +138,7 @@ class State:
         try:
             if copied is not None:
                 copied.synchronize()
-            self._good = write_checkpoint(self.folder, checkpoint, self.identity, environment(), self._permit)
+            self._good = write_checkpoint(self.folder, checkpoint, self.identity, environment(), self.permit)
             self._prune()
         except OSError as error:
             self._error = OSError(
@@ -129,11 +148,12 @@ class State:
         except BaseException as error:  # raised where the training goes on
             self._error = error
 
-    def _permit(self) -> None:
-        owner = read_json(self.folder / "owner.json")
+    def permit(self) -> None:
+        """Raise ValueError when another process has become the owner: this one may write nothing any more."""
+        owner = read_json(self._root / "owner.json")
         if owner["token"] != self._token:
             raise ValueError(
-                f"Process {owner['pid']} on {owner['host']} has taken over {self.folder}; this one ends without "
+                f"Process {owner['pid']} on {owner['host']} has taken over {self._root}; this one ends without "
                 f"writing. Let one process train an experiment at a time."
             )
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from image_diffusion.core.files import digest, sha256_file, write_text
+from image_diffusion.core.files import digest, sha256_file, write_if_changed
 from image_diffusion.workflow.plans import STAGES, Plans
 
 PACKAGE = "image_diffusion"
@@ -36,7 +36,7 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
         for stage in LONG_STAGES.keys() & plan.configs.keys():
             made, note = (results / form.format(**asdict(plan)) for form in LONG_STAGES[stage])
             if not (note.is_file() and made.is_file()):
-                write_text(note, code[stage])
+                write_if_changed(note, code[stage])
             elif note.read_text(encoding="utf-8") != code[stage]:
                 told.add(f"The code of {stage} has changed since. To make it again: rm -r {made.parent}")
     return sorted(told)
@@ -44,7 +44,7 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
 
 def stage_digests(source: Path) -> dict[str, str]:
     """The digest of the code of each stage. source: the folder that holds the package."""
-    return {stage: code_digest(f"{PACKAGE}.{stage}", source) for stage in (*STAGES, "detect", "sweep")}
+    return {stage: code_digest(f"{PACKAGE}.{stage}", source) for stage in (*STAGES, "detect", "sweep", "ema")}
 
 
 def package_digest(source: Path) -> str:

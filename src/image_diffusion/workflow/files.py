@@ -63,6 +63,10 @@ class Files:
 
         return configs
 
+    def trained_by_option(self, wildcards: Wildcards) -> list[str]:
+        """How a command is told which training its weights must be of."""
+        return ["--trained-by", self.plans.of(wildcards).configs["train"]]
+
     def sample_config_option(self, wildcards: Wildcards) -> list[str]:
         """How `doctor` is told which images will be made, where any are."""
         known = self.plans.of(wildcards).configs

@@ -11,10 +11,11 @@ from image_diffusion.data.sources import Source
 from image_diffusion.workflow.plans import Plans
 
 
-def look_at_sources(plans: Plans, results: Path) -> None:
-    """Note which data sets' files have changed. Raises ValueError for one that is missing, empty, or too small."""
+def look_at_sources(plans: Plans, results: Path, trust_ctime: bool) -> None:
+    """Note which data sets' files have changed. trust_ctime: see `refresh`. Raises ValueError for a data set that is
+    missing, empty, or too small."""
     for dataset, plan in plans.datasets.items():
-        refresh(parse(Source, plan.source, dataset), source_file(results, dataset))
+        refresh(parse(Source, plan.source, dataset), source_file(results, dataset), trust_ctime)
     for name, plan in plans.by_name.items():
         files = read_json(source_file(results, plan.dataset))["files"]
         if plan.source["type"] == "folder" and files < plan.global_batch:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files import sha256_file
+from image_diffusion.core.lifeline import announce
 from image_diffusion.workflow.code import note_code
 from image_diffusion.workflow.environment import search_path
 from image_diffusion.workflow.files import Files
@@ -40,10 +41,11 @@ def start(
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
-    whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. A mistake ends
-    Snakemake with one clear line.
+    whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. What Snakemake starts
+    on this machine ends when it does. A mistake ends Snakemake with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
+    announce(os.environ)
     results = str(config.get("results", "results"))
     try:
         if moved(f"{results}/") != f"{results}/":
@@ -54,7 +56,7 @@ def start(
         code = resolved_code(Path(results)) if remote else resolve(root, config)
         plans = Plans.read(results, config["experiments"])
         if not remote:
-            look_at_sources(plans, Path(results))
+            look_at_sources(plans, Path(results), config.get("trust_ctime", True))
             for sentence in note_code(plans, Path(results), code):
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:

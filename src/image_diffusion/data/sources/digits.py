@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Item, Listing, Stamp
+from image_diffusion.core.files import Stamp
+from image_diffusion.data.sources.listing import Item, Listing
 
 
 class Digits(Config):

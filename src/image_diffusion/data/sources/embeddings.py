@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, stamp_of
+from image_diffusion.core.files import Stamp, stamp_of
+from image_diffusion.data.sources.listing import Item, Listing
 
 if TYPE_CHECKING:
     import numpy as np

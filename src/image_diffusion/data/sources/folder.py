@@ -11,14 +11,16 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
+from image_diffusion.core.files import Stamp, stamp_in
 from image_diffusion.data.sources.listing import (
+    LARGEST_TEXT,
     Item,
     Listing,
-    Stamp,
     caption_in,
     class_name,
     number_classes,
     plain_text,
+    read_image,
 )
 
 _CAPTIONS = (".txt", ".json")
@@ -80,7 +82,7 @@ class Folder(Config):
 
     def read(self, item: Item) -> bytes:
         """The bytes of one file. Raises OSError."""
-        return (Path(self.path) / str(item.address[0])).read_bytes()
+        return read_image(Path(self.path) / str(item.address[0]))
 
     def captions(self) -> dict[str, str]:
         """The captions beside the images, by the name of the image without its extension: in `.txt`, or the key
@@ -89,8 +91,10 @@ class Folder(Config):
         for name in sorted(_beside_images(plain_text(name) for name in _Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
             try:
+                if (size := (Path(root) / name).stat().st_size) > LARGEST_TEXT:
+                    raise ValueError(f"it has {size:,} bytes, and one has at most {LARGEST_TEXT:,}")
                 caption = caption_in((Path(root) / name).read_bytes(), extension[1:].lower())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{root}/{name} is no caption: {error}. Repair or remove it.") from None
             if caption is not None:
                 found[stem] = caption
@@ -153,7 +157,7 @@ class _Walk:
                             continue
                         yield from self._below(entry.path, f"{name}/", (*above, real))
                     elif stat.S_ISREG(found.st_mode):
-                        yield name, (found.st_size, found.st_mtime_ns)
+                        yield name, stamp_in(found)
                     else:
                         self.rejected.append((plain_text(name), "neither a file nor a folder"))
                 except OSError as error:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import read_json
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, number_labels, stamp_of
+from image_diffusion.core.files import Stamp, read_json, stamp_of
+from image_diffusion.data.sources.listing import Item, Listing, number_labels
 
 
 class HuggingFace(Config):
@@ -44,7 +44,7 @@ class HuggingFace(Config):
         if classes is not None:
             labels = [value if value is not None and value >= 0 else None for value in values]
         else:
-            numbers = number_labels(str(value) for value in values if value is not None)
+            numbers = number_labels((str(value) for value in values if value is not None), self.path)
             labels = [None if value is None else numbers[str(value)] for value in values]
             classes = list(numbers)
         rows = list(enumerate(zip(names, labels, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import unicodedata
@@ -10,8 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-Stamp = tuple[int, int]
-"""Size in bytes and modification time in nanoseconds of a file."""
+from image_diffusion.core.files import Stamp
+
+LARGEST_TEXT = 1 << 20
+"""Bytes that a file with a class or a caption may have."""
+LARGEST_IMAGE = 1 << 30
+"""Bytes that an image file may have: more than 90 million pixels of four 16-bit channels take."""
+LONGEST_CLASS = 255
+"""Characters that the name of a class may have, as many as that of a folder."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +93,29 @@ def number_classes(names: Iterable[str]) -> dict[str, int]:
     return {name: number for number, name in enumerate(sorted(set(names)))}
 
 
-def number_labels(labels: Iterable[str]) -> dict[str, int]:
-    """Classes written as labels, numbered from 0: by value when all of them are numbers, as text otherwise."""
+def number_labels(labels: Iterable[str], where: str | Path) -> dict[str, int]:
+    """Classes written as labels, numbered from 0: by value when all of them are numbers, as text otherwise.
+
+    where: they were found. Raises ValueError for one that is too long to be a name.
+    """
     found = set(labels)
+    if long := next((label for label in sorted(found) if len(label) > LONGEST_CLASS), None):
+        raise ValueError(
+            f"{where} has a class of {len(long):,} characters, {long[:20]}...; a class has at most {LONGEST_CLASS}. "
+            f"Is that a caption? Leave classes out of the source, or repair it."
+        )
     if all(label.isdecimal() for label in found):
         return {label: number for number, label in enumerate(sorted(found, key=int))}
     return number_classes(found)
 
 
-def stamp_of(path: Path) -> Stamp:
-    """A file's stamp. Raises OSError."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+def check_size(size: int) -> None:
+    """Raise OSError when an image file is too large to be one."""
+    if size > LARGEST_IMAGE:
+        raise OSError(errno.EFBIG, f"{size:,} bytes, more than {LARGEST_IMAGE:,}")
+
+
+def read_image(path: Path) -> bytes:
+    """The bytes of an image file. Raises OSError."""
+    check_size(path.stat().st_size)
+    return path.read_bytes()

@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Item, Listing, Stamp, number_labels, stamp_of
+from image_diffusion.core.files import Stamp, stamp_of
+from image_diffusion.data.sources.listing import Item, Listing, number_labels, read_image
 
 
 class Table(Config):
@@ -27,7 +28,7 @@ class Table(Config):
     def listing(self) -> Listing:
         """Every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or unfit."""
         rows = self._rows()
-        numbers = number_labels(label for _, label in rows if label is not None)
+        numbers = number_labels((label for _, label in rows if label is not None), self.path)
         items: dict[str, Item] = {}
         rejected = []
         for path, label in sorted(rows, key=lambda row: row[0]):
@@ -44,13 +45,13 @@ class Table(Config):
         if self.label_column is None:
             return []
         try:
-            return list(number_labels(label for _, label in self._rows() if label))
+            return list(number_labels((label for _, label in self._rows() if label), self.path))
         except ValueError:
             return None
 
     def read(self, item: Item) -> bytes:
         """The bytes of one file. Raises OSError."""
-        return (Path(self.path).parent / str(item.address[0])).read_bytes()
+        return read_image(Path(self.path).parent / str(item.address[0]))
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The table, and every image in it that is there."""

@@ -92,9 +92,9 @@ def show_reconstructions(
 def preview_reconstructions(given: ToPreview) -> Preview:
     """Shows what is left of held-out images, as many as the network is validated on."""
 
-    def draw(network: nn.Module, step: int) -> dict[str, Path | float]:
+    def draw(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
         images = given.held_out.gather(np.arange(min(given.held_out.num_samples, given.num_samples)))
-        return show_reconstructions(network, images, given.settings.batch_size, given.folder, step)
+        return show_reconstructions(network, images, given.settings.batch_size, folder, step)
 
     return draw
 

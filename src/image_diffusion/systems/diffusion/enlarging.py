@@ -7,17 +7,16 @@ what comes out can be compared with what went in.
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.codecs.codec import from_uint8
+from image_diffusion.core.arrays import read_arrays
 from image_diffusion.core.files import sha256_file
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards import Shards, open_shards
@@ -112,10 +111,10 @@ def small_samples(path: Path, side: int, spec: DataSpec, seeds: Tensor) -> tuple
     ValueError when it cannot be read, its images are of another size, or a label is no class of the network.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            images = torch.from_numpy(arrays["arr_0"])
-            labels = torch.from_numpy(arrays["arr_1"]) if "arr_1" in arrays else None
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        arrays = read_arrays(path)
+        images = torch.from_numpy(arrays["arr_0"].copy())
+        labels = torch.from_numpy(arrays["arr_1"].copy()) if "arr_1" in arrays else None
+    except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"sample.small_images: {path} is not a samples.npz: {error}") from None
     if tuple(images.shape[1:]) != (side, side, spec.channels) or images.dtype != torch.uint8 or not len(images):
         raise ValueError(

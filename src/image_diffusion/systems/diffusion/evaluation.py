@@ -35,7 +35,10 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
         detector = settings.detector.build(given.detector, str(best_device()))
         samples = read_samples(given.samples, data.train.classes)
-        previews = read_previews(given.previews, data.train.classes) if given.previews else {}
+        previews = {}
+        if given.previews is not None and given.model is not None:
+            run = given.previews / given.model.fingerprint
+            previews = read_previews(run, data.train.classes, given.model.num_steps)
         result = evaluate_samples(samples, data, detector, settings, given.report, given.reference, previews)
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
     if settings.likelihood is not None:

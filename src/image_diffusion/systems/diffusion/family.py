@@ -15,6 +15,7 @@ from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.nn.precision import Precision
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
@@ -57,7 +58,7 @@ class DiffusionSystem(System):
     sections: ClassVar[Mapping[str, Section]] = {
         "codec": Section(CodecConfig, Rgb()),
         "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
-        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images")),
+        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "compile")),
         "sample": Section(SampleConfig, SampleConfig()),
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips")),
         "sweep": Section(SweepConfig, SweepConfig()),
@@ -128,8 +129,12 @@ class DiffusionSystem(System):
         return make_images(self, given)
 
     def evaluations(self, settings: SampleConfig) -> int:
-        steps: int = settings.sampler.grid(self.process).num_steps
-        return steps * (2 if settings.guidance.guidance_scale != 1 else 1)
+        grid: Grid = settings.sampler.grid(self.process)
+        calls: int = settings.sampler.calls(grid)
+        return round(calls * (1 + settings.guidance.share(grid)))
+
+    def sampled_in(self, settings: SampleConfig) -> Precision:
+        return settings.precision
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_diffusion(given)

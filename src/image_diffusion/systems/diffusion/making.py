@@ -37,7 +37,7 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
             f"network that it is to guide. Name a weaker network of the same data."
         )
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds)
+    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds, settings.seed)
     enlarged = small_images(settings.small_images, given.small_images, system.low_resolution, model.spec, seeds)
     if enlarged is not None and model.classes:
         if enlarged.labels is None and isinstance(settings.labels, str):
@@ -85,14 +85,14 @@ def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
     """Draws `step-NNNNNNN.png` and the same images as .npz. Raises ValueError for a class that does not exist."""
     settings, classes = given.settings, given.training.classes
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, len(seeds), classes, seeds)
+    labels = requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed)
     low_res: Tensor | None = None
     if system.low_resolution is not None:
         low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
 
-    def draw(network: nn.Module, step: int) -> Mapping[str, Path | float]:
+    def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
         images = Generator(network, system, given.spec, given.codec(), settings)(seeds, labels, low_res)
-        path = given.folder / f"step-{step:07d}.png"
+        path = folder / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)
         save_picture(image_grid(images, grid_columns(len(images), len(classes))), path)
         return {"preview": path}
@@ -121,7 +121,7 @@ class Images:
         wanted: str | list[int | str] = self._settings.labels
         if "label" in rows:
             wanted = [int(label) for label in rows["label"]]
-        labels = requested_labels(wanted, len(seeds), self._classes, seeds)
+        labels = requested_labels(wanted, len(seeds), self._classes, seeds, self._settings.seed)
         size = self._settings.batch_size
         parts = zip(seeds.split(size), [None] * len(seeds) if labels is None else labels.split(size), strict=False)
         return torch.cat([self._generator(*part) for part in parts]).permute(0, 2, 3, 1).contiguous().numpy()

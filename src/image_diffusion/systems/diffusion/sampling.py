@@ -13,6 +13,8 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec, Network, SamplesOf
+from image_diffusion.nn.blocks import compile_by_block
+from image_diffusion.nn.precision import Precision, computing_in, tf32
 from image_diffusion.process.grid import Denoiser
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ddim import Ddim
@@ -49,6 +51,11 @@ class SampleConfig(Config):
     """Images made at once. Does not change them."""
     images_per_job: int = Field(5000, ge=1)
     """Images that one job makes; for more of them several run side by side. Does not change them."""
+    precision: Precision = "tf32"
+    """What the network computes in: float32; tf32, a GPU then rounds the factors of its products to 10 bits; or bf16.
+    The sampler's own arithmetic is float32 always."""
+    compile: bool = False
+    """Compile the network's blocks with torch.compile: worth its minute for many images on a GPU."""
     pictures: bool = False
     """Also keep each image as a PNG named after its seed, in the folder `pictures`."""
     grid_images: int = Field(100, ge=1)
@@ -69,7 +76,8 @@ def fitted(system: DiffusionSystem, codec: Codec, settings: SampleConfig) -> Sam
 class Generator:
     """Makes images from seeds, on the device of the network.
 
-    weaker: the network of `settings.weaker_weights`, on the same device.
+    weaker: the network of `settings.weaker_weights`, on the same device. Networks are compiled where the settings say
+    so, and are then always given `batch_size` images, some of them for nothing.
 
     Raises ValueError when the sampler or the guidance do not fit the system.
     """
@@ -92,11 +100,15 @@ class Generator:
         self._device = next(network.parameters()).device
         self._spec, self._system, self._codec = spec, system, codec
         self._sampler, self._seed = fitted(system, codec, settings).sampler, settings.seed
+        self._precision, self._whole_batch = settings.precision, settings.batch_size if settings.compile else 0
         self._grid = self._sampler.grid(system.process)
         drops = labelled and weaker is None
         null = {"label": torch.tensor(spec.num_classes, device=self._device)} if drops else {}
-        negative = cast("Network", weaker) if weaker is not None else None
-        self._network = cast("Network", network)
+        for each in (network, weaker):
+            if each is not None and settings.compile:
+                compile_by_block(each)
+        negative = computing_in(cast("Network", weaker), settings.precision) if weaker is not None else None
+        self._network = computing_in(cast("Network", network), settings.precision)
         self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(
             plain, null, self._grid, negative
         )
@@ -108,15 +120,26 @@ class Generator:
 
         low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
         """
-        denoiser, noise, streams = self._start(seeds, labels, low_res)
-        return self._codec.decode(self._sampler(denoiser, self._grid, noise, streams)).cpu()
+        row = self._rows(len(seeds))
+        given = (None if each is None else each[row] for each in (labels, low_res))
+        denoiser, noise, streams = self._start(seeds[row], *given)
+        return self._decode(self._sampler(denoiser, self._grid, noise, streams)[: len(seeds)])
 
     @torch.no_grad()
     def trajectory(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> list[Tensor]:
-        """The images [N, C, H, W] that each step predicts, from the first step to the last."""
+        """The images [N, C, H, W] that each step predicts, from the first step to the last. Never compiled."""
         denoiser, noise, streams = self._start(seeds, labels, low_res)
-        steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
-        return [self._codec.decode(step.x0).cpu() for step in steps]
+        with torch.compiler.set_stance("force_eager"):
+            steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
+            return [self._decode(step.x0) for step in steps]
+
+    def _rows(self, count: int) -> Tensor:
+        """Which rows a batch is made of, int64: the last one again and again, where a whole batch is wanted."""
+        return torch.arange(max(count, self._whole_batch)).clamp(max=count - 1)
+
+    def _decode(self, x: Tensor) -> Tensor:
+        with tf32(self._precision != "float32"):
+            return self._codec.decode(x).cpu()
 
     def _start(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None) -> tuple[Denoiser, Tensor, Streams]:
         streams = image_streams(seeds.to(self._device), self._seed)
@@ -127,17 +150,17 @@ class Generator:
 
 
 def requested_labels(
-    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor
+    labels: str | list[int | str], num_samples: int, classes: list[str], seeds: Tensor, seed: int = 0
 ) -> Tensor | None:
     """The label of each sample, int64 [N]; None without classes.
 
-    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed, a list of class names
-    or numbers is repeated in turn. Raises ValueError for a class that does not exist.
+    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
+    share, a list of class names or numbers is repeated in turn. Raises ValueError for a class that does not exist.
     """
     if not classes:
         return None
     if labels == "random":
-        return image_streams(seeds).integers("label", len(classes))
+        return image_streams(seeds, seed).integers("label", len(classes))
     chosen = range(len(classes)) if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
     return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
 

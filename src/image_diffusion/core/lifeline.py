@@ -1,0 +1,91 @@
+"""A process ends with the one that it works for. SIGKILL of Snakemake alone reaches none of its jobs: they would go on,
+and write into the results of whatever is started next."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "IMAGE_DIFFUSION_ENDS_WITH"
+"""The environment variable that names, to what a process starts, the processes to end with."""
+
+GRACE_S = 90
+"""Seconds that a process has to save and end before it is killed."""
+
+
+def announce(environment: MutableMapping[str, str]) -> None:
+    """Have what is started with this environment end with this process, as well as with those named there already."""
+    environment[VARIABLE] = " ".join(filter(None, [environment.get(VARIABLE), mark()]))
+
+
+def end_with(marks: Sequence[str]) -> None:
+    """From now on, get SIGTERM when one of these processes is gone, and SIGKILL if that does not help.
+
+    Those of other machines are passed over: a job in a queue does not depend on who has sent it.
+    """
+    watched = [each for each in map(_Mark, marks) if each.machine == _machine()]
+    if watched:
+        threading.Thread(target=_wait, args=(watched,), daemon=True, name="lifeline").start()
+
+
+def mark() -> str:
+    """A name of this process that no other one ever has, on any machine; empty on a system without /proc."""
+    machine = _machine()
+    return f"{machine}:{os.getpid()}:{_started(os.getpid())}" if machine else ""
+
+
+class _Mark:
+    """A mark taken apart."""
+
+    def __init__(self, text: str) -> None:
+        self.machine, pid, self.started = text.split(":")
+        self.pid = int(pid)
+
+    def open(self) -> int | None:
+        """A descriptor that becomes readable when the process ends; None when it has ended."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            return None
+        if _started(self.pid) == self.started:
+            return descriptor
+        os.close(descriptor)  # the number is another process's by now
+        return None
+
+
+def _wait(watched: list[_Mark]) -> None:
+    descriptors = [descriptor for each in watched if (descriptor := each.open()) is not None]
+    if len(descriptors) == len(watched):
+        poll = select.poll()
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll()
+    with suppress(OSError):  # nobody may be left to read it
+        print("stopped: what has started this is gone.", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _machine() -> str:
+    """This start of this machine, and the numbering of processes that we see; empty where the system has no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the system's own ticks; empty when there is none of that number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -1,0 +1,47 @@
+"""A network block by block: what is compiled on its own, and what is gathered together when a network is spread."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of modules, lists in lists opened, that have parameters."""
+    if isinstance(module, nn.ModuleList):
+        return [block for member in module for block in (blocks(member) if _is_list(member) else [member])]
+    return [block for child in module.children() for block in blocks(child)]
+
+
+def compile_by_block(network: nn.Module) -> None:
+    """Compile the network's blocks, and the layers beside them, each on its own with torch.compile.
+
+    Compiled as a whole, a network gives every gradient after its whole backward pass, when nothing is left during which
+    processes could add them up; by block, each gradient is there when its block is done. Equal blocks share one graph,
+    so that compiling takes the time of one of them. Shapes are taken as they come: a microbatch of another size is
+    compiled anew.
+    """
+    parts = _parts(network)
+    # Blocks of one class share their limit of graphs, those of a U-Net have many shapes, and RIN calls each twice.
+    limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * limit)
+    for part in parts:
+        part.compile(dynamic=False)
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """The blocks, and whatever else lies beside the lists and consists of several layers."""
+    parts: list[nn.Module] = []
+    for child in module.children():
+        if _is_list(child):
+            parts += blocks(child)
+        elif any(_is_list(inner) for inner in child.modules()):
+            parts += _parts(child)
+        elif next(child.children(), None) is not None:
+            parts.append(child)
+    return parts or [module]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)

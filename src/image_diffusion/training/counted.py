@@ -1,0 +1,105 @@
+"""What a training takes of a device that is not here: operations and memory, counted and not measured.
+
+A step is run on tensors without contents (PyTorch's `FakeTensorMode`): nothing is computed and nothing is stored, but
+every operation and every piece of memory is seen, as long as it lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from image_diffusion.data.batches import Examples
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.distributed import World
+from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.speed import flops_per_example
+
+_ROUNDING = 512  # bytes: PyTorch's allocator hands out multiples
+
+
+@dataclass(frozen=True)
+class Counted:
+    """parameters: trainable ones. operations: floating-point ones, of the loss of one example and of its gradient.
+
+    Of one process, in bytes: fixed, what stays from step to step (weights, gradient, moments, averages); peak, the most
+    at any moment of a step. What driver and libraries take for themselves comes on top; compiled, a step takes less.
+    """
+
+    parameters: int
+    operations: int
+    fixed: int
+    peak: int
+
+
+def counted(
+    network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig, processes: int
+) -> Counted:
+    """Count a step of one of so many processes. network: builds it; task: what is done with it."""
+    share = -(-config.global_batch // processes)
+    plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
+    fake, memory = FakeTensorMode(allow_non_fake_inputs=True), _Memory()
+    with fake, memory:
+        built = network()
+        cast("Any", built).to = lambda *_, **__: built  # it is nowhere, and fake tensors cannot be moved in place
+    whole = task(built)
+    with fake, memory:
+        parts = Parts(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
+        fixed = memory.live
+        ids = torch.zeros(share, dtype=torch.int64)
+        examples = Examples(torch.empty(share, *whole.data.shape, dtype=whole.data.dtype), ids, ids, ids)
+        memory.peak = memory.live
+        for _ in range(2):
+            parts.gradients(examples, partial(parts.losses, 1))
+            parts.clip()
+        peak = memory.peak
+        operations = flops_per_example(examples, partial(parts.losses, 1))
+    elsewhere = kept_elsewhere(parts, config, processes)
+    parameters = sum(parameter.numel() for parameter in parts.flat.parameters.values())
+    return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
+
+
+def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
+    """Bytes that other processes keep for this one: with sharding, of the gradient, the moments and the averages. The
+    weights are here as a whole now and then, for a validation."""
+    if config.sharding == "none":
+        return 0
+    vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
+    return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+
+
+class _Memory(TorchDispatchMode):
+    """Bytes of all tensors that were made inside and still live, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                self._see(each.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // _ROUNDING) * _ROUNDING
+        if key not in self._known:
+            self._known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size

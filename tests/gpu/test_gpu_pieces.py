@@ -1,0 +1,66 @@
+"""What is computed on a GPU is what is computed on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+from image_diffusion.data.batches import Batches
+from image_diffusion.networks.autoencoder import AutoencoderConfig
+
+CUDA = torch.device("cuda", 0)
+
+
+def streams(device: torch.device) -> Streams:
+    sample = torch.tensor([0, 3, 2**31 + 5, 2**33 + 7], device=device)
+    return Streams(7, torch.tensor([0, 1, 2**31 - 1, 5], device=device), sample)
+
+
+def test_random_numbers_are_those_of_a_cpu() -> None:
+    for shape in [(), (1,), (3, 5), (4, 32, 32)]:
+        on_cpu, on_gpu = streams(torch.device("cpu")), streams(CUDA)
+        assert torch.equal(on_gpu.integers("a", 1000, shape).cpu(), on_cpu.integers("a", 1000, shape))
+        assert torch.equal(on_gpu.uniform("b", shape).cpu(), on_cpu.uniform("b", shape))
+        for kind in ("normal", "gumbel"):
+            ours, theirs = getattr(on_gpu, kind)("c", shape).cpu(), getattr(on_cpu, kind)("c", shape)
+            torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=1e-12)
+
+
+class Stored:
+    """Samples in memory, read as shards are."""
+
+    num_samples, shape, dtype = 37, (2, 4, 8, 8), torch.float16
+    labels = np.arange(37)
+    stored = torch.randn(37, 2, 4, 8, 8, generator=torch.Generator().manual_seed(0)).half()
+
+    def gather(self, indices: np.ndarray, flip: np.ndarray | None = None, out: torch.Tensor | None = None):  # type: ignore[no-untyped-def, type-arg]
+        rows = self.stored[torch.from_numpy(indices)]
+        return rows if out is None else out[: len(indices)].copy_(rows)
+
+
+def test_batches_reach_the_gpu_as_they_are() -> None:
+    plain = iter(Batches(Stored(), 16, seed=3))  # type: ignore[arg-type]
+    moved = iter(Batches(Stored(), 16, seed=3, device=CUDA))  # type: ignore[arg-type]
+    for _ in range(20):
+        ours, theirs = next(moved), next(plain)
+        for name in ("stored", "label", "epoch", "sample"):
+            assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name))
+
+
+def test_latents_are_those_of_a_cpu(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = AutoencoderConfig(block_channels=(32, 64), latent_channels=4).build(DataSpec(channels=3, resolution=32))
+    vae = network.vae.eval().requires_grad_(False)
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    latents = torch.randn(4, 4, 16, 16)
+    exact = KlCodec({}, lambda: vae, 1.0)
+    moments, pixels = exact.encode(images), exact.decode(latents)
+    on_gpu = KlCodec({}, lambda: vae.to(CUDA), 1.0)
+    torch.testing.assert_close(on_gpu.encode(images).cpu(), moments, rtol=1e-3, atol=1e-4)
+    decoded = on_gpu.decode(latents).cpu()
+    assert (decoded.int() - pixels.int()).abs().max() <= 1

@@ -1,0 +1,111 @@
+"""Every system trains on a GPU, is killed, and goes on with the same bytes in the modes that promise it."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attempts import Attempt, Attempts, finished
+from comparison import points, results
+from tiny_runs import SYSTEMS, TINY, config
+
+from image_diffusion.training.distributed import World
+from image_diffusion.training.parts import Parts
+
+GPU = World(0, 1, torch.device("cuda", 0))
+SHORT: dict[str, Any] = {"steps": 8, "checkpoint": {"every_steps": 3}, "log_every_steps": 1}
+
+
+def parts_of(system: str, **changes: Any) -> Parts:
+    torch.manual_seed(0)
+    return Parts(SYSTEMS[system](GPU), config(**changes), GPU)
+
+
+def trained(parts: Parts, steps: int, mode: str = "default") -> list[float]:
+    """The losses of some steps. mode: what PyTorch does about waits for the device from the third step on."""
+    batches, losses = parts.batches(0), []
+    for step in range(1, steps + 1):
+        examples = next(batches)
+        torch.cuda.set_sync_debug_mode(mode if step > 2 else "default")  # the first steps allocate
+        loss = parts.gradients(examples, partial(parts.losses, step))
+        norm = parts.clip()
+        parts.update(step)
+        parts.observe(step, loss, norm)
+        torch.cuda.set_sync_debug_mode("default")
+        losses.append(loss.loss.mean())
+    batches.close()  # type: ignore[attr-defined]
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_killed_training_ends_with_the_same_bytes(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    settings: dict[str, Any] = {"system": system, "changes": SHORT | {"deterministic": "strict"}}
+    usual = finished(attempts, tmp_path / "undisturbed", **settings)
+    assert usual.operations is not None
+    killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=usual.operations * 2 // 3, **settings))
+    assert killed.codes == [-signal.SIGKILL], killed.output
+    finished(attempts, tmp_path / "killed", **settings)
+    assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("system", ["mlp", "dit"])
+def test_two_processes_on_one_gpu_give_the_bits_of_one(attempts: Attempts, tmp_path: Path, system: str) -> None:
+    changes = SHORT | {"deterministic": "strict"}
+    for processes in (1, 2):
+        finished(
+            attempts, tmp_path / str(processes), system=system, processes=processes, changes=changes, inject="one gpu"
+        )
+    assert points(tmp_path / "2") == points(tmp_path / "1")
+    assert results(tmp_path / "2") == results(tmp_path / "1")
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_two_processes_on_one_gpu_give_the_numbers_of_one(attempts: Attempts, tmp_path: Path, sharding: str) -> None:
+    changes = SHORT | {"optimizer": {"type": "adamw", "lr": 1e-3}}
+    finished(attempts, tmp_path / "1", system="dit", changes=changes)
+    finished(
+        attempts,
+        tmp_path / "2",
+        system="dit",
+        processes=2,
+        changes=changes | {"sharding": sharding},
+        inject="one gpu",
+    )
+    for (key, step, value), (_, _, other) in zip(points(tmp_path / "2"), points(tmp_path / "1"), strict=True):
+        assert value == pytest.approx(other, rel=1e-3), (key, step)
+
+
+@pytest.mark.parametrize("system", TINY)
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_the_host_waits_for_nothing_in_a_step(system: str, precision: str) -> None:
+    trained(parts_of(system, precision=precision), 5, mode="error")
+
+
+@pytest.mark.parametrize("system", TINY)
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp16"}, {"tf32": True}], ids=str)
+def test_lower_precision_gives_nearly_the_same_losses(system: str, changes: dict[str, Any]) -> None:
+    optimizer = {"optimizer": {"type": "adamw", "lr": 1e-4}}
+    exact = trained(parts_of(system, **optimizer), 4)
+    ours = trained(parts_of(system, **optimizer, **changes), 4)
+    assert ours == pytest.approx(exact, rel=3e-2)
+
+
+@pytest.mark.parametrize("system", ["dit", "iddpm", "rin"])
+def test_compiled_by_block_it_gives_nearly_the_same_losses(system: str) -> None:
+    optimizer = {"optimizer": {"type": "adamw", "lr": 1e-4}, "microbatch": None}
+    exact = trained(parts_of(system, **optimizer), 4)
+    assert trained(parts_of(system, **optimizer, compile=True), 4, mode="error") == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_losses_are_those_of_a_cpu() -> None:
+    alone = World(0, 1, torch.device("cpu"))
+    torch.manual_seed(0)
+    cpu = Parts(SYSTEMS["dit"](alone), config(), alone)
+    examples = next(cpu.batches(0))
+    expected = cpu.losses(1, examples, 0).loss
+    gpu = parts_of("dit")
+    torch.testing.assert_close(gpu.losses(1, next(gpu.batches(0)), 0).loss.cpu(), expected, rtol=1e-4, atol=1e-4)
