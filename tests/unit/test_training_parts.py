@@ -203,18 +203,21 @@ def test_a_rate_that_fits_leaves_at_most_a_twentieth(steps: int, every: int, rat
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"steps": 300}, "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
+        ({"steps": 300}, None),  # it ramps up
+        ({"steps": 300, "ema": {"type": "exponential", "warmup": None}},
+         "After 300 steps 97% of the initial weights are still in the average ema-0.9999. Take "
          "train.ema.rates: [0.99] or less, or train.ema.warmup: {type: ramp_up}."),
-        ({"steps": 2, "ema": {"type": "exponential", "update_every": 9}},
+        ({"steps": 2, "ema": {"type": "exponential", "update_every": 9, "warmup": None}},
          "After 2 steps 100% of the initial weights are still in the average ema-0.9999. Take "
          "train.ema.warmup: {type: ramp_up}."),
-        ({"steps": 29_956}, None),
-        ({"steps": 29_955}, "After 29,955 steps 5% of the"),
+        ({"steps": 29_956, "ema": {"type": "exponential", "warmup": None}}, None),
+        ({"steps": 29_955, "ema": {"type": "exponential", "warmup": None}}, "After 29,955 steps 5% of the"),
         ({"steps": 300, "weights": "raw"}, None),
         ({"steps": 300, "ema": {"type": "power"}}, None),
         ({"steps": 300, "ema": {"type": "exponential", "warmup": {"type": "ramp_up"}}}, None),
-        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9999, 0.9]}, "weights": 0.9}, None),
-        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9, 0.9999]}, "weights": 0.9999}, "After 300 "),
+        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9999, 0.9], "warmup": None}, "weights": 0.9}, None),
+        ({"steps": 300, "ema": {"type": "exponential", "rates": [0.9, 0.9999], "warmup": None},
+          "weights": 0.9999}, "After 300 "),
     ],
 )  # fmt: skip
 def test_an_average_that_would_be_the_initial_weights_is_warned_of(changes: dict[str, Any], warned: str | None) -> None:

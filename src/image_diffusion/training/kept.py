@@ -60,7 +60,7 @@ def weights_in(
     wanted = _named(average) if average is not None else next(iter(names), None)
     model = {key: identity[key] for key in ("system", "spec", "codec", "classes")}
     return _weights(found, wanted), {
-        **model, "step": found.step, "examples_seen": found.examples_seen, "ema": wanted,
+        **model, "step": found.step, "examples_seen": found.examples_seen, "ema": wanted, "fingerprint": run.name,
     }  # fmt: skip
 
 
