@@ -26,7 +26,7 @@ class Place:
         self.root, self.done = folder / "workflow", list[str]()
         (folder / "mine").mkdir()
         monkeypatch.chdir(folder / "mine")
-        for stage in ("crop", "encode", "embed", "train", "sample", "evaluate", "export", "detect", "sweep"):
+        for stage in ("crop", "encode", "embed", "train", "sample", "evaluate", "export", "detect", "sweep", "ema"):
             write_text(self.root / "src" / "image_diffusion" / f"{stage}.py", f"name = '{stage}'")
         (self.root / "workflow" / "schemas").mkdir(parents=True)
         shutil.copy(SCHEMA, self.root / "workflow" / "schemas")
