@@ -102,7 +102,8 @@ def test_calls_of_the_network_are_those_that_every_sampler_makes(
 ) -> None:
     """Of one image: the rows that the network is given, over all calls."""
     settings = SampleConfig(sampler=kind(num_steps=9), guidance=Guidance(guidance_scale=2.0, interval=interval))
-    system, rows = DiTSystem(process=Discrete(num_timesteps=50)), 0
+    plain = {"variance": "fixed_small", "loss": "simple"}
+    system, rows = DiTSystem(process=Discrete(num_timesteps=50), objective=plain), 0
 
     def network(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
         nonlocal rows

@@ -33,7 +33,8 @@ def images(count: int = 7) -> Samples:
 
 
 def system(**changes: Any) -> IddpmSystem:
-    data = {"type": "iddpm", "network": NETWORK, "process": {"type": "discrete", "num_timesteps": 20}, **changes}
+    process = {"schedule": {"type": "linear"}, "num_timesteps": 20, "rescale_timesteps": False}
+    data = {"type": "iddpm", "network": NETWORK, "process": process, **changes}
     built = parse(AnySystem, data, "system")
     assert isinstance(built, IddpmSystem)
     return built
@@ -69,7 +70,7 @@ class Oracle(nn.Module):
 
 
 def test_who_knows_the_image_needs_no_bits_but_for_the_last_step(tmp_path: Path) -> None:
-    described = system(objective={"type": "denoising", "variance": "fixed_small"})
+    described = system(objective={"type": "denoising", "variance": "fixed_small", "loss": "simple"})
     grey = Samples(np.full((3, 8, 8, 3), 128, np.uint8), None, [])
     entries, by_timestep = measured(Oracle(described), described, grey, tmp_path)
     assert entries["bits_steps"]["value"] == pytest.approx(0, abs=1e-5)
@@ -90,7 +91,7 @@ def test_who_knows_the_image_needs_no_bits_but_for_the_last_step(tmp_path: Path)
     "objective",
     [
         {"type": "denoising", "variance": "learned_range", "loss": "rescaled_hybrid"},
-        {"type": "denoising", "prediction": "x0", "variance": "fixed_large"},
+        {"type": "denoising", "prediction": "x0", "variance": "fixed_large", "loss": "simple"},
         {"type": "denoising", "prediction": "previous_x", "variance": "learned", "loss": "kl"},
     ],
     ids=["range", "fixed", "learned"],
@@ -146,7 +147,10 @@ def test_more_images_than_there_are_is_told() -> None:
     ("sections", "message"),
     [
         (
-            {"system": DIT | {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}}},
+            {
+                "system": DIT | {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}},
+                "sample": {"sampler": {"type": "heun"}},
+            },
             "the process flow has no steps",
         ),
         ({"system": {"type": "rin", "network": {"patch": 4}}}, "the process continuous has no steps"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,10 +36,12 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def computing_in(network: Network, precision: Precision) -> Network:
-    """The network, computing in a precision; what it is given and what it gives is of the type of x."""
+    """The network, computing in a precision; what it is given and what it gives, one tensor or several, is of the type
+    of x."""
 
-    def call(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+    def call(x: Tensor, t: Tensor, /, **cond: Tensor) -> Any:
         with tf32(precision != "float32"), torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            return cast("Any", network)(x, t, **cond).to(x.dtype)  # type: ignore[no-any-return]
+            found: Any = network(x, t, **cond)
+        return tuple(each.to(x.dtype) for each in found) if isinstance(found, tuple) else found.to(x.dtype)
 
     return call
