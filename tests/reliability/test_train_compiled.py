@@ -48,7 +48,7 @@ def compiled_with(patch: pytest.MonkeyPatch, backend: Any) -> None:
 def previewed(task: Task) -> Task:
     """The same task, tried out on the way on seven samples."""
 
-    def grid(network: nn.Module, step: int) -> dict[str, float]:
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, float]:
         rows = np.arange(7)
         ids = torch.from_numpy(rows)
         stored, label = task.data.gather(rows), torch.from_numpy(task.data.labels[rows])

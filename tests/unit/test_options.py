@@ -36,7 +36,7 @@ def sections() -> list[str]:
     definitions: dict[str, Any] = schema()["$defs"]
     systems = {name: each for name, each in definitions.items() if "_of_" in name}
     found = []
-    for name in sorted(definitions.keys() - systems.keys(), key=lambda name: name.split("__")[-1].lower()):
+    for name in sorted(definitions.keys() - systems.keys(), key=lambda name: (name.split("__")[-1].lower(), name)):
         properties = definitions[name]["properties"]
         kind = properties.get("type", {}).get("const")
         found.append(_table(f"{name.split('__')[-1]}{f': `type: {kind}`' if kind else ''}", properties))
