@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from image_diffusion.core.files import digest
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.weights import read_model
 
@@ -12,13 +13,14 @@ from image_diffusion.core.weights import read_model
 def results(folder: Path) -> dict[str, str]:
     """The sha256 of everything that is promised to be the same: weights, the newest checkpoint's tensors, the journal.
 
-    Timings, kept under `speed/` and `system/`, are not.
+    Timings, kept under `speed/` and `system/`, are not; nor is what model.json repeats of the configuration.
     """
     train = folder / "train"
     model = read_model(train)
     newest = train / "state" / model["fingerprint"] / f"step-{model['train']['steps']:07d}"
-    files = [train / "weights.safetensors", train / "model.json", *sorted(newest.glob("*.safetensors"))]
+    files = [train / "weights.safetensors", *sorted(newest.glob("*.safetensors"))]
     found = {str(path.relative_to(train)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    found["model.json"] = digest({key: value for key, value in model.items() if key not in ("train", "seal")})
     return found | {"journal": hashlib.sha256(repr(points(folder)).encode()).hexdigest()}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from image_diffusion.core.lifeline import VARIABLE, announce, mark
 from image_diffusion.training.launch import Layout, command_line
 
 MODULE = ["image_diffusion.train", "--config", "train.yaml"]
@@ -131,3 +132,11 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
     assert "stopped: saved.\n" in said
     if ended == "launcher":
         assert (running.returncode, said) == (75, "stopped: saved.\n")
+
+
+def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:
+    environment = {VARIABLE: "another"}
+    announce(environment)
+    assert environment[VARIABLE] == f"another {mark()}"
+    announce(environment, queued=True)
+    assert environment[VARIABLE] == mark()

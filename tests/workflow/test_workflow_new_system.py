@@ -54,7 +54,7 @@ def with_the_page(folder: Path) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
     package = tmp_path_factory.mktemp("package")
     with_the_page(package)
-    project = make_project(tmp_path_factory.mktemp("new") / "project", images=240)
+    project = make_project(tmp_path_factory.mktemp("new") / "project", images=480)
     (project / "config/experiments/micro.yaml").write_text(yaml.safe_dump(EXPERIMENT))
     command = Project.command
 

@@ -20,9 +20,13 @@ GRACE_S = 90
 """Seconds that a process has to save and end before it is killed."""
 
 
-def announce(environment: MutableMapping[str, str]) -> None:
-    """Have what is started with this environment end with this process, as well as with those named there already."""
-    environment[VARIABLE] = " ".join(filter(None, [environment.get(VARIABLE), mark()]))
+def announce(environment: MutableMapping[str, str], queued: bool = False) -> None:
+    """Have what is started with this environment end with this process, as well as with those named there already.
+
+    queued: this process is a job of a queue. Those named are then the ones that have sent it: it outlives them.
+    """
+    named = None if queued else environment.get(VARIABLE)
+    environment[VARIABLE] = " ".join(filter(None, [named, mark()]))
 
 
 def end_with(marks: Sequence[str]) -> None:

@@ -49,6 +49,11 @@ class TrainSettings(Protocol):
         """How often an example is mirrored."""
         ...
 
+    @property
+    def grid_every_steps(self) -> int | None:
+        """Steps from one preview to the next; None: there are none."""
+        ...
+
     def keeps(self, step: int) -> bool:
         """Whether the weights of a step can be had after the training."""
         ...

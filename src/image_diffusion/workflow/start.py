@@ -45,7 +45,7 @@ def start(
     on this machine ends when it does. A mistake ends Snakemake with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
-    announce(os.environ)
+    announce(os.environ, queued=remote)
     results = str(config.get("results", "results"))
     try:
         if moved(f"{results}/") != f"{results}/":

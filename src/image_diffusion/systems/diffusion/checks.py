@@ -20,7 +20,8 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
     """Raise ValueError for what cannot work: sizes that do not fit one another, settings that would do nothing."""
     sample: SampleConfig = experiment.section("sample")
     check_settings("sample", sample, system, experiment)
-    check_settings("preview", experiment.section("preview"), system, experiment)
+    if experiment.train.grid_every_steps is not None:
+        check_settings("preview", experiment.section("preview"), system, experiment)
     check_sweep(experiment.section("sweep"), sample, system, experiment.train.keeps)
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
