@@ -29,7 +29,7 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
     data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
     if given.samples is None and settings.likelihood is None:
         raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
-    result: dict[str, Any] = {"metrics": {}, "curve": [], "classes": {}, "protocol": {}}
+    result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
     if given.samples is not None:
         if settings.against is not None and given.reference is None:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
