@@ -18,7 +18,6 @@ from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow
-from image_diffusion.tracking.connection import without_password
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
 
@@ -125,8 +124,3 @@ def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: 
     held = [(key, step) for _, key, _, step, *_ in contents(database)["metrics"].elements()]
     assert sorted(held) == [("loss", step) for step in range(1, 201)]
     assert len(history.starts) > 2 and len(history.superseded) > 0
-
-
-def test_no_password_is_shown() -> None:
-    assert without_password("postgresql+psycopg2://me:s3cr3t@db:5432/mlflow") == "postgresql+psycopg2://db:5432/mlflow"
-    assert without_password("sqlite:////data/mlflow.db") == "sqlite:////data/mlflow.db"

@@ -6,9 +6,13 @@ import os
 import signal
 import sqlite3
 import subprocess
+import threading
 import time
-from contextlib import closing
+from base64 import b64encode
+from contextlib import closing, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from projects import Project
@@ -79,3 +83,49 @@ def test_a_store_that_is_down_stops_nothing(fresh: Project) -> None:
     said = fresh.run("results/micro/train/weights.safetensors")
     assert "warning: MLflow did not take everything yet" in said
     assert not followers(fresh)
+
+
+def test_a_password_is_in_no_command_line_and_in_no_file(finished: Project) -> None:
+    """The store refuses everything, so that whoever writes something about it does so now."""
+    seen: list[bytes] = []
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = finished / "config/config.yaml"
+        text = settings.read_text().replace("sqlite:///mlflow.db", f"http://me:s3cr3t@127.0.0.1:{server.server_port}")
+        settings.write_text(text.replace("every_s:", "every_s: 1"))
+        command = [*finished.command(), "--printshellcmds", "--verbose", "results/micro/tracked.json"]
+        with (finished / "told.txt").open("wb") as output:
+            running = subprocess.Popen(command, cwd=finished.folder, stdout=output, stderr=output)
+            while running.poll() is None:
+                seen += command_lines()
+                time.sleep(0.05)
+        server.shutdown()
+    told = (finished / "told.txt").read_text()
+    assert running.returncode == 1 and "did not take the history" in told
+    assert "Basic " + b64encode(b"me:s3cr3t").decode() in Refuses.asked
+    assert any(b"image_diffusion.track" in line for line in seen)
+    assert "s3cr3t" not in told and not any(b"s3cr3t" in line for line in seen)
+    files = [path for path in finished.folder.rglob("*") if path.is_file() and path != settings]
+    assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """A store that grants nothing to anybody, and remembers who asked."""
+
+    asked: ClassVar[set[str | None]] = set()
+
+    def do_GET(self) -> None:
+        self.asked.add(self.headers["Authorization"])
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def command_lines() -> list[bytes]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            found.append((process / "cmdline").read_bytes())
+    return found

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.lifeline import VARIABLE, end_with
+from image_diffusion.core.secrets import hidden
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -42,6 +43,9 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(130)
     except (ValueError, OSError) as error:
         if os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+            print(hidden(traceback.format_exc()), file=sys.stderr)
+        print(hidden(f"error: {error}"), file=sys.stderr, flush=True)
+        sys.exit(1)
+    except Exception:
+        print(hidden(traceback.format_exc()), file=sys.stderr, flush=True)
         sys.exit(1)
