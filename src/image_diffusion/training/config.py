@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config, dump
+from image_diffusion.training.determinism import Mode
 from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.optimizer import AdamW, Optimizer
 from image_diffusion.training.schedule import Constant, Schedule
@@ -65,8 +66,9 @@ class TrainConfig(Config):
     sharding: Literal["none", "full"] = "none"
     """full: each process keeps its share of weights, gradient, moments and averages, and gathers the weights of a block
     when it computes (FSDP): for networks that do not fit beside them; slower. Changes no checkpoint."""
-    deterministic: Literal["off", "strict"] = "off"
-    """strict: the same bits for any number of processes, by adding in a fixed order; slower."""
+    deterministic: Mode = "run"
+    """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
+    processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
     strict_chunk: int = Field(8, gt=0)
     """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
     flip_probability: float = Field(0.5, ge=0, le=1)
@@ -154,9 +156,11 @@ class TrainConfig(Config):
             free -= {"weights", "validate_every_steps", "validation_samples"}
         if not self.schedule.has_horizon:
             free.add("steps")
-        if self.deterministic == "off":
+        if self.deterministic != "strict":
             free.add("strict_chunk")
         told = {key: value for key, value in dump(self).items() if key not in free}
+        if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
+            told["deterministic"] = "off"
         if self.weights != "best":  # which is the first average, as it was at some step
             each = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
             told["ema"][each].sort()
