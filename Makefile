@@ -3,7 +3,7 @@ PYTHON ?= python3
 SHELL := bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests workflow/scripts
-snakefiles := Snakefile workflow/rules
+snakefiles := Snakefile workflow/Snakefile workflow/rules
 
 .PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak ui lock clean
 

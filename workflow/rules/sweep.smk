@@ -1,8 +1,8 @@
 # curves: one point for each value of what is varied, sampled and judged like the experiment's own samples
 
 
-# The weights of an earlier step of the training, from the checkpoint that was kept.
 rule sweep_weights:
+    "The averaged weights of an earlier step, from the checkpoint that was kept."
     input:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
@@ -27,6 +27,7 @@ rule sweep_weights:
 
 
 rule sweep_sample:
+    "Images of one point of a curve."
     input:
         config=files.swept_config,
         before=files.configs_before("sample"),
@@ -62,6 +63,7 @@ rule sweep_sample:
 
 
 rule sweep_evaluate:
+    "How good one point of a curve is."
     input:
         config=f"{results}/{{experiment}}/config/sweep/evaluate.yaml",
         before=files.configs_before("sample"),
@@ -101,6 +103,7 @@ rule sweep_evaluate:
 
 
 rule sweep:
+    "A curve: the metrics against one setting, the best value marked."
     input:
         points=files.swept_points,
     output:

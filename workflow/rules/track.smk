@@ -4,6 +4,7 @@ from image_diffusion.core.secrets import variable_of
 
 
 rule track:
+    "The history of an experiment in MLflow; sent again, it adds nothing."
     input:
         before=files.made,
     output:
