@@ -19,7 +19,7 @@ from torch import nn
 from image_diffusion.core import command
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import hashes, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
@@ -69,10 +69,11 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
             journal.metrics(values, point["step"])
-        for picture in sorted(arguments.report.glob("*.png")) if arguments.report else []:
+        drawn = sorted(arguments.report.glob("*.png")) if arguments.report else []
+        for picture in drawn:
             journal.image(picture.stem, picture, step)
         if writes:
-            write_json(arguments.output, result)
+            write_json(arguments.output, result | {"files": hashes(arguments.output.parent, drawn)})
             tell(result["metrics"])
 
 

@@ -136,6 +136,36 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write a page of HTML atomically, with the sha256 of what stands above in its last line."""
+    write_text(path, f"{text.rstrip()}\n{_page_seal(text)}\n")
+
+
+def is_whole_page(path: Path) -> bool:
+    """Whether a page is what `write_page` wrote. Raises OSError."""
+    above, _, seal = path.read_bytes().decode("utf-8", "replace").rstrip("\n").rpartition("\n")
+    return seal == _page_seal(above)
+
+
+def _page_seal(text: str) -> str:
+    return f"<!-- sha256 of the above: {hashlib.sha256(text.rstrip().encode('utf-8')).hexdigest()} -->"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write SHA256SUMS over all files in a folder and below it, as `sha256sum --check` reads it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    write_text(folder / "SHA256SUMS", "".join(f"{sha256}  {name}\n" for name, sha256 in hashes(folder, files).items()))
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file by its path from the folder, as SHA256SUMS says.
+
+    Raises OSError when there is none, ValueError when it cannot be read.
+    """
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines)}
+
+
 def hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
     """The sha256 of files by their path from a folder: the key "files" of a JSON file in there, which is compared with
     them whenever Snakemake starts."""

@@ -7,7 +7,7 @@ tokens of both instead: what a prior over tokens is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import digest, sha256_file, write_json
+from image_diffusion.core.files import digest, hashes, sha256_file, write_json
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.records import (
     FORMAT,
@@ -28,6 +28,7 @@ from image_diffusion.data.records import (
     describe_shards,
     kept,
     read_record,
+    record_hashes,
     remove_surplus,
     tar_path,
     write_index,
@@ -114,8 +115,10 @@ def encode_shards(
     return written
 
 
-def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeConfig) -> dict[str, Any]:
-    """Write the manifest of a set whose shards are all there; returns it.
+def write_manifest(
+    crops: Path, output: Path, codec: Encoder, settings: EncodeConfig, pictures: Iterable[Path] = ()
+) -> dict[str, Any]:
+    """Write the manifest of a set whose shards are all there; returns it. pictures: that were drawn of it.
 
     Raises ValueError naming the first shard that is missing or was made from something else.
     """
@@ -153,6 +156,7 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
         "histogram": source.manifest["histogram"],
         **summary,
         "index": sha256_file(output / "index.npy"),
+        "files": {**record_hashes(output, len(records)), **hashes(output, pictures)},
     }
     write_json(output / "manifest.json", manifest)
     return manifest

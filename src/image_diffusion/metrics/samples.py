@@ -62,7 +62,7 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
         raise ValueError(f"{path} holds {len(images):,} samples but labels of shape {list(labels.shape)}.")
     described, digest = path.with_suffix(".json"), sha256_file(path)
     protocol = read_json(described) if described.is_file() else {}
-    if protocol.get("files", {}).get(path.name, digest) != digest:
+    if protocol.pop("files", {}).get(path.name, digest) != digest:
         raise ValueError(f"{path} is not the file that {described} describes. Run sample again.")
     return Samples(images, None if labels is None else labels.astype(np.int64), classes or [], digest, protocol)
 
