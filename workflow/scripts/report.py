@@ -120,7 +120,8 @@ def training(journal: Path) -> Iterator[str]:
         return
     keys = sorted({point.key for point in history.points if not point.key.startswith(("speed/", "system/"))})
     yield "<h2>Training</h2>"
-    yield table({"attempts": len(history.starts), "status": history.status})
+    damaged = {"damaged lines of the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
+    yield table({"attempts": len(history.starts), "status": history.status} | damaged)
     if keys:
         yield curves(history, keys)
 
