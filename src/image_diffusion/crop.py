@@ -25,10 +25,11 @@ from PIL import features
 
 from image_diffusion.core.command import run
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import digest, hashes, sha256_file, write_json, write_text
+from image_diffusion.core.files import digest, sha256_file, write_json, write_text
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
 from image_diffusion.data.records import (
@@ -263,7 +264,7 @@ def _manifest(
         "quarantined": len(bad),
         "ignored": listing.ignored,
         "index": sha256_file(output / "index.npy"),
-        "files": {**record_hashes(output, len(records)), **hashes(output, [output / "quarantine.csv"])},
+        "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},
     }
 
 
@@ -278,7 +279,7 @@ def write_sheets(output: Path, done: Cropped) -> list[Path]:
     sheet, plot = output / "sheet.png", output / "histograms.png"
     contact_sheet(dataset, sheet)
     histograms(dataset.classes, dataset.manifest["histogram"], done.records, plot)
-    drawn = {"files": {**done.manifest["files"], **hashes(output, [sheet, plot])}}
+    drawn = {"files": {**done.manifest["files"], **describe(output, [sheet, plot])}}
     write_json(output / "manifest.json", done.manifest | drawn)
     return [sheet, plot]
 

@@ -147,4 +147,4 @@ def duration(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "train.microbatch")

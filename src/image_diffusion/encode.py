@@ -100,4 +100,4 @@ def show_reconstructions(crops: Path, codec: Codec | DVAETokens, device: torch.d
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "encode.batch_size")

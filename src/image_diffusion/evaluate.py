@@ -19,8 +19,9 @@ from torch import nn
 from image_diffusion.core import command
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import hashes, write_json
+from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.verify import describe
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import load_sections
@@ -73,7 +74,7 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         for picture in drawn:
             journal.image(picture.stem, picture, step)
         if writes:
-            write_json(arguments.output, result | {"files": hashes(arguments.output.parent, drawn)})
+            write_json(arguments.output, result | {"files": describe(arguments.output.parent, drawn)})
             tell(result["metrics"])
 
 
@@ -126,4 +127,4 @@ def tell(metrics: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "evaluate.batch_size")

@@ -18,7 +18,8 @@ import torch
 
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import read_json, write_bytes, write_checksums, write_text
+from image_diffusion.core.files import read_json, write_bytes, write_text
+from image_diffusion.core.verify import write_checksums
 from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import Experiment, ExportStage, load_experiment
 from image_diffusion.networks.dit_weights import load_tensors

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.files import hashes, sha256_file, write_bytes, write_checksums, write_json, write_page
-from image_diffusion.workflow.healing import Damage, fault_of
+from image_diffusion.core import verify
+from image_diffusion.core.files import sha256_file, write_bytes, write_json, write_page
+from image_diffusion.core.verify import describe, write_checksums
+from image_diffusion.workflow import healing
+from image_diffusion.workflow.healing import Damage
 
 STORE = "sqlite:///mlflow.db"
 
@@ -24,20 +27,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (Path("train"), Path("train/raw")):
         sha256 = sha256_file(folder / "weights.safetensors")
         write_json(folder / "model.json", {"sha256": sha256, "train": {"keep_raw": True}})
-    write_json(Path("samples/samples.json"), {"files": hashes(Path("samples"), [Path("samples/samples.npz")])})
+    write_json(Path("samples/samples.json"), {"files": describe(Path("samples"), [Path("samples/samples.npz")])})
     write_checksums(Path("diffusers"))
     write_page(Path("report/index.html"), "<p>ü</p>\n")
     with closing(sqlite3.connect("mlflow.db")) as database, database:
-        database.execute("CREATE TABLE runs (run_uuid TEXT)")
-        database.execute("INSERT INTO runs VALUES ('one')")
-    write_json(Path("tracked.json"), {"runs": [{"run_id": "one"}]})
+        database.execute("CREATE TABLE runs (run_uuid TEXT, artifact_uri TEXT)")
+        database.execute("INSERT INTO runs VALUES ('one', ?)", [Path("mlruns/one one").absolute().as_uri()])
+    Path("mlruns/one one").mkdir(parents=True)
+    write_json(Path("tracked.json"), {"runs": [{"run_id": "one", "files": 1}]})
 
 
 RESULTS = ["train/model.json", "samples/samples.json", "diffusers", "report/index.html", "tracked.json"]
 
 
 def test_whole_results_have_no_fault() -> None:
-    assert [fault_of(Path(path), STORE) for path in RESULTS] == [None] * len(RESULTS)
+    assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
 
 
 FAULTS: dict[str, tuple[str, Callable[[], object], str]] = {
@@ -45,15 +49,16 @@ FAULTS: dict[str, tuple[str, Callable[[], object], str]] = {
     "raw": ("train/model.json", lambda: Path("train/raw/weights.safetensors").unlink(), "is missing"),
     "samples": ("samples/samples.json", lambda: Path("samples/samples.npz").unlink(), "samples.npz is missing"),
     "seal": ("samples/samples.json", lambda: Path("samples/samples.json").write_text('{"files": {}, "seal": 1}'), "is"),
-    "no files": ("samples/samples.json", lambda: write_json(Path("samples/samples.json"), {}), "it is not complete"),
+    "not complete": ("train/model.json", lambda: write_json(Path("train/model.json"), {}), "it is not complete"),
     "export": ("diffusers", lambda: Path("diffusers/a/b").write_bytes(b"x"), "diffusers/a/b is not what was written"),
     "no sums": ("diffusers", lambda: Path("diffusers/SHA256SUMS").unlink(), "No such file"),
     "page": ("report/index.html", lambda: Path("report/index.html").write_text("<p>u</p>"), "not what was written"),
     "no store": ("tracked.json", lambda: Path("mlflow.db").unlink(), "mlflow.db is not there"),
     "no database": ("tracked.json", lambda: Path("mlflow.db").write_bytes(b"x" * 4096), "file is not a database"),
+    "no files": ("tracked.json", lambda: Path("mlruns/one one").rmdir(), "the files of 1 of its 1 runs are not there"),
     "fewer runs": (
         "tracked.json",
-        lambda: write_json(Path("tracked.json"), {"runs": [{"run_id": "one"}, {"run_id": "two"}]}),
+        lambda: write_json(Path("tracked.json"), {"runs": [{"run_id": each, "files": 0} for each in ("one", "two")]}),
         "lacks 1 of its 2 runs",
     ),
 }  # fmt: skip
@@ -71,4 +76,28 @@ def test_a_fault_is_named_once(fault: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_server_is_not_asked() -> None:
     Path("mlflow.db").unlink()
-    assert fault_of(Path("tracked.json"), "http://127.0.0.1:1") is None
+    assert Damage("http://127.0.0.1:1").fault_of(Path("tracked.json")) is None
+
+
+def test_a_start_hashes_so_much_and_the_next_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(healing, "AT_ONCE_BYTES", 10)
+    for name in "abc":
+        write_bytes(Path("big") / name, name.encode() * 8)
+    files = {name: sha256_file(Path("big") / name) for name in "abc"}
+    write_json(Path("big/curve.json"), {"files": files | {"c": "0" * 64}})
+    for left in (2, 1, 0):
+        fault = Damage(STORE).fault_of(Path("big/curve.json"))
+        said = capsys.readouterr().err
+        assert said.count("0.0 GB in big were not looked through") == (left > 0)
+        assert (fault is None) == (left > 0)
+
+
+def test_nothing_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
+    for path in RESULTS:
+        Damage(STORE).fault_of(Path(path))
+    monkeypatch.setattr(verify, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
+    assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.core.files import atomic_write, digest, hashes, read_json, sha256_file, write_json
+from image_diffusion.core.files import atomic_write, digest, read_json, sha256_file, write_json
+from image_diffusion.core.verify import describe
 from image_diffusion.data.tar import Layout
 
 FORMAT = 1
@@ -169,7 +170,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
 
 def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
     """The sha256 of every record, by its name."""
-    return hashes(folder, (record_path(folder, shard) for shard in range(num_shards)))
+    return describe(folder, [record_path(folder, shard) for shard in range(num_shards)])
 
 
 def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[int]:
