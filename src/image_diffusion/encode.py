@@ -60,11 +60,12 @@ def main() -> None:
     with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))
         written = encode_shards(crops, output, codec, stage.encode, device)
-        manifest = write_manifest(crops, output, codec, stage.encode)
+        picture = output / "reconstructions.png"
+        show_reconstructions(crops, codec, device, picture)
+        manifest = write_manifest(crops, output, codec, stage.encode, [picture])
         numbers = summary(manifest)
         journal.metrics({"images": manifest["num_samples"], **numbers}, step=0)
-        show_reconstructions(crops, codec, device, output / "reconstructions.png")
-        journal.image("reconstructions", output / "reconstructions.png", step=0)
+        journal.image("reconstructions", picture, step=0)
     told = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
     print(f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), {told}")
 
@@ -99,4 +100,4 @@ def show_reconstructions(crops: Path, codec: Codec | DVAETokens, device: torch.d
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "encode.batch_size")

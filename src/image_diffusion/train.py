@@ -141,4 +141,4 @@ def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "train.microbatch", "preview.batch_size")

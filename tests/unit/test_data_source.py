@@ -135,6 +135,30 @@ def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, t
     assert refresh(source.model_copy(update={"classes": "none"}), path)
 
 
+def test_a_damaged_note_gets_its_revision_again(source: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)  # the hashes are known now; the note was written before that
+    whole = path.read_bytes()
+    for damage in (b"", whole[:20], whole.replace(b'"files": 3', b'"files": 4')):
+        path.write_bytes(damage)
+        assert refresh(source, path)
+        assert path.read_bytes() == whole
+
+
+def test_a_kill_between_cache_and_note_loses_no_change(source: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)
+    before = path.read_bytes()
+    (Path(source.path) / "a/4.png").write_bytes(b"4")
+    refresh(source, path)
+    after = path.read_bytes()
+    path.write_bytes(before)  # the cache was written, the note was not
+    assert refresh(source, path)
+    assert path.read_bytes() == after != before
+
+
 def test_where_the_time_of_the_change_lies_it_is_not_asked(source: Folder, tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     same_times(*Path(source.path).rglob("*.png"))

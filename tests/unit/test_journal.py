@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,3 +235,46 @@ def test_the_null_journal_has_every_method(tmp_path: Path) -> None:
     with NullJournal() as journal:
         journal.metrics({"loss": 1.0}, step=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_flipped_bit_shows_a_number_that_was_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grid.png").write_bytes(b"picture")
+    with Journal.open(tmp_path, "train", tags={"fingerprint": "f"}) as journal:
+        journal.metrics({"loss": 0.125}, step=1, examples_seen=64)
+        journal.image("samples", tmp_path / "grid.png", step=1)
+        journal.metrics({"loss": 0.0625}, step=2, examples_seen=128)
+    whole = read_journal(tmp_path / "train")
+    assert whole is not None and not whole.damaged
+    path = journal.path
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
+    for place in range(len(data)):
+        folder = tmp_path / f"{place}"  # a file of its own: what was told of one is not told again
+        folder.mkdir()
+        (folder / path.name).write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
+        found = read_journal(folder)
+        number = sum(start <= place for start in starts)
+        assert f"warning: journal {folder / path.name}: line {number} is damaged" in capsys.readouterr().err
+        if number == 1:
+            assert found is None
+        else:
+            assert found is not None and found.damaged[0] == f"{path.name} line {number}"
+            assert set(found.points) < set(whole.points) or number not in (2, 4)
+            assert found.points == [point for point in whole.points if point in found.points]
+
+
+def test_a_line_without_checksum_is_read_in_an_old_journal_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Journal.open(tmp_path, "train") as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    lines = journal.path.read_text().splitlines()
+    old = [re.sub(r',"crc32":"\w+"}$', "}", line) for line in lines]
+    journal.path.write_text("".join(line + "\n" for line in old))
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss") == ([1], [1.0]) and history.status == "finished"
+    journal.path.write_text("".join(line + "\n" for line in [lines[0], *old[1:]]))
+    history = read_journal(tmp_path / "train")
+    assert history is not None and not history.points
+    assert "line 2 is damaged and left out: its checksum is missing." in capsys.readouterr().err

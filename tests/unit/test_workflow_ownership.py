@@ -117,3 +117,15 @@ def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureF
     told = capsys.readouterr().err
     assert told.startswith("error: Slurm job 22 left no log: a node does not see ")
     assert told.count("\n") == 1
+
+
+def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/.snakemake").touch()
+    for name, path in {"one": ".snakemake/owner", "two": ".snakemake"}.items():
+        with pytest.raises(SystemExit) as error:
+            take_over(tmp_path / name)
+        told = str(error.value)
+        assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
+        assert told.endswith(". Remove it and start again.") and "\n" not in told

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+from functools import cache
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run ended early on request and can be continued
@@ -16,3 +18,9 @@ def unknown_choice(kind: str, value: object, known: Iterable[str]) -> ValueError
     close = difflib.get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return ValueError(f"Unknown {kind} '{value}'. Known: {', '.join(names)}.{hint}")
+
+
+@cache
+def tell_once(sentence: str) -> None:
+    """Print a sentence for people, once in a process, however often it comes up."""
+    print(sentence, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ tokens of both instead: what a prior over tokens is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -22,12 +22,14 @@ from torch import Tensor
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import digest, sha256_file, write_json
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import check_files, describe
 from image_diffusion.data.records import (
     FORMAT,
     ShardRecord,
     describe_shards,
     kept,
     read_record,
+    record_hashes,
     remove_surplus,
     tar_path,
     write_index,
@@ -114,8 +116,10 @@ def encode_shards(
     return written
 
 
-def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeConfig) -> dict[str, Any]:
-    """Write the manifest of a set whose shards are all there; returns it.
+def write_manifest(
+    crops: Path, output: Path, codec: Encoder, settings: EncodeConfig, pictures: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Write the manifest of a set whose shards are all there; returns it. pictures: that were drawn of it.
 
     Raises ValueError naming the first shard that is missing or was made from something else.
     """
@@ -153,6 +157,7 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
         "histogram": source.manifest["histogram"],
         **summary,
         "index": sha256_file(output / "index.npy"),
+        "files": {**record_hashes(output, len(records)), **describe(output, pictures)},
     }
     write_json(output / "manifest.json", manifest)
     return manifest
@@ -192,10 +197,7 @@ class _Task:
     def encode(self, shard: int, first: int, output: Path) -> None:
         """Encode one shard, whose samples are numbered from `first` in the whole set."""
         entry = self.source.manifest["shards"][shard]
-        if sha256_file(self.crops / entry["file"]) != entry["sha256"]:
-            raise ValueError(
-                f"{self.crops / entry['file']} is damaged: its sha256 is not the manifest's. Run crop again."
-            )
+        check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
         sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else _Sums()
         chunks = self._chunks(crop, first, sums)

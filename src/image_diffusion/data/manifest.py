@@ -81,6 +81,8 @@ class Manifest(Config):
     """In the order of their samples."""
     index: Sha256
     """Of index.npy."""
+    files: dict[str, Sha256] = Field(default_factory=dict)
+    """The sha256 of what else lies beside it."""
     histogram: list[int] = Field(default_factory=list)
     """Samples of each class."""
     flags: dict[str, int] = Field(default_factory=dict)
