@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, UniPc, image_streams, initial_noise
+from image_diffusion.samplers.multistep import run_scheduler
 from image_diffusion.samplers.sampler import SamplerConfig, initial_scale
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -132,6 +134,15 @@ def test_encoding_and_sampling_return_with_order_one(path: Callable[[int], Grid]
 def test_multistep_solvers_start_where_alpha_is_zero(sampler: SamplerConfig) -> None:
     """Evenly in time the log-SNR has no bounds, which costs order 2 a logarithm, and nothing becomes infinite."""
     assert observed_order(sampler, straight, 128) > 1.6
+
+
+def test_a_scheduler_runs_on_the_levels_of_the_grid_and_starts_where_they_have_a_logarithm() -> None:
+    """alpha / sigma of the straight path at sigma = 1 has none; diffusers' UniPC, too, then starts at 1 - 1e-6."""
+    scheduler = DPMSolverMultistepScheduler(prediction_type="sample", use_flow_sigmas=True)
+    grid = straight(4)
+    steps = run_scheduler(scheduler, GaussianDenoiser(grid, COVARIANCE), grid, torch.ones(1, 3, dtype=F64))
+    assert len(list(steps)) == 4
+    assert scheduler.sigmas.tolist() == pytest.approx([1 - 1e-6, 0.75, 0.5, 0.25, 0], abs=1e-9)
 
 
 @pytest.mark.parametrize("sampler", [Ddim(), DpmSolver(), UniPc()], ids=lambda s: s.type)
