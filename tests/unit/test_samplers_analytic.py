@@ -192,6 +192,24 @@ def test_mean_and_covariance_are_recovered(sampler: SamplerConfig, path: Callabl
     assert covariance_error.abs().max() < 5
 
 
+@pytest.mark.parametrize(
+    ("sampler", "calls"),
+    [(Ddpm(), 6), (Ddim(), 6), (Euler(), 6), (Heun(), 11), (DpmSolver(), 6), (UniPc(), 6)],
+    ids=label,
+)
+def test_the_network_is_asked_as_often_as_a_sampler_says(sampler: SamplerConfig, calls: int) -> None:
+    grid, asked = preserving(6), []
+    optimal = GaussianDenoiser(grid, COVARIANCE)
+
+    def denoiser(x: Tensor, i: int) -> Denoised:
+        asked.append(i)
+        return optimal(x, i)
+
+    streams = image_streams(torch.arange(2))
+    sampler(denoiser, grid, initial_noise(streams, (3,)), streams)
+    assert len(asked) == sampler.calls(grid) == calls
+
+
 @pytest.mark.parametrize("num_steps", [2, 5])
 def test_ancestral_sampling_with_the_learned_variance_is_exact_in_few_steps(num_steps: int) -> None:
     """p(x_s | x_t) of isotropic Gaussian data is Gaussian: a network that knows its variance needs no small steps."""
