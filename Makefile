@@ -5,7 +5,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests workflow/scripts
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak ui lock clean
+.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak mutants ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -48,6 +48,9 @@ bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.
 
 soak: .venv/.ready ## the long reliability runs
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
+
+mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices
+	OMP_NUM_THREADS=1 python tests/mutants.py
 
 ui: .venv/.ready ## review every run in MLflow
 	sh workflow/scripts/ui.sh
