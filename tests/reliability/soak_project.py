@@ -87,12 +87,21 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     },
 }
 NEEDS = {"latent": ["autoencoder"]}
+"""The experiments whose codecs others use."""
+DATA_OF = {
+    "dit": {"detector"},
+    "iddpm": {"detector"},
+    "rin": {"detector"},
+    "latent": {"detector", "autoencoder"},
+    "dvae": {"dvae-tokens"},
+    "prior": {"detector", "pairs-hashed"},
+}
+"""What experiments use of a data set beside its crops."""
 
 # What edits write into an experiment's file, section by section, in place of what stands there.
 EDITS: list[dict[str, dict[str, Any]]] = [
     {},
     {"train": {"steps": 6}},
-    {"train": {"seed": 1}},
     {"sample": {"num_samples": 12}},
 ]
 NOT_COMPARED = {"journal", "state", "tracked.json", "source.json", "owner.json"}
@@ -101,20 +110,18 @@ NOT_COMPARED = {"journal", "state", "tracked.json", "source.json", "owner.json"}
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration. images, shards: which state of the images, and into how many files they go. edits: which of
-    `EDITS` each experiment has; those named are made."""
+    """One configuration. images: which state they are in. edits: which of `EDITS` each experiment has."""
 
     images: int
-    shards: int
     edits: Mapping[str, int] = field(hash=False)
 
     def only(self, name: str) -> Choice:
         """The part of it that one experiment's results depend on."""
-        return Choice(self.images, self.shards, {each: self.edits[each] for each in [*NEEDS.get(name, []), name]})
+        return Choice(self.images, {each: self.edits[each] for each in [*NEEDS.get(name, []), name]})
 
     def __str__(self) -> str:
         told = ", ".join(f"{name} {edit}" for name, edit in self.edits.items())
-        return f"images {self.images}, shards {self.shards}, {told}"
+        return f"images {self.images}, {told}"
 
 
 def experiment(name: str, choice: Choice) -> dict[str, Any]:
@@ -123,7 +130,7 @@ def experiment(name: str, choice: Choice) -> dict[str, Any]:
     for section, values in EDITS[choice.edits[name]].items():
         if section in data:
             data[section] |= values
-    data["data"] = DATA | {"num_shards": choice.shards}
+    data["data"] = DATA | {"num_shards": 3 if choice.images == 2 else 2}
     return {"resources": RESOURCES} | data
 
 
@@ -147,7 +154,7 @@ def write_project(folder: Path, choice: Choice, names: Iterable[str], every_s: s
 
 
 def make_images(state: int) -> dict[str, Any]:
-    """The images in one of their states: as they were; one other in place of one; one more; one less."""
+    """The images in one of their states: as they were; another in place of one; one more, in more files; one less."""
     generator = np.random.default_rng(0)
     images = {}
     for number in range(IMAGES + 2):
@@ -172,20 +179,18 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def found(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The sha256 of everything that is promised to be the same, of some experiments and the data that they use."""
+def found(folder: Path, name: str) -> dict[str, str]:
+    """The sha256 of everything that is promised to be the same: of an experiment, and of the data that it uses."""
     results, made = folder / "results", {}
-    names = list(names)
-    for part in [*names, "datasets"]:
-        for path in sorted((results / part).rglob("*")):
-            inside = path.relative_to(results)
-            if path.is_file() and not NOT_COMPARED & {*inside.parts} and not _is_note(path.name):
-                made[str(inside)] = hashlib.sha256(path.read_bytes()).hexdigest()
-    for name in names:
-        for stage in ("train", "sample", "evaluate"):
-            made[f"{name}: what {stage} logged"] = _digest(_points(folder, name, stage))
-        made[f"{name}: what MLflow holds"] = _digest(_tracked_points(folder, name))
-    return made
+    data = {"crops"} | DATA_OF.get(name, set())
+    for path in sorted([*(results / name).rglob("*"), *(results / "datasets").rglob("*")]):
+        part, *inside = path.relative_to(results).parts
+        if path.is_file() and not NOT_COMPARED & {*inside} and not _is_note(path.name):
+            if part == name or inside[1] in data:
+                made[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for stage in ("train", "sample", "evaluate"):
+        made[f"{name}: what {stage} logged"] = _digest(_points(folder, name, stage))
+    return made | {f"{name}: what MLflow holds": _digest(_tracked_points(folder, name))}
 
 
 def _is_note(name: str) -> bool:
