@@ -35,21 +35,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 from soak_project import EDITS, EXPERIMENTS, NEEDS, ROOT, Choice, found, remove, write_project
 from warm import CLOCK, Warm
 
-STAGES = [
-    "configure",
-    "crop",
-    "detect",
-    "encode",
-    "embed",
-    "agent",
-    "train",
-    "sample",
-    "evaluate",
-    "export",
-    "track",
-    "report",
-    "summary",
-]
+MADE_BY = {
+    "configure": ".resolved.json",
+    "crop": "datasets/*/crops/manifest.json",
+    "detect": "datasets/*/detector/detector.json",
+    "encode": "datasets/*/*[er]/manifest.json",
+    "embed": "datasets/*/pairs-*/manifest.json",
+    "agent": "*/train/model.json",
+    "train": "*/train/weights.safetensors",
+    "sample": "*/samples/samples.json",
+    "evaluate": "*/metrics.json",
+    "export": "*/diffusers/*.json",
+    "track": "*/tracked.json",
+    "report": "*/report/index.html",
+    "summary": "summary.html",
+}
+"""What each stage makes, under results."""
+STAGES = list(MADE_BY)
 CALM = 3
 """Commands that nothing disturbs before a round must have ended well."""
 LONGEST_S = 1200.0
@@ -115,27 +117,24 @@ class Soak:
         self.lengths: dict[str, float] = {}
         """Seconds that a stage of this name has been seen to run."""
         self.log = (work / "faults.jsonl").open("a", buffering=1)
-        self.choice = Choice(0, 2, dict.fromkeys(names, 0))
+        self.choice = Choice(0, dict.fromkeys(with_needed(names), 0))
 
     # ---- References
 
-    def expected(self, choice: Choice, names: list[str]) -> dict[str, str]:
-        """What undisturbed runs of the experiments end with."""
-        together: dict[str, str] = {}
-        for name in names:
-            part = choice.only(name)
-            kept = self.work / "references" / f"{name} {part}.json"
-            if not kept.exists():
-                folder = self.work / "reference"
-                remove(folder)
-                write_project(folder, part, [name])
-                status, said = self.command(folder)
-                if status != 0:
-                    raise WrongError(f"An undisturbed run of {name} ({part}) ended with {status}:\n{said}")
-                kept.parent.mkdir(exist_ok=True)
-                kept.write_text(json.dumps(found(folder, [*part.edits])))
-            together |= json.loads(kept.read_text())
-        return together
+    def expected(self, names: list[str]) -> dict[str, str]:
+        """What an undisturbed run of the experiments, and of those that they need, ends with."""
+        kept = {name: self.work / "references" / f"{name} {self.choice.only(name)}.json" for name in with_needed(names)}
+        if missing := [name for name, path in kept.items() if not path.exists()]:
+            folder = self.work / "reference"
+            remove(folder)
+            write_project(folder, self.choice, missing)
+            status, said = self.command(folder)
+            if status != 0:
+                raise WrongError(f"An undisturbed run of {missing} ({self.choice}) ended with {status}:\n{said}")
+            kept[missing[0]].parent.mkdir(exist_ok=True)
+            for name in missing:
+                kept[name].write_text(json.dumps(found(folder, name)))
+        return {key: value for path in kept.values() for key, value in json.loads(path.read_text()).items()}
 
     # ---- Rounds
 
@@ -144,18 +143,17 @@ class Soak:
         draw = random.Random(f"{self.seed} {number}")
         names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 2, 3]))))
         self._edit(draw, number, names)
-        expected = self.expected(self.choice, names)
         disturbed = draw.randint(1, 3)
         for turn in range(disturbed):
             if turn and draw.random() < 0.3:
                 self._edit(draw, number, names)
-                expected = self.expected(self.choice, names)
             for _ in range(draw.choice([0, 0, 1, 2, 4, 8])):
                 self._damage(draw, number, names)
+            self._ask_for_the_least_killed(draw, number)
             self._disturbed_command(draw, number)
         for _ in range(draw.choice([0, 1, 2, 4])):
             self._damage(draw, number, names)
-        self._calm(number, names, expected)
+        self._calm(number, names, self.expected(names))
         self.tally.rounds += 1
 
     def _calm(self, number: int, names: list[str], expected: dict[str, str]) -> None:
@@ -167,7 +165,7 @@ class Soak:
             self._told(said)
         else:
             raise WrongError(f"Round {number}: the same command does not go on.\n{said[-4000:]}")
-        made = found(self.project, with_needed(names))
+        made = {key: value for name in with_needed(names) for key, value in found(self.project, name).items()}
         wrong = sorted(path for path, sha256 in expected.items() if made.get(path) != sha256)
         extra = sorted(path for path in made.keys() - expected.keys() if OUTPUTS.search(path))
         if wrong or extra:
@@ -205,17 +203,15 @@ class Soak:
     def _edit(self, draw: random.Random, number: int, names: list[str]) -> None:
         """Perhaps another configuration, perhaps other images."""
         edits = dict(self.choice.edits)
-        images, shards = self.choice.images, self.choice.shards
+        images = self.choice.images
         for name in with_needed(names):
-            if draw.random() < 0.3:
+            if draw.random() < 0.2:
                 edits[name] = draw.randrange(len(EDITS))
-        if draw.random() < 0.15:
+        if draw.random() < 0.1:
             images = draw.randrange(4)
-        if draw.random() < 0.05:
-            shards = draw.choice([2, 3])
-        changed = Choice(images, shards, edits)
+        changed = Choice(images, edits)
         what = [f"experiment {name}" for name in edits if edits[name] != self.choice.edits[name]]
-        what += ["images"] * (images != self.choice.images) + ["shards"] * (shards != self.choice.shards)
+        what += ["images"] * (images != self.choice.images)
         self.choice = changed
         write_project(self.project, changed, names)
         for each in what:
@@ -253,6 +249,15 @@ class Soak:
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             where += ", as if untouched"
         self._inject(number, {"flip": "flipped bit", "cut": "cut file", "removal": "removed file"}[kind], where)
+
+    def _ask_for_the_least_killed(self, draw: random.Random, number: int) -> None:
+        """Remove what the stage that was killed least has made, so that it will run."""
+        stage = min(MADE_BY, key=lambda name: self.tally.kills[name])
+        files = sorted((self.project / "results").glob(MADE_BY[stage]))
+        if files and draw.random() < 0.7:
+            path = draw.choice(files)
+            path.unlink()
+            self._inject(number, "removed file", str(path.relative_to(self.project)))
 
     # ---- Commands
 
@@ -333,7 +338,7 @@ class Soak:
         began: dict[tuple[int, str], float] = {}
         patience = draw.randint(1, 12)
         while running.poll() is None and patience:
-            wanted = min(STAGES, key=lambda name: self.tally.kills[name]) if draw.random() < 0.3 else None
+            wanted = min(STAGES, key=lambda name: self.tally.kills[name]) if draw.random() < 0.4 else None
             # A moment of the wanted stage, or of whatever runs after a while.
             until = time.monotonic() + (20 if wanted else draw.expovariate(0.7))
             while running.poll() is None and time.monotonic() < until:

@@ -183,11 +183,11 @@ def found(folder: Path, name: str) -> dict[str, str]:
     """The sha256 of everything that is promised to be the same: of an experiment, and of the data that it uses."""
     results, made = folder / "results", {}
     data = {"crops"} | DATA_OF.get(name, set())
-    for path in sorted([*(results / name).rglob("*"), *(results / "datasets").rglob("*")]):
+    for path in sorted([*(results / name).rglob("*"), *(results / "datasets").glob("*/*/**/*")]):
         part, *inside = path.relative_to(results).parts
-        if path.is_file() and not NOT_COMPARED & {*inside} and not _is_note(path.name):
-            if part == name or inside[1] in data:
-                made[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        is_ours = part == name or (part == "datasets" and inside[1] in data)
+        if is_ours and path.is_file() and not NOT_COMPARED & {*inside} and not _is_note(path.name):
+            made[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
     for stage in ("train", "sample", "evaluate"):
         made[f"{name}: what {stage} logged"] = _digest(_points(folder, name, stage))
     return made | {f"{name}: what MLflow holds": _digest(_tracked_points(folder, name))}

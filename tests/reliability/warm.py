@@ -149,6 +149,7 @@ def serve(address: str, python: str) -> NoReturn:
 
     import image_diffusion
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with whoever has started it
     for module in pkgutil.walk_packages(image_diffusion.__path__, "image_diffusion."):
         importlib.import_module(module.name)
     for name in PRELOADED:
