@@ -108,6 +108,12 @@ NOT_COMPARED = {"journal", "state", "tracked.json", "source.json", "owner.json"}
 """What holds times, paths or the ids of runs; journals are compared by what they say."""
 
 
+LOGGED = ("train", "sample", "evaluate")
+"""Stages that log."""
+TOLD = "told: "
+"""How what a journal says begins where the journal itself tells that it is not whole."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """One configuration. images: which state they are in. edits: which of `EDITS` each experiment has."""
@@ -188,9 +194,10 @@ def found(folder: Path, name: str) -> dict[str, str]:
         is_ours = part == name or (part == "datasets" and inside[1] in data)
         if is_ours and path.is_file() and not NOT_COMPARED & {*inside} and not _is_note(path.name):
             made[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
-    for stage in ("train", "sample", "evaluate"):
-        made[f"{name}: what {stage} logged"] = _digest(_points(folder, name, stage))
-    return made | {f"{name}: what MLflow holds": _digest(_tracked_points(folder, name))}
+    for stage in LOGGED:
+        made[f"{name}: what {stage} logged"] = _logged(folder, name, stage)
+        made[f"{name}: what MLflow lacks of {stage}"] = _not_tracked(folder, name, stage)
+    return made
 
 
 def _is_note(name: str) -> bool:
@@ -198,30 +205,37 @@ def _is_note(name: str) -> bool:
     return name.startswith(".") or name == "index.html"
 
 
-def _points(folder: Path, name: str, stage: str) -> list[Any]:
-    """What the journal of a stage says, timings left out."""
+def _logged(folder: Path, name: str, stage: str) -> str:
+    """What the journal of a stage says; or that it is not as it was written."""
+    history = read_journal(folder / "results" / name / "journal" / stage)
+    if history is None:
+        return "nothing"
+    if history.damaged or history.status != "finished":
+        return f"{TOLD}{history.status}, {history.damaged}"
+    return hashlib.sha256(json.dumps(_points(folder, name, stage)).encode()).hexdigest()
+
+
+def _not_tracked(folder: Path, name: str, stage: str) -> str:
+    """Which of the points of a stage's journal are not in MLflow."""
+    tracked = read_json(folder / "results" / name / "tracked.json")["runs"]
+    with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
+        query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
+        held = {row for run in tracked if run["stage"] == stage for row in database.execute(query, (run["run_id"],))}
+    return str([point for point in _points(folder, name, stage) if point not in held])
+
+
+def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]:
+    """The points of a stage's journal, timings left out."""
     history = read_journal(folder / "results" / name / "journal" / stage)
     return [] if history is None else sorted({(p.key, p.step, p.value) for p in history.points if _is_kept(p.key)})
-
-
-def _tracked_points(folder: Path, name: str) -> list[Any]:
-    """What MLflow holds of the runs that were sent, timings left out."""
-    tracked = read_json(folder / "results" / name / "tracked.json")
-    with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
-        rows: set[Any] = set()
-        for run in tracked["runs"]:
-            query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
-            rows |= {row for row in database.execute(query, (run["run_id"],)) if _is_kept(row[0])}
-    return sorted(rows)
 
 
 def _is_kept(key: str) -> bool:
     return not any(part in ("speed", "system") for part in key.split("/"))
 
 
-def _digest(points: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(points).encode()).hexdigest()
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a folder or a file, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_file():
+        path.unlink()

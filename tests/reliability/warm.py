@@ -149,12 +149,14 @@ def serve(address: str, python: str) -> NoReturn:
 
     import image_diffusion
 
+    outside = dict(os.environ)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with whoever has started it
     for module in pkgutil.walk_packages(image_diffusion.__path__, "image_diffusion."):
         importlib.import_module(module.name)
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in outside}
     gc.collect()
     gc.freeze()  # what is shared stays shared
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -205,7 +207,7 @@ def serve(address: str, python: str) -> NoReturn:
                     each.close()
                 os.close(wake)
                 os.close(alarm)
-                _begin(json.loads(request), files, python)
+                _begin(json.loads(request), files, python, set_by_imports)
             for each in files:
                 os.close(each)
             with suppress(OSError):
@@ -213,7 +215,9 @@ def serve(address: str, python: str) -> NoReturn:
             clients[child] = client
 
 
-def _begin(request: tuple[list[str], str, dict[str, str], int], files: list[int], python: str) -> NoReturn:
+def _begin(
+    request: tuple[list[str], str, dict[str, str], int], files: list[int], python: str, set_by_imports: dict[str, str]
+) -> NoReturn:
     """Become what was asked for."""
     arguments, folder, environment, group = request
     signal.set_wakeup_fd(-1)
@@ -227,7 +231,7 @@ def _begin(request: tuple[list[str], str, dict[str, str], int], files: list[int]
         os.close(each)
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(set_by_imports | environment)
     sys.executable = python
     _shift_clock(float(environment.get(CLOCK, "0")))
     is_module = arguments[0] == "-m"

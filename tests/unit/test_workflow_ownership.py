@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.workflow.ownership import take_over
+from image_diffusion.workflow.ownership import hold, take_over
 from image_diffusion.workflow.queue import tell_of_unseen_jobs
 
 HERE = socket.gethostname()
@@ -52,7 +52,7 @@ def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
 def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
     code = (
-        "import sys; from pathlib import Path; from image_diffusion.workflow.ownership import take_over;"
+        "import sys; from pathlib import Path; from image_diffusion.workflow.ownership import hold, take_over;"
         "mine = take_over(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -117,3 +117,14 @@ def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureF
     told = capsys.readouterr().err
     assert told.startswith("error: Slurm job 22 left no log: a node does not see ")
     assert told.count("\n") == 1
+
+
+def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(tmp_path: Path) -> None:
+    with hold(tmp_path / "results"):
+        with pytest.raises(SystemExit) as told:
+            hold(tmp_path / "results")
+        assert str(told.value).startswith(
+            f"error: Another Snakemake works in {tmp_path / 'results'}: process {os.getpid()} "
+        )
+        assert f"started in {Path.cwd()}. Wait until it has ended, or set `results`" in str(told.value)
+    hold(tmp_path / "results").close()
