@@ -89,7 +89,7 @@ def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
 
 
 def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) -> None:
-    """`make ui` shows a training that runs, and does not stop it. Snakemake is then killed; of another training only the
+    """`make ui` shows a training that runs and does not stop it. Snakemake is then killed; of another training only the
     follower is, and what it would have sent is sent at the end."""
     settings = fresh / "config/config.yaml"
     settings.write_text(settings.read_text().replace("every_s:", "every_s: 1"))
