@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import threading
 import time
+import urllib.request
 from base64 import b64encode
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from projects import Project
+from projects import ROOT, Project
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +60,37 @@ def wait_until(what: str, condition: object, running: subprocess.Popen[bytes] | 
         time.sleep(0.1)
 
 
+@contextmanager
+def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
+    """`make ui` for a project; what it says of each run, as text."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["sh", str(ROOT / "workflow/scripts/ui.sh"), "mlflow.db", str(port)]
+    with (project / "ui.log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=project.folder, stdout=log, stderr=log, start_new_session=True)
+
+    def runs() -> list[str]:
+        address = f"http://127.0.0.1:{port}/api/2.0/mlflow/runs/search"
+        request = urllib.request.Request(
+            address, json.dumps({"experiment_ids": ["1"]}).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return [json.dumps(run) for run in json.load(answer).get("runs", [])]
+        except OSError:  # it has not begun to listen
+            return []
+
+    try:
+        yield runs
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) -> None:
-    """Snakemake is killed while it trains; another training then comes to its end."""
+    """`make ui` shows a training that runs and does not stop it. Snakemake is then killed; of another training only the
+    follower is, and what it would have sent is sent at the end."""
     settings = fresh / "config/config.yaml"
     settings.write_text(settings.read_text().replace("every_s:", "every_s: 1"))
     fresh.edit(lambda experiment: experiment["train"].update(steps=100_000))
@@ -66,11 +99,21 @@ def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) 
     ) as running:
         wait_until("a loss is shown", lambda: points(fresh, "RUNNING") > 0, running)
         assert len(followers(fresh)) == 1
+        with user_interface(fresh) as runs:
+            wait_until("the page shows the run", lambda: any("train/loss" in run for run in runs()), running)
+            shown = points(fresh, "RUNNING")
+            wait_until("another loss is shown", lambda: points(fresh, "RUNNING") > shown, running)
         os.killpg(running.pid, signal.SIGKILL)
     wait_until("the follower ends", lambda: not followers(fresh))
 
-    fresh.edit(lambda experiment: experiment["train"].update(steps=8, seed=1))
-    assert "warning: MLflow" not in fresh.run("results/micro/train/weights.safetensors")
+    fresh.edit(lambda experiment: experiment["train"].update(steps=200, seed=1))
+    command = [*fresh.command(), "results/micro/train/weights.safetensors"]
+    with subprocess.Popen(command, cwd=fresh.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        wait_until("there is a follower", lambda: followers(fresh), running)
+        os.kill(followers(fresh)[0], signal.SIGKILL)
+        printed = running.communicate()[0].decode()
+    assert running.returncode == 0, printed
+    assert "warning: MLflow" not in printed
     assert not followers(fresh)
     said = (fresh / "logs/follow.log").read_text()
     assert points(fresh, "FINISHED") > 0 and points(fresh, "RUNNING") == 0, said
