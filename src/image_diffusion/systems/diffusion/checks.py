@@ -22,7 +22,7 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
     check_settings("sample", sample, system, experiment)
     if experiment.train.grid_every_steps is not None:
         check_settings("preview", experiment.section("preview"), system, experiment)
-    check_sweep(experiment.section("sweep"), sample, system, experiment.train.keeps)
+    check_sweep(experiment.section("sweep"), sample, system, experiment.train)
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
     if system.low_resolution is not None and not isinstance(experiment.codec, Rgb):
