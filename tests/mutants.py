@@ -27,6 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -171,12 +172,17 @@ def _written(node: ast.AST) -> str:
     return f"if {ast.unparse(node.test)}" if isinstance(node, ast.If | ast.IfExp) else ast.unparse(node)
 
 
+def modules(package: str) -> list[Path]:
+    """The modules of a package."""
+    return sorted((SOURCE / package).rglob("*.py"))
+
+
 def chosen(number: int, seed: int) -> list[Mutant]:
     """So many mutants: as many of each package, and within one of each function in turn."""
     found = []
     for package in PACKAGES:
         by_function = defaultdict(list)
-        for path in sorted((SOURCE / package).rglob("*.py")):
+        for path in modules(package):
             for mutant in mutants_of(path):
                 by_function[mutant.path, mutant.function].append(mutant)
         draw = random.Random(f"{seed}/{package}")
@@ -196,14 +202,15 @@ class Campaign:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        for path in sorted(path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")):
+        for path in (path for package in PACKAGES for path in modules(package)):
             importlib.import_module(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         unknown = [item for item in session.items if item.nodeid not in record]
-        if unknown:
-            print(f"{len(unknown):,} tests to be recorded", flush=True)
-            _in_process(lambda: _keep(record | _recorded(unknown)), 1e9)
-            record = json.loads(RECORD.read_text())
+        for path, group in groupby(unknown, key=lambda item: item.path):
+            tests = list(group)
+            word = _in_process(partial(_keep, tests), 3600)
+            print(f"{'recorded' if word == 'survived' else 'not recorded'} {path.relative_to(ROOT)}", flush=True)
+        record = json.loads(RECORD.read_text())
         named = NAMED.read_text() if NAMED.exists() else ""
         for mutant in self.mutants:
             items = self._nearest(session.items, record, mutant)
@@ -218,7 +225,7 @@ class Campaign:
     def _nearest(self, items: list[pytest.Item], record: dict[str, Any], mutant: Mutant) -> list[pytest.Item]:
         """Of the passing tests that enter the function of a mutant those that enter the fewest others, file by file."""
         key = f"{mutant.path.relative_to(SOURCE)}:{mutant.function}"
-        touching = [item for item in items if key in record[item.nodeid]["entered"]]
+        touching = [item for item in items if item.nodeid in record and key in record[item.nodeid]["entered"]]
         touching.sort(key=lambda item: (len(record[item.nodeid]["entered"]), record[item.nodeid]["seconds"]))
         kept, spent = [], 0.0
         for item in touching:
@@ -289,9 +296,11 @@ def _recorded(items: list[pytest.Item]) -> dict[str, Any]:
     return record
 
 
-def _keep(record: dict[str, Any]) -> bool:
+def _keep(items: list[pytest.Item]) -> bool:
+    found = _recorded(items)
     RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text(json.dumps(record))
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    RECORD.write_text(json.dumps(record | found))
     return False
 
 
@@ -323,12 +332,18 @@ def _in_process(work: Callable[[], bool], limit_s: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=350, help="how many mutants to try, evenly over the packages")
+    parser.add_argument("--package", choices=PACKAGES, help="only those of one package")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--only", default="", help="only those of the chosen whose name matches this expression")
+    parser.add_argument("--only", help="in place of them every mutant whose name matches this expression")
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for each, by their recorded time")
     parser.add_argument("tests", nargs="*", default=["tests/unit", "tests/parity"])
     arguments = parser.parse_args()
-    mutants = [each for each in chosen(arguments.number, arguments.seed) if re.search(arguments.only, each.name)]
+    if arguments.only is None:
+        mutants = chosen(arguments.number, arguments.seed)
+        mutants = [each for each in mutants if (arguments.package or "") in each.path.relative_to(SOURCE).parts[0]]
+    else:
+        every = (each for package in PACKAGES for path in modules(package) for each in mutants_of(path))
+        mutants = [each for each in every if re.search(arguments.only, each.name)]
     campaign = Campaign(mutants, arguments.budget)
     pytest.main(["-s", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *arguments.tests], plugins=[campaign])
     return int(bool(campaign.counts["survived"] + campaign.counts["untested"]))
