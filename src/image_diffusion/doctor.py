@@ -2,8 +2,8 @@
 
     python -m image_diffusion.doctor --config train.yaml --data manifest.json --output doctor.json
 
-Refuses, with one line, what the memory or the disk has no room for. With --tflops nothing is measured: what it takes of
-GPUs that are not here is counted.
+After 20 s it stops measuring, says so, and reckons with what it has. Refuses, with one line, what the memory or the
+disk has no room for. With --tflops nothing is measured: what it takes of GPUs that are not here is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_diffusion.nn.precision import tf32
 from image_diffusion.systems.system import System
 from image_diffusion.train import Training, prepare_training
 from image_diffusion.training.counted import counted
-from image_diffusion.training.forecast import GIB, Forecast, forecast, free_disk, memory_limit
+from image_diffusion.training.forecast import GIB, MEASURING_S, Deadline, Forecast, forecast, free_disk, memory_limit
 
 
 def main() -> None:
@@ -59,11 +59,12 @@ def main() -> None:
     if arguments.sample is not None:
         made = load_sections(arguments.sample, ["sample"], system.sections)["sample"]
     sampled_in = {system.sampled_in(each) for each in (shown, made) if each is not None and system.evaluations(each)}
-    found = forecast(training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in))
-    decode_s = decoding_seconds(training) if sampled_in else 0.0
+    until = Deadline(MEASURING_S)
+    found = forecast(training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in), until)
+    decode_s = decoding_seconds(training, until) if sampled_in else 0.0
     previews = -(-found.steps // every) if every else 0
-    previews_s = previews * sampling_seconds(shown, system, found, decode_s)
-    sample_s = sampling_seconds(made, system, found, decode_s)
+    previews_s = previews * sampling_seconds(shown, system, found, decode_s or 0.0)
+    sample_s = sampling_seconds(made, system, found, decode_s or 0.0)
     on_gpu = torch.cuda.is_available()
     together = found.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
@@ -78,6 +79,8 @@ def main() -> None:
         f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB",
         flush=True,
     )
+    if told := cut_short(found, arguments.steps, decode_s is None):
+        print(told, flush=True)
     for sentence in training.stage.train.advice():
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     check(together, memory, found.disk_gib, disk)
@@ -111,8 +114,22 @@ def sampling_seconds(settings: Any, system: System, found: Forecast, decode_s: f
     return float(settings.num_samples * (calls * found.passes_s[system.sampled_in(settings)] + decode_s))
 
 
-def decoding_seconds(training: Training, count: int = 4) -> float:
-    """Seconds in which the codec decodes one image, the second time."""
+def cut_short(found: Forecast, steps: int, not_decoded: bool) -> str | None:
+    """A line that says what was measured when the time was over; None where all was. not_decoded: whether the codec's
+    part is missing."""
+    missing = [f"{found.measured_steps} of {steps} steps were timed"] if found.measured_steps < steps else []
+    if found.not_measured:
+        passes = ", ".join(found.not_measured)
+        missing.append(f"a third of a step stands for a pass of the network ({passes})")
+    if not_decoded:
+        missing.append("decoding is left out")
+    return f"note    measuring stopped after {MEASURING_S:g} s: {'; '.join(missing)}" if missing else None
+
+
+def decoding_seconds(training: Training, until: Deadline, count: int = 4) -> float | None:
+    """Seconds in which the codec decodes one image, the second time where there is time for two; None: for none."""
+    if not until.left_s:
+        return None
     spec, codec = training.spec, training.decoder()
     x = torch.randn(count, spec.channels, spec.resolution, spec.resolution, device=best_device())
     seconds = 0.0
@@ -121,6 +138,8 @@ def decoding_seconds(training: Training, count: int = 4) -> float:
             started = time.perf_counter()
             codec.decode(x).cpu()
             seconds = (time.perf_counter() - started) / count
+            if not until.left_s:
+                break
     return seconds
 
 

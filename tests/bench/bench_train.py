@@ -37,9 +37,11 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
 from image_diffusion.nn.linear import linear
+from image_diffusion.nn.precision import tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
@@ -55,8 +57,8 @@ Steps = Callable[[int], None]
 class Latents:
     """Latents in memory, read as shards are."""
 
-    def __init__(self, resolution: int, num_samples: int = 4096) -> None:
-        self.num_samples, self.shape, self.dtype = num_samples, (4, resolution, resolution), torch.float32
+    def __init__(self, resolution: int, num_samples: int = 4096, channels: int = 4) -> None:
+        self.num_samples, self.shape, self.dtype = num_samples, (channels, resolution, resolution), torch.float32
         self.labels = np.arange(num_samples, dtype=np.int64) % 1000
         self.stored = torch.randn(num_samples, *self.shape, generator=torch.Generator().manual_seed(0))
 
@@ -105,9 +107,8 @@ def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Step
     def steps(count: int) -> None:
         nonlocal done
         parts.config = parts.config.model_copy(update={"steps": done + count})
-        train(
-            parts, done, False, None, NullJournal(), Stop(parts.world, None)
-        )  # its last log line waits for the device
+        with switches(parts.config):  # its last log line waits for the device
+            train(parts, done, False, None, NullJournal(), Stop(parts.world, None))
         done += count
 
     return steps
@@ -305,7 +306,8 @@ def main() -> None:
         arguments.batch = given.batch or (32 if size == "demo" else 256 if device.type == "cuda" else 8)
         arguments.latent = given.latent or (8 if size == "demo" else 32)
         try:
-            row = bench(size, arguments, device)
+            with tf32(given.tf32):
+                row = bench(size, arguments, device)
         except (torch.OutOfMemoryError, MemoryError):
             print(f"{size}: does not fit", flush=True)
             continue

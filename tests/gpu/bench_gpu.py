@@ -41,8 +41,9 @@ from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32, use_tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.systems import System
+from image_diffusion.systems import AnySystem
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
+from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
@@ -144,7 +145,7 @@ def dit_parts(size: str, batch: int, **settings: Any) -> Parts:
 
 def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Parts:
     """The system of a recipe, on pixels."""
-    system: Any = parse(System, yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["system"], name)
+    system: Any = parse(AnySystem, yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["system"], name)
     labelled = getattr(system, "is_conditional", False)
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -163,7 +164,8 @@ def steps_of(parts: Parts) -> Callable[[int], None]:
     def steps(count: int) -> None:
         nonlocal done
         parts.config = parts.config.model_copy(update={"steps": done + count})
-        train(parts, done, False, None, NullJournal(), Stop(ALONE, None))
+        with switches(parts.config):
+            train(parts, done, False, None, NullJournal(), Stop(ALONE, None))
         done += count
 
     return steps
@@ -203,6 +205,14 @@ def _train_dit(
     what: str, precision: str, batch: int, settings: dict[str, Any], goal: float | None, limits: Limits
 ) -> Iterator[Row]:
     yield from trained(what, dit_parts(XL, batch, **settings), precision, limits, 5 if batch > 64 else 15, goal)
+
+
+def bench_modes(limits: Limits) -> Iterator[Row]:
+    """What the promises of `train.deterministic` cost."""
+    for mode in ("off", "run", "strict"):
+        for size, batch in (("DiT-S/2", 256), (XL, 64)):
+            parts = dit_parts(size, batch, precision="bf16", deterministic=mode, strict_chunk=64)
+            yield next(trained(f"{size}, bf16, batch {batch}, deterministic {mode}", parts, "bf16", limits, 10, None))
 
 
 def bench_small(limits: Limits) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from attempts import Attempt, Attempts, finished
 from comparison import points, results
 from tiny_runs import SYSTEMS, TINY, config
 
+from image_diffusion.training.determinism import Mode, switches
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Parts
 
@@ -28,22 +29,26 @@ def parts_of(system: str, **changes: Any) -> Parts:
 def trained(parts: Parts, steps: int, mode: str = "default") -> list[float]:
     """The losses of some steps. mode: what PyTorch does about waits for the device from the third step on."""
     batches, losses = parts.batches(0), []
-    for step in range(1, steps + 1):
-        examples = next(batches)
-        torch.cuda.set_sync_debug_mode(mode if step > 2 else "default")  # the first steps allocate
-        loss = parts.gradients(examples, partial(parts.losses, step))
-        norm = parts.clip()
-        parts.update(step)
-        parts.observe(step, loss, norm)
-        torch.cuda.set_sync_debug_mode("default")
-        losses.append(loss.loss.mean())
+    with switches(parts.config):
+        for step in range(1, steps + 1):
+            examples = next(batches)
+            torch.cuda.set_sync_debug_mode(mode if step > 2 else "default")  # the first steps allocate
+            loss = parts.gradients(examples, partial(parts.losses, step))
+            norm = parts.clip()
+            parts.update(step)
+            parts.observe(step, loss, norm)
+            torch.cuda.set_sync_debug_mode("default")
+            losses.append(loss.loss.mean())
     batches.close()  # type: ignore[attr-defined]
     return [loss.item() for loss in losses]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_killed_training_ends_with_the_same_bytes(attempts: Attempts, tmp_path: Path, system: str) -> None:
-    settings: dict[str, Any] = {"system": system, "changes": SHORT | {"deterministic": "strict"}}
+@pytest.mark.parametrize(("mode", "precision"), [("run", "float32"), ("run", "bf16"), ("strict", "float32")])
+def test_a_killed_training_ends_with_the_same_bytes(
+    attempts: Attempts, tmp_path: Path, system: str, mode: Mode, precision: str
+) -> None:
+    settings: dict[str, Any] = {"system": system, "changes": SHORT | {"deterministic": mode, "precision": precision}}
     usual = finished(attempts, tmp_path / "undisturbed", **settings)
     assert usual.operations is not None
     killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=usual.operations * 2 // 3, **settings))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
+import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from tracked import check_whole, contents, forked, make_experiment, status_of, track
 
+from image_diffusion.core import command
 from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow
-from image_diffusion.tracking.connection import without_password
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
 
@@ -81,6 +84,42 @@ def test_two_at_once_on_one_experiment(
     assert contents(database) == contents(sent[0])
 
 
+def test_a_store_that_another_process_has_locked_is_waited_for(
+    finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
+) -> None:
+    database = tmp_path / "mlflow.db"
+    shutil.copyfile(empty, database)
+    with closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        child = forked(lambda: track(f"sqlite:///{database}", finished), tmp_path / "said")
+        time.sleep(2)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "said").read_text()
+        other.execute("ROLLBACK")
+    assert status_of(child) == 0, (tmp_path / "said").read_text()
+    assert contents(database) == contents(sent[0])
+
+
+def test_a_store_without_room_is_told_and_made_whole_later(
+    finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
+) -> None:
+    """No file may grow beyond a limit, as on a full disk or with a quota."""
+    database = tmp_path / "mlflow.db"
+    shutil.copyfile(empty, database)
+
+    def without_room() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit = database.stat().st_size + 20_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        command.run(lambda: print(track(f"sqlite:///{database}", finished)))
+
+    assert status_of(forked(without_room, tmp_path / "said")) == 1
+    said = (tmp_path / "said").read_text()
+    assert said.splitlines()[-1].startswith("error: MLflow at sqlite:///"), said
+    assert "Traceback" not in said
+    track(f"sqlite:///{database}", finished)
+    assert contents(database) == contents(sent[0])
+
+
 def train_until_killed(folder: Path, pause_s: float) -> None:
     """A stage in miniature: a checkpoint every ten steps, and the same numbers again after each restart."""
     checkpoint = folder / "checkpoint"
@@ -125,8 +164,3 @@ def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: 
     held = [(key, step) for _, key, _, step, *_ in contents(database)["metrics"].elements()]
     assert sorted(held) == [("loss", step) for step in range(1, 201)]
     assert len(history.starts) > 2 and len(history.superseded) > 0
-
-
-def test_no_password_is_shown() -> None:
-    assert without_password("postgresql+psycopg2://me:s3cr3t@db:5432/mlflow") == "postgresql+psycopg2://db:5432/mlflow"
-    assert without_password("sqlite:////data/mlflow.db") == "sqlite:////data/mlflow.db"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network
-from image_diffusion.doctor import check, decoding_seconds, duration, sampling_seconds
+from image_diffusion.doctor import check, cut_short, decoding_seconds, duration, sampling_seconds
 from image_diffusion.nn.precision import Precision
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.samplers import Sampler, SamplerConfig
@@ -26,7 +27,7 @@ from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
-from image_diffusion.training.forecast import Forecast, forecast
+from image_diffusion.training.forecast import Deadline, Forecast, forecast
 from image_diffusion.training.parts import Task
 
 
@@ -38,8 +39,16 @@ class Points:
         return torch.ones(len(indices), 3)
 
 
-def found(sampled_in: Sequence[Precision] = (), **changes: Any) -> Forecast:
+def found(
+    sampled_in: Sequence[Precision] = (),
+    until: Deadline | None = None,
+    before: Callable[[], object] = lambda: None,
+    **changes: Any,
+) -> Forecast:
+    """before: what every loss begins with."""
+
     def objective(network: Any, batch: Batch) -> Losses:
+        before()
         return Losses(network(batch.x).square().sum(1), {})
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -49,7 +58,7 @@ def found(sampled_in: Sequence[Precision] = (), **changes: Any) -> Forecast:
         return Task(nn.Linear(3, 1000), objective, prepare, Points(), Points())  # type: ignore[arg-type]
 
     settings = {"steps": 1000, "global_batch": 8, "checkpoint": {"every_steps": 10}, "validation_samples": 20}
-    return forecast(build, TrainConfig.model_validate(settings | changes), 2, steps=2, sampled_in=sampled_in)
+    return forecast(build, TrainConfig.model_validate(settings | changes), 2, 2, sampled_in, until)
 
 
 def test_steps_validations_and_checkpoints_are_counted() -> None:
@@ -73,6 +82,33 @@ def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.Mo
     assert saved * 2**30 == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
 
 
+def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
+    def slow() -> None:
+        time.sleep(0.2)
+
+    started = time.perf_counter()
+    first = found(["tf32"], Deadline(0.1), slow)
+    assert time.perf_counter() - started < 2.0
+    assert (first.measured_steps, first.not_measured) == (1, ("the training's", "tf32"))
+    assert 0.2 <= first.step_s < 1.0
+    assert first.evaluation_s == first.passes_s["tf32"] == pytest.approx(first.step_s / 4 / 3)  # 4 images a process
+    told = "1 of 2 steps were timed; a third of a step stands for a pass of the network (the training's, tf32)"
+    assert cut_short(first, 2, not_decoded=True) == (
+        f"note    measuring stopped after 20 s: {told}; decoding is left out"
+    )
+    whole = found(["tf32"])
+    assert (whole.measured_steps, whole.not_measured) == (2, ())
+    assert cut_short(whole, 2, not_decoded=False) is None
+
+
+def test_memory_is_the_most_there_ever_was_and_not_what_is_left() -> None:
+    def large() -> None:
+        torch.ones(100 * 2**20)  # 400 MiB, for a moment
+
+    before = psutil.Process().memory_info().rss
+    assert found(before=large).memory_gib * 2**30 > before + 380 * 2**20
+
+
 def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
     one = found(validate_every_steps=None, sampled_in=["tf32", "bf16"])
     settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))
@@ -92,7 +128,8 @@ def test_decoding_is_timed_for_one_image() -> None:
             return x
 
     training = SimpleNamespace(spec=DataSpec(channels=2, resolution=4), decoder=Slow)
-    assert decoding_seconds(training) == pytest.approx(0.02, rel=0.5)  # type: ignore[arg-type]
+    assert decoding_seconds(training, Deadline(9)) == pytest.approx(0.02, rel=0.5)  # type: ignore[arg-type]
+    assert decoding_seconds(training, Deadline(0)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", get_args(get_args(Sampler)[0]))

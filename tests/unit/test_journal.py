@@ -70,6 +70,19 @@ def test_a_run_ended_with_the_last_line_of_its_last_attempt(tmp_path: Path, monk
     assert [(point.step, point.time) for point in history.points] == [(1, 1004), (2, 1005)]
 
 
+def test_attempts_are_in_the_order_of_their_numbers_however_long_these_are(tmp_path: Path) -> None:
+    for step, status in ((1, "failed"), (2, "finished")):
+        journal = Journal.open(tmp_path, "train", tags={"fingerprint": "a"}, resume_step=step - 1)
+        journal.metrics({"loss": float(step)}, step=step)
+        journal.close(status)
+        if step == 1:
+            journal.path.rename(tmp_path / "train" / "attempt-9999.jsonl")
+    assert journal.path.name == "attempt-10000.jsonl"
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.status == "finished" and history.starts == sorted(history.starts)
+    assert history.series("loss") == ([1, 2], [1.0, 2.0])
+
+
 def test_redone_steps_are_superseded(tmp_path: Path) -> None:
     for resume, steps in ((None, range(1, 8)), (4, range(5, 7)), (2, range(3, 10))):
         with Journal.open(tmp_path, "train", resume_step=resume, tags={"fingerprint": "a"}) as journal:
@@ -181,6 +194,22 @@ def test_a_line_that_was_cut_off_and_one_of_zeros_are_left_out(
     history = read_journal(tmp_path / "train")
     assert history is not None and history.series("loss") == ([1], [1.0])
     assert "line 4 is damaged" in capsys.readouterr().err
+
+
+def test_what_a_disk_that_stays_full_has_kept_out_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Journal.open(tmp_path, "train") as journal:
+        size = journal.path.stat().st_size
+        monkeypatch.setattr(os, "write", full)
+        journal.metrics({"loss": 1.0}, step=1)
+    first, last = capsys.readouterr().err.splitlines()
+    assert "it cannot be written: [Errno 28] No space left on device. Going on." in first
+    assert re.search(r"journal .*: [1-9]\d* bytes could not be written\. Going on\.$", last)
+    assert journal.path.stat().st_size == size
 
 
 def test_a_full_disk_stops_nothing_and_is_made_good(

@@ -33,6 +33,7 @@ class Brightness:
 
     classes = CLASSES
     identity: dict[str, Any] = {"name": "test", "sha256": "abc"}  # noqa: RUF012
+    doubt: str | None = None
 
     def __call__(self, images: Tensor) -> Detected:
         quarters = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)

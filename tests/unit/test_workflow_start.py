@@ -136,7 +136,7 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     assert process is not None and process.poll() is None
     following.end()
     assert process.poll() is not None
-    asked = ["--results", "results", "--every", "5", "--store", "u", "--project", "p", "--experiments", "one"]
+    asked = ["--results", "results", "--every", "5", "--project", "p", "--experiments", "one"]
     assert str(asked) in LOG.read_text()
     assert capsys.readouterr().err == ""
     following.start()

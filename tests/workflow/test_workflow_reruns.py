@@ -44,13 +44,18 @@ def test_editing_train_leaves_the_data(finished: Project) -> None:
 
 
 def test_editing_resources_makes_nothing_again(finished: Project) -> None:
-    finished.edit(lambda experiment: experiment["resources"].update(memory_mb=1000))
+    finished.edit(lambda experiment: experiment["resources"].update(memory_mb=1000, processes_per_node=2))
     assert finished.planned() == set()
 
 
 def test_one_more_image_makes_everything_again(finished: Project) -> None:
     image = finished / "images/dark/000.png"
     (finished / "images/dark/new.png").write_bytes(image.read_bytes())
+    assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
+
+
+def test_another_number_of_shards_makes_everything_again(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment["data"].update(num_shards=3))
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 

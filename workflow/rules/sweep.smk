@@ -1,16 +1,16 @@
 # curves: one point for each value of what is varied, sampled and judged like the experiment's own samples
 
 
-# The weights of an earlier step of the training, from the checkpoint that was kept.
 rule sweep_weights:
+    "Other weights of the training: of an earlier step, or of another average, from the checkpoint that was kept."
     input:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
     output:
-        weights=f"{results}/{{experiment}}/sweep/checkpoint/{{value}}/weights/weights.safetensors",
-        model=f"{results}/{{experiment}}/sweep/checkpoint/{{value}}/weights/model.json",
+        weights=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/weights.safetensors",
+        model=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/model.json",
     log:
-        "logs/{experiment}/sweep/weights-{value}.log",
+        "logs/{experiment}/sweep/weights-{axis}-{value}.log",
     conda:
         "../../envs/image-diffusion.yaml"
     resources:
@@ -21,12 +21,14 @@ rule sweep_weights:
     params:
         code=code["ema"],
         state=f"{results}/{{experiment}}/train/state",
+        which=files.swept_weights_option,
     shell:
-        "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} --step {wildcards.value}"
+        "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} {params.which:q}"
         " --weights {input.weights:q} --output {output.weights:q}"
 
 
 rule sweep_sample:
+    "Images of one point of a curve."
     input:
         config=files.swept_config,
         before=files.configs_before("sample"),
@@ -62,6 +64,7 @@ rule sweep_sample:
 
 
 rule sweep_evaluate:
+    "How good one point of a curve is."
     input:
         config=f"{results}/{{experiment}}/config/sweep/evaluate.yaml",
         before=files.configs_before("sample"),
@@ -101,6 +104,7 @@ rule sweep_evaluate:
 
 
 rule sweep:
+    "A curve: the metrics against one setting, the best value marked."
     input:
         points=files.swept_points,
     output:

@@ -94,21 +94,27 @@ def sweeps(folder: Path) -> Iterator[str]:
         encoded = base64.b64encode(path.with_suffix(".png").read_bytes()).decode()
         apart = "" if curve["apart"] else ", not apart from all others"
         best = f"{html.escape(curve['headline'])} is lowest at {html.escape(curve['best'])}{apart}"
-        yield f"<h2>{title}</h2>\n<p>{best}.</p>"
+        doubt = f" Do not rely on it: {html.escape(curve['doubt'])}." if curve["doubt"] else ""
+        yield f"<h2>{title}</h2>\n<p>{best}.{doubt}</p>"
         yield f'<img alt="{title}" src="data:image/png;base64,{encoded}">'
 
 
 def metrics(path: Path) -> Iterator[str]:
-    """A row for each metric: its value and interval, the same for real images, and how it was taken."""
+    """A row for each metric: its value and interval, the same for as many real images, and how it was taken."""
     if not path.is_file():
         return
     result = read_json(path)
     yield "<h2>Metrics</h2>"
-    heads = ["", "value", "95 % interval", "real images", "samples", ""]
+    if result.get("doubt"):
+        yield f"<p><strong>No headline: {html.escape(result['doubt'])}.</strong></p>"
+    heads = ["", "value", "95 % interval", "samples", "real images", "as many samples", "number", ""]
     lines = []
     for name, metric in result["metrics"].items():
         interval = " to ".join(f"{bound:.4g}" for bound in metric["interval"] or [])
-        lines.append([name, metric["value"], interval, metric.get("floor"), metric["n"], metric["note"]])
+        floor = [metric.get(key) for key in ("floor", "at_floor_n", "floor_n")]
+        doubt = metric.get("doubt")
+        note = metric["note"] if doubt in (None, result.get("doubt")) else doubt
+        lines.append([name, metric["value"], interval, metric["n"], *floor, note])
     yield rows(heads, lines)
     yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.lifeline import VARIABLE, end_with
+from image_diffusion.core.secrets import hidden
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -44,9 +45,9 @@ def run(main: Callable[[], None], *smaller: str) -> None:
         sys.exit(130)
     except Exception as error:
         sentence = sentence_on(error, smaller)
-        if sentence is None and not isinstance(error, ValueError | OSError):
-            raise
-        if os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"error: {sentence or error}", file=sys.stderr, flush=True)
+        told = sentence is not None or isinstance(error, ValueError | OSError)
+        if not told or os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
+            print(hidden(traceback.format_exc()), file=sys.stderr, flush=True)
+        if told:
+            print(hidden(f"error: {sentence or error}"), file=sys.stderr, flush=True)
         sys.exit(1)

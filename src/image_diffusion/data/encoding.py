@@ -75,7 +75,7 @@ class Encoder(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation."""
+        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation; or the mean alone."""
         ...
 
 
@@ -84,6 +84,15 @@ class Tokenizer(Protocol):
     """An `Encoder` whose images become tokens: `encode` gives integers [B, h, w] from 0 to num_tokens - 1."""
 
     num_tokens: int
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """An `Encoder` whose author gave factors: the manifest keeps them beside what is measured."""
+
+    def declared(self) -> dict[str, Any]:
+        """{"mean", "std"} of each channel, or one number each."""
+        ...
 
 
 def encode_shards(
@@ -142,7 +151,8 @@ def write_manifest(
         counts = np.sum([part["token_counts"] for part in statistics], axis=0)
         summary = {"num_tokens": codec.num_tokens, "token_counts": counts.tolist()}
     else:
-        summary = {"statistics": merge_statistics(statistics)}
+        given = {"declared": codec.declared()} if isinstance(codec, Declares) else {}
+        summary = {"statistics": merge_statistics(statistics) | given}
     manifest = {
         "format": FORMAT,
         "kind": "tokens" if isinstance(codec, Tokenizer) else "latents",
@@ -257,7 +267,7 @@ class _Sums:
         self._squares: NDArray[np.float64] | float = 0.0
 
     def add(self, moments: NDArray[np.generic]) -> None:
-        """Count moments [B, 2, c, h, w] in. E[x] = mean; E[x²] = mean² + std²."""
+        """Count moments [B, 2, c, h, w] in, or means alone. E[x] = mean; E[x²] = mean² + std²."""
         values = moments.astype(np.float64)
         self._count += values.shape[0] * values.shape[3] * values.shape[4]
         self._sum = self._sum + values[:, 0].sum(axis=(0, 2, 3))

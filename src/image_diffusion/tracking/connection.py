@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+
+from image_diffusion.core.secrets import hidden, without_password
 
 # Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
@@ -138,7 +139,7 @@ class Connection:
 
     def _sentence(self, error: Exception) -> str:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = re.sub(r"://[^/\s@]*@", "://***@", lines[0])
+        reason = hidden(re.sub(r"://[^/\s@]*@", "://***@", lines[0]))
         return f"MLflow at {self.shown_uri} did not take the history: {reason[:300]}"
 
 
@@ -153,13 +154,6 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def without_password(uri: str) -> str:
-    """The URI without user name and password."""
-    parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc else uri
 
 
 def create_database(path: Path) -> None:

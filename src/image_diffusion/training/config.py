@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config, dump
+from image_diffusion.training.determinism import Mode
 from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.optimizer import AdamW, Optimizer
 from image_diffusion.training.schedule import Constant, Schedule
@@ -36,7 +37,8 @@ class TrainConfig(Config):
     global_batch: int = Field(256, gt=0)
     """Examples of one update, over all processes."""
     microbatch: int | None = Field(None, gt=0)
-    """Examples a process computes at once; unset: its whole share. Follows from memory, changes no result."""
+    """Examples a process computes at once; unset: its whole share. Follows from memory. The result stays the same to
+    rounding, and to the bit with `deterministic: strict`, which computes `strict_chunk` at once."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of everything random: initial weights, order, flips, noise, timesteps, dropout."""
     optimizer: Optimizer = AdamW()
@@ -64,10 +66,11 @@ class TrainConfig(Config):
     sharding: Literal["none", "full"] = "none"
     """full: each process keeps its share of weights, gradient, moments and averages, and gathers the weights of a block
     when it computes (FSDP): for networks that do not fit beside them; slower. Changes no checkpoint."""
-    deterministic: Literal["off", "strict"] = "off"
-    """strict: the same bits for any number of processes, by adding in a fixed order; slower."""
+    deterministic: Mode = "run"
+    """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
+    processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
     strict_chunk: int = Field(8, gt=0)
-    """Examples computed at once with `deterministic: strict`; part of the result's last bits, as microbatch is not."""
+    """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """How often an example is mirrored."""
     init_from: str | None = None
@@ -139,6 +142,14 @@ class TrainConfig(Config):
         is_saved = step % self.checkpoint.every_steps == 0
         return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
 
+    def check_average(self, number: float | Literal["raw"]) -> None:
+        """Raise ValueError unless the average of a rate or width, or the weights as trained, can be had of the end."""
+        if self.weights == "best":
+            raise ValueError("train.weights is best, whose step may be earlier than the end. Leave out one of the two.")
+        if number != "raw" and average_name(number) not in self.ema.names:
+            known = ", ".join(self.ema.names) or "none"
+            raise ValueError(f"the averages of train.ema are: {known}. Name the number of one of them, or raw.")
+
     def identity(self) -> dict[str, Any]:
         """What of this section a run is: a checkpoint of another identity is never continued.
 
@@ -153,9 +164,11 @@ class TrainConfig(Config):
             free -= {"weights", "validate_every_steps", "validation_samples"}
         if not self.schedule.has_horizon:
             free.add("steps")
-        if self.deterministic == "off":
+        if self.deterministic != "strict":
             free.add("strict_chunk")
         told = {key: value for key, value in dump(self).items() if key not in free}
+        if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
+            told["deterministic"] = "off"
         if self.weights != "best":  # which is the first average, as it was at some step
             each = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
             told["ema"][each].sort()

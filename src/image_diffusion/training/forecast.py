@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.counted import kept_elsewhere
+from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
@@ -26,26 +28,44 @@ from image_diffusion.training.speed import flops_per_example, product_rate
 from image_diffusion.training.validation import validation_sums
 
 GIB = 2.0**30
+MEASURING_S = 20.0
+"""How long a forecast measures, apart from the first step and whatever is under way when the time is over."""
+
+
+class Deadline:
+    """A time from now. limit_s: seconds until then."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._end = limit_s, time.perf_counter() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; 0 when it is over."""
+        return max(0.0, self._end - time.perf_counter())
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Of one training. Times leave out what processes wait for one another; memory is that of the fullest process.
 
-    parameters: trainable ones. evaluation_s: one pass of the network over one image, without gradient, in the precision
-    of the training; passes_s: the same in others, by name.
+    parameters: trainable ones. measured_steps: how many were timed. evaluation_s: one pass of the network over one
+    image, without gradient, in the precision of the training; passes_s: the same in others, by name. not_measured:
+    which of these passes there was no time for, so that a third of a step stands for them (a backward pass takes twice
+    the operations of the forward pass).
     """
 
     device: str
     processes: int
     parameters: int
     steps: int
+    measured_steps: int
     step_s: float
     images_per_second: float
     tflops: float
     share_of_peak: float
     evaluation_s: float
     passes_s: dict[SampledIn, float]
+    not_measured: tuple[str, ...]
     train_s: float
     validation_s: float
     memory_gib: float
@@ -64,10 +84,12 @@ def forecast(
     processes: int,
     steps: int = 5,
     sampled_in: Sequence[SampledIn] = (),
+    until: Deadline | None = None,
 ) -> Forecast:
     """Train `steps` steps of one of `processes` processes, here, and reckon. Leaves no file.
 
-    sampled_in: precisions in which a pass without gradient is timed as well.
+    sampled_in: precisions in which a pass without gradient is timed as well. until: when to stop, with what is measured
+    by then; unset: MEASURING_S from now.
 
     Raises ValueError when a step needs more memory than there is.
     """
@@ -75,40 +97,42 @@ def forecast(
     own = config.model_copy(
         update={"global_batch": share, "validate_every_steps": None, "grid_every_steps": None, "max_hours": None}
     )
+    until = until or Deadline(MEASURING_S)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     world = World(0, 1, device)
-    try:
-        parts = Parts(build(world), own, world)
-        _train(parts, world, 0, 2)  # one to warm up, and one more: a second one can still allocate
-        started = time.perf_counter()
-        _train(parts, world, 2, 2 + steps)
-        step_s = (time.perf_counter() - started) / steps
-        evaluation_s, validation_s = _validation(parts, world)
-        passes_s = {each: _pass(parts, world, each) for each in sampled_in}
-        flops = flops_per_example(next(parts.batches(0)), partial(parts.losses, 0))
-    except torch.OutOfMemoryError:
-        raise ValueError(
-            f"A step of {share} examples a process does not fit into the memory of {torch.cuda.get_device_name()}. "
-            f"Make train.microbatch smaller, or take more processes."
-        ) from None
-    peak = product_rate(device, parts.precision.dtype)
-    checkpoint = sum(t.nbytes for group in parts.capture(0, False).groups.values() for t in group.values())
-    every = config.validate_every_steps
-    validations = -(-config.steps // every) if every else 0
+    with switches(own):
+        try:
+            parts = Parts(build(world), own, world)
+            step_s, measured_steps = _steps(parts, world, steps, until)
+            checkpoint = sum(t.nbytes for group in parts.capture(0, False).groups.values() for t in group.values())
+            memory = _memory(device, checkpoint)
+            passes_s, not_measured = _passes(parts, world, step_s / share / 3, sampled_in, until)
+            evaluation_s = passes_s.pop(None)
+            flops = flops_per_example(next(parts.batches(0)), partial(parts.losses, 0))
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"A step of {share} examples a process does not fit into the memory of {torch.cuda.get_device_name()}. "
+                f"Make train.microbatch smaller, or take more processes."
+            ) from None
+        peak = product_rate(device, parts.precision.dtype)
+    every, held_out = config.validate_every_steps, parts.task.validation
+    validated = min(config.validation_samples, held_out.num_samples) if held_out and every else 0
     return Forecast(
         device=torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
         processes=processes,
         parameters=sum(parameter.numel() for parameter in parts.flat.parameters.values()),
         steps=config.steps,
+        measured_steps=measured_steps,
         step_s=step_s,
         images_per_second=config.global_batch / step_s,
         tflops=flops * share / step_s / 1e12,
         share_of_peak=flops * share / step_s / peak,
         evaluation_s=evaluation_s,
-        passes_s=passes_s,
+        passes_s={name: seconds for name, seconds in passes_s.items() if name},
+        not_measured=not_measured,
         train_s=config.steps * step_s,
-        validation_s=validations * validation_s / processes,
-        memory_gib=(_memory(device, checkpoint) - kept_elsewhere(parts, config, processes)) / GIB,
+        validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
+        memory_gib=(memory - kept_elsewhere(parts, config, processes)) / GIB,
         checkpoint_gib=checkpoint / GIB,
         disk_gib=_kept(config) * checkpoint / GIB + 4 * parts.flat.size / GIB,
     )
@@ -132,25 +156,52 @@ def _train(parts: Parts, world: World, start: int, stop: int) -> None:
     train(parts, start, False, None, NullJournal(), Stop(world, None))  # its log line waits for the device
 
 
-def _validation(parts: Parts, world: World) -> tuple[float, float]:
-    """Seconds of one image and of one whole validation, from one chunk of it."""
-    one = _evaluation(parts, world)
-    config, held_out = parts.config, parts.task.validation
-    return one, one * (min(config.validation_samples, held_out.num_samples) if held_out else 0)
+def _steps(parts: Parts, world: World, steps: int, until: Deadline) -> tuple[float, int]:
+    """Seconds of a step, and how many were timed: `steps` after two to warm up (a second one can still allocate), or
+    those that there is time for, or the last one that was done."""
+
+    def timed(start: int, stop: int) -> float:
+        started = time.perf_counter()
+        _train(parts, world, start, stop)
+        return (time.perf_counter() - started) / (stop - start)
+
+    step_s = timed(0, 1)
+    if not until.left_s:
+        return step_s, 1
+    step_s = timed(1, 2)
+    measured = min(steps, int(until.left_s / step_s))
+    return (timed(2, 2 + measured), measured) if measured else (step_s, 1)
 
 
-def _pass(parts: Parts, world: World, precision: SampledIn) -> float:
+def _passes(
+    parts: Parts, world: World, reckoned_s: float, sampled_in: Sequence[SampledIn], until: Deadline
+) -> tuple[dict[SampledIn | None, float], tuple[str, ...]]:
+    """Seconds of one image in a pass without gradient, by precision, None for that of the training; and for which of
+    them `reckoned_s` stands, for want of time."""
+    seconds: dict[SampledIn | None, float] = {}
+    not_measured = []
+    for each in (None, *sampled_in):
+        if not until.left_s:
+            seconds[each] = reckoned_s
+            not_measured.append(each or "the training's")
+        else:
+            seconds[each] = _evaluation(parts, world, until) if each is None else _pass(parts, world, each, until)
+    return seconds, tuple(not_measured)
+
+
+def _pass(parts: Parts, world: World, precision: SampledIn, until: Deadline) -> float:
     """Seconds of one image in a pass of the network in another precision."""
     trained_in, parts.precision = parts.precision, Precision("bf16" if precision == "bf16" else "float32", world.device)
     try:
         with tf32(precision != "float32"):
-            return _evaluation(parts, world)
+            return _evaluation(parts, world, until)
     finally:
         parts.precision = trained_in
 
 
-def _evaluation(parts: Parts, world: World) -> float:
-    """Seconds of one image in the loss of a chunk of the validation, the second time that it is computed."""
+def _evaluation(parts: Parts, world: World, until: Deadline) -> float:
+    """Seconds of one image in the loss of a chunk of the validation, the second time that it is computed where there is
+    time for two."""
     data, config = parts.task.validation or parts.task.data, parts.config
     chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch, data.num_samples)
     seconds = 0.0
@@ -160,16 +211,27 @@ def _evaluation(parts: Parts, world: World) -> float:
             sums = validation_sums(data, chunk, chunk, world, partial(parts.validation_losses, 0))
             sums["loss"].tolist()  # waits for the device
             seconds = (time.perf_counter() - started) / chunk
+            if not until.left_s:
+                break
     return seconds
 
 
 def _memory(device: torch.device, checkpoint: int) -> int:
     """Bytes: on a GPU the most that PyTorch took, and what the driver, libraries and other programs take; on a CPU the
-    most that was in use, and the copy of which a checkpoint is written."""
+    most that this process has ever had in use, and the copy of which a checkpoint is written."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(torch.cuda.max_memory_reserved(device)) + total - free - torch.cuda.memory_reserved(device)
-    return int(psutil.Process().memory_info().rss) + checkpoint
+    return _most_in_use() + checkpoint
+
+
+def _most_in_use() -> int:
+    """Bytes of memory that this process has had at most."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: of this program alone, where getrusage also counts what started it
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
 
 
 def _kept(config: TrainConfig) -> int:

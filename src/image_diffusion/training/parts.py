@@ -26,7 +26,7 @@ from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizer import FlatAdam
-from image_diffusion.training.precision import Precision, set_up_machine
+from image_diffusion.training.precision import Precision
 from image_diffusion.training.speed import Speed
 
 
@@ -75,7 +75,8 @@ class Best:
 
 
 class Parts:
-    """A run's moving parts, on this process's device, the same in every process."""
+    """A run's moving parts, on this process's device, the same in every process. They compute within
+    `determinism.switches`."""
 
     def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
         strict = config.deterministic == "strict"
@@ -94,7 +95,6 @@ class Parts:
                 f"train.sharding is full, but {world.size} processes cannot share a global batch of "
                 f"{config.global_batch} evenly. Use a number of processes that divides it."
             )
-        set_up_machine(config.tf32, strict)
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
         self.network = task.network.to(world.device)
@@ -179,7 +179,7 @@ class Parts:
         self.meter.add(losses, norm)
         self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
         if isinstance(self.task.objective, Remembers):
-            if self.config.deterministic == "off":
+            if self.config.deterministic != "strict":
                 losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
             self.task.objective.observe(losses)
 

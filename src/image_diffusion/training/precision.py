@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from image_diffusion.nn.precision import use_tf32
 from image_diffusion.training.speed import product_rate
 
 Name = Literal["float32", "bf16", "fp16"]
@@ -65,13 +63,3 @@ def faster_in_bf16(name: Name, device: torch.device) -> str | None:
         f"train.precision is float32, in which this GPU does {now / 1e12:.0f} TFLOP/s; in bf16 it does "
         f"{then / 1e12:.0f}. train.precision: bf16 trains most networks as well, and faster."
     )
-
-
-def set_up_machine(tf32: bool, strict: bool) -> None:
-    """Process-wide switches. strict: only kernels that add in a fixed order, and one CPU thread."""
-    use_tf32(tf32)
-    torch.backends.cudnn.benchmark = not strict
-    if strict:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)

@@ -18,6 +18,7 @@ from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.verify import write_listing
 from image_diffusion.core.weights import read_model, read_weights, save_weights
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import World, join
 from image_diffusion.training.loop import train
 from image_diffusion.training.parts import Parts, Task
@@ -46,6 +47,7 @@ def run(
     with ExitStack() as stack:
         world = stack.enter_context(join())
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
+        stack.enter_context(switches(config))
         torch.manual_seed(config.seed)
         task = build(world)
         if world.is_main and config.init_from is not None:

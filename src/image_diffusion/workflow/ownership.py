@@ -1,9 +1,11 @@
-"""One Snakemake at a time in a folder, and the same command goes on after any death of the one before."""
+"""One Snakemake at a time in a folder and in its results; the same command goes on after any death of the last."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -41,5 +43,27 @@ def take_over(folder: Path) -> TextIO:
             lock.unlink()
     mine.truncate(0)
     mine.write(socket.gethostname())
+    mine.flush()
+    return mine
+
+
+def hold(results: Path) -> TextIO:
+    """Have a folder of results to ourselves until we end, whatever folder another Snakemake was started in.
+
+    Where another one works in it, Snakemake ends with one clear line. On a file system without locks everybody may.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    mine = (results / ".owner").open("a+")
+    with suppress(OSError):
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine.seek(0)
+            raise SystemExit(
+                f"error: Another Snakemake works in {results}: {mine.read() or 'it has just begun'}. Wait until it has "
+                "ended, or set `results` in config/config.yaml to a folder of its own."
+            ) from None
+    mine.truncate(0)
+    mine.write(f"process {os.getpid()} on {socket.gethostname()}, started in {Path.cwd()}")
     mine.flush()
     return mine

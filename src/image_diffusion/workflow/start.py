@@ -12,6 +12,7 @@ from typing import Any
 from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.files import sha256_file
 from image_diffusion.core.lifeline import announce
+from image_diffusion.core.secrets import variable_of
 from image_diffusion.workflow.code import note_code
 from image_diffusion.workflow.environment import search_path
 from image_diffusion.workflow.files import Files
@@ -43,10 +44,12 @@ def start(
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
     whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. What Snakemake starts
-    on this machine ends when it does. A mistake ends Snakemake with one clear line.
+    on this machine ends when it does, and finds MLflow's store in its environment. A mistake ends Snakemake with one
+    clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
+    os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
     results = str(config.get("results", "results"))
     try:
         if moved(f"{results}/") != f"{results}/":

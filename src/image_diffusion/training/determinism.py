@@ -1,0 +1,84 @@
+"""How far a training gives the same bytes again, and what is asked of PyTorch for it.
+
+off: whatever kernels are fastest. On a GPU two starts may differ in last bits: cuDNN tries algorithms and takes the one
+that was fastest this time, and the backward pass of attention adds in whatever order its blocks end.
+
+run: the same bytes on the same kind of machine with the same number of processes and threads, however often it is
+killed. No algorithm is tried out, neither by cuDNN nor by torch.compile, and only kernels with a fixed order of sums
+are used: flash and memory-efficient attention have one for their backward passes, cuDNN's attention has none and is
+left out (PyTorch's aten/src/ATen/native/transformers/cuda/attention_backward.cu and sdp_utils.cpp).
+
+strict: the same for any number of processes, by adding up chunks of the global batch in their order, on one CPU thread
+(`gradients.Ordered`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from image_diffusion.nn.precision import tf32
+
+if TYPE_CHECKING:
+    from image_diffusion.training.config import TrainConfig
+
+Mode = Literal["off", "run", "strict"]
+
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def switches(config: TrainConfig) -> Iterator[None]:
+    """What a training asks of the whole process, meanwhile: its kernels, and TF32. To be entered before the first
+    product on a GPU, whose workspaces cuBLAS then chooses.
+
+    Raises ValueError for an operation that only has kernels without a fixed order, in the modes that need one.
+    """
+    fixed = config.deterministic != "off"
+    with ExitStack() as restored:
+        restored.enter_context(tf32(config.tf32))
+        _keep_flags(restored)
+        torch.backends.cudnn.benchmark = not fixed
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
+        torch.use_deterministic_algorithms(fixed)
+        if fixed:
+            _keep_variable(restored, _WORKSPACES)
+            os.environ.setdefault(_WORKSPACES, ":4096:8")
+        if fixed and config.compile:
+            from torch._inductor import config as inductor  # takes seconds
+
+            restored.enter_context(inductor.patch(deterministic=True))
+        if config.deterministic == "strict":
+            restored.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        try:
+            yield
+        except RuntimeError as error:
+            if not fixed or "deterministic implementation" not in str(error):
+                raise
+            raise ValueError(
+                f"train.deterministic is {config.deterministic}, but {str(error).split(' does not have')[0]} has no "
+                f"kernel with a fixed order of sums on this device. Set train.deterministic to off, or do without it."
+            ) from error
+
+
+def _keep_flags(restored: ExitStack) -> None:
+    """Put PyTorch's flags back in the end."""
+    restored.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    memory = torch.utils.deterministic
+    restored.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    restored.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+
+
+def _keep_variable(restored: ExitStack, name: str) -> None:
+    """Put an environment variable back in the end."""
+    before = os.environ.get(name)
+    if before is None:
+        restored.callback(os.environ.pop, name, None)
+    else:
+        restored.callback(os.environ.__setitem__, name, before)

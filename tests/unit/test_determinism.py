@@ -1,0 +1,124 @@
+"""What each mode of `train.deterministic` asks of PyTorch, and that it is put back when the training has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.determinism import switches
+
+WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+
+ASKED: dict[str, dict[str, Any]] = {
+    "off": {"deterministic": False, "benchmark": True, "compiled": False, WORKSPACES: None, "threads": 2},
+    "run": {"deterministic": True, "benchmark": False, "compiled": True, WORKSPACES: ":4096:8", "threads": 2},
+    "strict": {"deterministic": True, "benchmark": False, "compiled": True, WORKSPACES: ":4096:8", "threads": 1},
+}
+
+
+def settings(mode: str, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"steps": 10, "deterministic": mode, "compile": True, **changes})
+
+
+def asked() -> dict[str, Any]:
+    """What is asked of PyTorch at this moment."""
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "compiled": inductor.deterministic,
+        WORKSPACES: os.environ.get(WORKSPACES),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(WORKSPACES, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mode", ASKED)
+@pytest.mark.parametrize("ends", ["well", "ill"])
+def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: str, ends: str) -> None:
+    before, tf32 = asked(), torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(settings(mode, tf32=not tf32)):
+        assert asked() == ASKED[mode]
+        assert torch.backends.cuda.matmul.allow_tf32 is not tf32
+        # Only without warn_only does the backward pass of flash attention take its deterministic kernel.
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        if ends == "ill":
+            raise KeyError
+    assert asked() == before and torch.backends.cuda.matmul.allow_tf32 is tf32
+
+
+def test_workspaces_that_a_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WORKSPACES, ":16:8")
+    with switches(settings("run")):
+        assert os.environ[WORKSPACES] == ":16:8"
+    assert os.environ[WORKSPACES] == ":16:8"
+
+
+def test_the_default_is_run_and_what_was_written_before_goes_on() -> None:
+    usual = TrainConfig(steps=10)
+    assert usual.deterministic == "run"
+    assert settings("off").identity() == usual.identity() != settings("strict").identity()
+    assert usual.identity()["deterministic"] == "off", "checkpoints of the default before go on"
+    assert "strict_chunk" not in usual.identity()
+
+
+@pytest.mark.parametrize("mode", ["run", "strict"])
+def test_an_operation_without_a_fixed_order_is_told_in_one_line(mode: str) -> None:
+    told = (
+        rf"train\.deterministic is {mode}, but put_ has no kernel with a fixed order of sums on this device\. Set train"
+    )
+    with pytest.raises(ValueError, match=told), switches(settings(mode)):
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    with switches(settings("off")):
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    with pytest.raises(RuntimeError, match="something else"), switches(settings(mode)):
+        raise RuntimeError("something else")
+
+
+PROGRAM = """
+import os
+import sys
+from pathlib import Path
+import torch
+from image_diffusion.training.parts import Parts
+sys.path.insert(0, {tests!r})
+from test_training_run import start
+
+def told(self, step):
+    print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads(),
+          os.environ.get("CUBLAS_WORKSPACE_CONFIG"), flush=True)
+    updated(self, step)
+
+updated, Parts.update = Parts.update, told
+start(Path("run"), steps=1, deterministic=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("mode", ASKED)
+def test_the_processes_that_the_launcher_starts_train_in_the_mode(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
+    launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs", "--threads-per-process", "2"]
+    environment = {name: value for name, value in os.environ.items() if name != WORKSPACES}
+    done = subprocess.run(
+        [*launcher, "--", "program", mode], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [ASKED[mode][name] for name in ("deterministic", "benchmark", "threads", WORKSPACES)]
+    assert " ".join(map(str, expected)) in done.stdout.splitlines()
