@@ -114,5 +114,5 @@ def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | Non
         state.permit()
         shutil.rmtree(output / "raw", ignore_errors=True)
     if state is not None:
-        write_listing(state.previews, "step-*.npz")
+        write_listing(state.previews, "step-*")
     save(output, parts.weights(), record(step, None if config.weights == "raw" else config.average))
