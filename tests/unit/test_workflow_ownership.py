@@ -123,9 +123,10 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
     (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
     (tmp_path / "two").mkdir()
     (tmp_path / "two/.snakemake").touch()
-    for name, path in {"one": ".snakemake/owner", "two": ".snakemake"}.items():
+    (tmp_path / "three/.owner").mkdir(parents=True)
+    for name, path in {"one": ".snakemake/owner", "two": ".snakemake", "three": ".owner"}.items():
         with pytest.raises(SystemExit) as error:
-            take_over(tmp_path / name)
+            hold(tmp_path / name) if name == "three" else take_over(tmp_path / name)
         told = str(error.value)
         assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
         assert told.endswith(". Remove it and start again.") and "\n" not in told

@@ -21,13 +21,7 @@ def take_over(folder: Path) -> TextIO:
     until it is closed. Where that cannot be written, Snakemake ends with one clear line.
     """
     state = folder / ".snakemake"
-    try:
-        state.mkdir(exist_ok=True)
-        mine = (state / "owner").open("a+")
-    except OSError as error:
-        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
-        told = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
-        raise SystemExit(f"error: {told}") from None
+    mine = _opened(state / "owner")
     try:
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -50,10 +44,10 @@ def take_over(folder: Path) -> TextIO:
 def hold(results: Path) -> TextIO:
     """Have a folder of results to ourselves until we end, whatever folder another Snakemake was started in.
 
-    Where another one works in it, Snakemake ends with one clear line. On a file system without locks everybody may.
+    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. On a file system without
+    locks everybody may.
     """
-    results.mkdir(parents=True, exist_ok=True)
-    mine = (results / ".owner").open("a+")
+    mine = _opened(results / ".owner")
     with suppress(OSError):
         try:
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,3 +61,14 @@ def hold(results: Path) -> TextIO:
     mine.write(f"process {os.getpid()} on {socket.gethostname()}, started in {Path.cwd()}")
     mine.flush()
     return mine
+
+
+def _opened(path: Path) -> TextIO:
+    """A file that is made where it is missing, with its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
+        told = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
+        raise SystemExit(f"error: {told}") from None
