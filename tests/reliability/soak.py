@@ -367,6 +367,8 @@ class Soak:
                 time.sleep(0.01)
             aim = wanted or next((name for _, name in reversed(self._seen(began)) if name != "snakemake"), "snakemake")
             time.sleep(draw.uniform(0, self.lengths.get(aim, 0.5)))
+            if aim == "snakemake" and draw.random() < 0.8:  # there is more to kill when it has begun
+                continue
             present = [each for each in self.warm.running() if each[1] != "follow"]
             victims = [each for each in present if each[1] == aim] or present
             if not victims or running.poll() is not None:
