@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests workflow/scripts
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak test-long ui lock clean
+.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -53,6 +53,9 @@ soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks
 
 test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, 20,000 steps in place of 100
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
+
+mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices
+	OMP_NUM_THREADS=1 python tests/mutants.py
 
 ui: .venv/.ready ## review every run in MLflow
 	sh workflow/scripts/ui.sh

@@ -22,6 +22,7 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.verify import describe
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import load_sections
@@ -72,10 +73,11 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
             journal.metrics(values, point["step"])
-        for picture in sorted(arguments.report.glob("*.png")) if arguments.report else []:
+        drawn = sorted(arguments.report.glob("*.png")) if arguments.report else []
+        for picture in drawn:
             journal.image(picture.stem, picture, step)
         if writes:
-            write_json(arguments.output, result)
+            write_json(arguments.output, result | {"files": describe(arguments.output.parent, drawn)})
             tell(result["metrics"], result.get("doubt"))
 
 
@@ -140,4 +142,4 @@ def tell(metrics: dict[str, dict[str, Any]], doubt: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "evaluate.batch_size")

@@ -24,10 +24,11 @@ from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import hashes, write_json
+from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import describe
 from image_diffusion.experiment import load_sections
 from image_diffusion.systems.given import Model, SampleSettings, ToSample
 from image_diffusion.training.model import load_codec, load_model
@@ -98,7 +99,7 @@ def main() -> None:
             for seed, image in enumerate(images, settings.first_seed):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
         drawn = [output / f"{name}.png" for name in ("grid", *pictures)]
-        described = {**made.described, "files": hashes(output, [arguments.output, *drawn])}
+        described = {**made.described, "files": describe(output, [arguments.output, *drawn])}
         write_json(output / "samples.json", protocol(settings, model) | described)
         journal.metrics({"examples_seen": model.examples_seen}, model.step)
         journal.image("samples", output / "grid.png", model.step)
@@ -140,4 +141,4 @@ def protocol(settings: Any, model: Model) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "sample.batch_size")

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -104,9 +105,30 @@ def test_a_tables_bad_rows_are_listed(tmp_path: Path) -> None:
     with (tmp_path / "out/quarantine.csv").open() as file:
         assert {(row["path"], row["reason"]) for row in csv.DictReader(file)} == {
             ("0.png", "listed twice"),
-            ("missing.png", "cannot be read: No such file or directory"),
+            ("missing.png", f"cannot be read: No such file or directory: {tmp_path / 'missing.png'}"),
             ("nolabel.png", "no class"),
         }
+
+
+def test_the_classes_of_a_table_are_known_before_any_image_is_read(tmp_path: Path) -> None:
+    table = {"type": "table", "path": str(tmp_path / "table.csv")}
+    assert parse(Source, table, "here").known_classes() is None
+    (tmp_path / "table.csv").write_text("path,label\na.png,10\nb.png,9\nc.png,\n")
+    assert parse(Source, table, "here").known_classes() == ["9", "10"]
+    assert parse(Source, table | {"label_column": None}, "here").known_classes() == []
+    assert parse(Source, table | {"label_column": "class"}, "here").known_classes() is None
+
+
+def test_a_table_tells_the_whole_path_that_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/table.csv").write_text("path\nphotos/1.png\n")
+    source = parse(Source, {"type": "table", "path": "in/table.csv", "label_column": None}, "here")
+    with pytest.raises(OSError, match=re.escape(f"No such file or directory: {tmp_path}/in/photos/1.png")):
+        source.read(source.listing().items[0])
+    absent = parse(Source, {"type": "table", "path": "table.csv"}, "here")
+    with pytest.raises(ValueError, match=re.escape(f"data.source.path: {tmp_path}/table.csv does not exist")):
+        absent.listing()
 
 
 def tar_of(path: Path, members: dict[str, bytes | None]) -> None:

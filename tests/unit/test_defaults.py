@@ -1,6 +1,7 @@
 """The smallest file that names a system is its original's recipe; docs/systems.md shows where it differs and why.
 
-The page's tables are made from the code: IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_defaults.py writes them anew.
+The page's tables, and the differences in the docstring of each system's own page, are made from the code:
+IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_defaults.py writes them anew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.experiment import Experiment, parse_experiment
 
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
+SOURCE = Path(__file__).parents[2] / "src" / "image_diffusion" / "systems"
 DATA = {"name": "flowers", "source": {"type": "folder", "path": "flowers"}, "resolution": 64}
 
 # By system and key: what the original does where nothing is said, and why ours is another. Read in the originals' code
@@ -41,7 +43,7 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "train.global_batch": (256, ""),
         "sample.sampler.type": ("ddpm", ""),
         "sample.sampler.num_steps": (250, ""),
-        "sample.guidance.guidance_scale": (1.5, "what guidance is worth depends on the data; none needs no labels"),
+        "sample.guidance.guidance_scale": (1.5, "what it is worth depends on the data; none needs no labels"),
     },
     "iddpm": {
         "system.network.channels": (128, ""),
@@ -135,6 +137,15 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
 }
 
 
+ORIGINALS = {
+    "dit": "facebookresearch/DiT",
+    "iddpm": "openai/improved-diffusion",
+    "rin": "lucidrains/recurrent-interface-network-pytorch",
+    "dvae": "lucidrains/DALLE-pytorch",
+    "prior": "lucidrains/DALLE2-pytorch",
+}
+
+
 def smallest(name: str, **sections: Any) -> Experiment:
     """The smallest experiment that names a system."""
     needed = {"pairs": {"type": "hashed"}} if name == "prior" else {}
@@ -157,6 +168,25 @@ def table(system: str) -> str:
     for key, (theirs, why) in SEEDS[system].items():
         rows.append(f"| `{key}` | {_text(theirs)} | {_text(value_at(smallest(system), key))} | {why} |")
     return "\n".join(rows)
+
+
+def differences(system: str) -> str:
+    """Where ours is another, as lines of a docstring in columns."""
+    rows = [("key", "original", "here", "why")]
+    for key, (theirs, why) in SEEDS[system].items():
+        if why:
+            rows.append((key, _text(theirs), _text(value_at(smallest(system), key)), why))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
+    ]
+    return "\n".join(
+        [
+            f"Defaults that differ from those of {ORIGINALS[system]} (docs/systems.md has all):",
+            "",
+            *(f"    {each}" for each in lines),
+        ]
+    )
 
 
 def _text(value: Any) -> str:
@@ -182,6 +212,18 @@ def test_the_page_shows_the_defaults_of_the_code() -> None:
             text = PAGE.read_text()
             end = text.index(after)
         assert text[start:end].strip() == table(system)
+
+
+@pytest.mark.parametrize("system", SEEDS)
+def test_the_page_of_a_system_tells_where_its_defaults_differ_from_the_original(system: str) -> None:
+    page = SOURCE / f"{system}.py"
+    before, docstring, after = page.read_text().split('"""', 2)
+    if os.environ.get("IMAGE_DIFFUSION_WRITE"):
+        told = docstring.split("\n\nDefaults that differ")[0].rstrip()
+        docstring = f"{told}\n\n{differences(system)}\n"
+        page.write_text(f'{before}"""{docstring}"""{after}')
+    assert docstring.endswith(f"\n\n{differences(system)}\n")
+    assert max(map(len, docstring.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

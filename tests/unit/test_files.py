@@ -52,6 +52,13 @@ def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns != 1
 
 
+def test_writing_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    write_json(tmp_path / "file.json", {"a": 1})
+    assert len(list(opened.iterdir())) == before
+
+
 def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": [2, "ü"]}) == digest({"b": [2, "ü"], "a": 1}) != digest({"a": 1, "b": [2, "u"]})
 

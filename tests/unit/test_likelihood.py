@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,9 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.diffusion.likelihood import ImageBound
+from image_diffusion.systems.diffusion import evaluation
+from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
+from image_diffusion.systems.given import Model
 from image_diffusion.systems.iddpm import IddpmSystem
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
@@ -134,6 +139,48 @@ def test_a_network_that_enlarges_is_given_the_small_image() -> None:
     described = system(network={**NETWORK, "low_resolution": 4})
     entries, _ = measured(randomly_initialised(described), described, images(2))
     assert math.isfinite(entries["bits_per_dim"]["value"])
+
+
+def model_of(described: IddpmSystem, network: nn.Module, classes: Sequence[str] = ()) -> Model:
+    codec = {"config": {"type": "rgb"}, "identity": Rgb().identity, "scale": None}
+    return Model(network, described, SPEC, codec, list(classes), 1, 8, "", 1, "")
+
+
+def test_data_with_other_classes_are_measured_under_the_label_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = system(objective={"label_drop_probability": 0.1})
+    network = randomly_initialised(described)
+    mine = images(4)
+    monkeypatch.setattr(evaluation, "on_best_device", lambda model: model.network)
+    data: Any = SimpleNamespace(
+        train=SimpleNamespace(shape=(3, 8, 8), classes=["one", "two"]), split=lambda split: mine, digest=""
+    )
+
+    def bits(classes: Sequence[str] = (), **settings: Any) -> float:
+        asked = parse(LikelihoodConfig, settings, "evaluate.likelihood")
+        return evaluation._likelihood(model_of(described, network, classes), data, asked, None)[0]["bits_per_dim"][
+            "value"
+        ]
+
+    with pytest.raises(ValueError, match=r"with 3 classes, but --data holds 2\. .* evaluate\.likelihood\.label"):
+        bits()
+    bound = ImageBound(network, described, SPEC, Rgb(), LikelihoodConfig())
+    rows = torch.arange(4)
+    for label, number in ((0, 0), (2, 2), ("none", 3)):
+        expected = bound(mine.gather(rows.numpy()), torch.full_like(rows, number), rows).total.mean()
+        assert bits(label=label) == pytest.approx(expected.item(), rel=1e-6)
+    assert bits(["a", "b", "c"], label="c") == bits(label=2) != bits(label=0)
+    for label in (3, -1, "d"):
+        with pytest.raises(
+            ValueError, match=rf"label is {label}, which is no class of the network\. Known: 0 to 2, a, b"
+        ):
+            bits(["a", "b", "c"], label=label)
+    described = system()
+    with pytest.raises(ValueError, match="label is none, but the network never learned to do without"):
+        bits(label="none")
+    with pytest.raises(ValueError, match="label is set, but the network knows no classes"):
+        told_label(replace(model_of(described, network), spec=DataSpec(channels=3, resolution=8)), 0)
 
 
 def test_more_images_than_there_are_is_told() -> None:

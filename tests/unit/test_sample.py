@@ -14,8 +14,9 @@ from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import hashes, write_json
+from image_diffusion.core.files import write_json
 from image_diffusion.core.types import DataSpec
+from image_diffusion.core.verify import describe
 from image_diffusion.core.weights import save_weights
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.networks.dit import DiTConfig
@@ -229,7 +230,7 @@ def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         images = torch.full((4, 3, 8, 8), len(name) + (name == "two"), dtype=torch.uint8)
         save_samples(tmp_path / name / "samples.npz", images, None)
-        files = hashes(tmp_path / name, [tmp_path / name / "samples.npz"])
+        files = describe(tmp_path / name, [tmp_path / name / "samples.npz"])
         write_json(tmp_path / name / "samples.json", {"files": files})
     assert read_samples(tmp_path / "one/samples.npz").num_samples == 4
     (tmp_path / "one/samples.npz").write_bytes((tmp_path / "two/samples.npz").read_bytes())

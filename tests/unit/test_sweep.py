@@ -66,6 +66,11 @@ def test_a_point_differs_from_the_samples_in_one_thing(tmp_path: Path) -> None:
         ({"sweep": {"sampler": ["magic"]}}, "Unknown sweep.sampler.0 'magic'"),
         ({"sweep": {"guidance_scale": [-1]}}, "sweep.guidance_scale.0 is -1"),
         (
+            {"sweep": {"ema": [0.5]}},
+            r"sweep.ema names 0.5, but the averages of train.ema are: ema-0.9999\. Name the",
+        ),
+        ({"sweep": {"ema": [0.9999, 0.9999]}}, "sweep.ema names a value twice"),
+        (
             {"sweep": {"guidance_scale": [1, 2]}, "system": {"type": "dit", "network": TEXT["system"]["network"]}},
             "sweep.guidance_scale 2 guides, but the network never learns to do without a label",
         ),
@@ -83,6 +88,33 @@ def test_a_point_that_cannot_be_had_is_told_before_any_work(
     with pytest.raises(ValueError, match=message) as told:
         experiment(tmp_path, **changes)
     assert len(str(told.value).splitlines()) == 1
+
+
+def test_a_trained_rin_is_tried_with_other_time_differences_and_not_trained_again(tmp_path: Path) -> None:
+    network = {"width": 32, "patch": 4, "depth": 1, "num_latents": 4}
+    rin = {"system": {"type": "rin", "network": network}, "sample": {"sampler": {"num_steps": 5}}}
+    found = experiment(tmp_path, sweep={"time_difference": [0, 0.05]}, **rin)
+    points = [found.sweep.samples("time_difference", value, found.sample).sampler for value in ("0", "0.05")]
+    assert [point.time_difference for point in points] == [0, 0.05]
+    write_stages("mine", found, tmp_path)
+    assert "time_difference" not in (tmp_path / "mine/config/train.yaml").read_text().split("preview:")[0]
+
+
+def test_averages_are_points_by_their_numbers(tmp_path: Path) -> None:
+    rates = {"type": "exponential", "rates": [0.9, 0.99999]}
+    found = experiment(tmp_path, sweep={"ema": ["raw", 0.9, 0.99999]}, train=TEXT["train"] | {"ema": rates})
+    assert found.sweep.values == {"ema": ["raw", "0.9", "0.99999"]}
+    assert found.sweep.samples("ema", "0.9", found.sample) == found.sample
+    write_stages("mine", found, tmp_path)
+    assert list(json.loads((tmp_path / "mine/config/plan.json").read_text())["sweep"]["ema"]) == [
+        "raw",
+        "0.9",
+        "0.99999",
+    ]
+    widths = {"type": "power", "widths": [0.05, 0.1]}
+    assert experiment(tmp_path, sweep={"ema": [0.1]}, train=TEXT["train"] | {"ema": widths}).sweep.ema == (0.1,)
+    with pytest.raises(ValueError, match="sweep.ema names raw, but train.weights is best"):
+        experiment(tmp_path, sweep={"ema": ["raw"]}, train=TEXT["train"] | {"weights": "best"})
 
 
 def test_another_experiment_to_compare_with_is_found_and_must_make_images_of_the_same_size(tmp_path: Path) -> None:
@@ -123,7 +155,7 @@ def test_the_best_point_is_the_lowest_and_says_whether_it_is_apart(tmp_path: Pat
     curve = sweep_curve("guidance_scale", points, "inpipe_fd")
     assert (curve["best"], curve["apart"]) == ("4", None)
     assert reading([row["metrics"]["inpipe_fd"] for row in curve["points"]]) == [3.0, 1.9, 1.5]
-    for axis, name in (("guidance_scale", "a"), ("sampler", "b"), ("guidance_scale", "c")):
+    for axis, name in (("guidance_scale", "a"), ("sampler", "b"), ("ema", "d"), ("guidance_scale", "c")):
         plot_sweep({**curve, "axis": axis}, tmp_path / f"{name}.png")
         assert Image.open(tmp_path / f"{name}.png").width > 300
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "c.png").read_bytes()

@@ -43,6 +43,25 @@ def test_every_input_counts_and_no_row_depends_on_another(changes):
     assert not torch.allclose(network(x, t, label=(label + 1) % 3), out, atol=1e-3)
 
 
+@pytest.mark.parametrize(("stem", "first"), [("adm", 64), ("iddpm", 32)])
+def test_the_stem_is_as_wide_as_that_of_the_original_which_is_named(stem, first):
+    """Widths of the original networks with multipliers 2 and 1; improved-diffusion's own one then fails at `out`."""
+    network = tiny(multipliers=(2, 1), stem=stem)
+    widths = [
+        network.input_blocks[0][0].out_channels,
+        network.input_blocks[1][0].in_layers[0].num_channels,
+        network.output_blocks[-1][0].in_layers[0].num_channels,  # what comes up, and the stem's own output beside it
+        network.out[0].num_channels,
+    ]
+    assert widths == [first, first, 64 + first, 64]
+    x, t, label = inputs()
+    assert network(x, t, label=label).shape == x.shape
+    plain = tiny(stem=stem)
+    assert {name: each.shape for name, each in plain.state_dict().items()} == {
+        name: each.shape for name, each in tiny().state_dict().items()
+    }
+
+
 def test_a_learned_variance_doubles_the_channels_returned():
     x, t, label = inputs()
     assert tiny(learned_variance=True)(x, t, label=label).shape == (3, 6, 8, 8)

@@ -66,6 +66,7 @@ def describe(folder: Path, **network) -> Path:
         (128, {"residual_resampling": True, "attention_resolutions": [32, 16, 8]}, {}),
         (256, {"low_resolution": 64, "num_res_blocks": 2}, {}),
         (512, {"channels": 64, "residual_resampling": True, "head_channels": 32}, {"head_channels": 32}),
+        (512, {"channels": 64, "residual_resampling": True, "stem": "iddpm"}, {}),
     ],
 )
 @pytest.mark.parametrize("num_classes", [0, 7])

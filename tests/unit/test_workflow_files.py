@@ -125,3 +125,7 @@ def test_a_curve_has_a_point_for_each_value() -> None:
     assert known.swept_weights(curve | {"value": "2"}) == "out/one/train/weights.safetensors"
     earlier = ONE | {"axis": "checkpoint", "value": "100"}
     assert known.swept_weights(earlier) == "out/one/sweep/checkpoint/100/weights/weights.safetensors"
+    assert known.swept_weights_option(earlier) == ["--step", "100"]
+    averaged = {**ONE, "axis": "ema", "value": "0.999"}
+    assert known.swept_weights(averaged) == "out/one/sweep/ema/0.999/weights/weights.safetensors"
+    assert known.swept_weights_option(averaged) == ["--average", "0.999"]

@@ -119,6 +119,18 @@ def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert told.count("\n") == 1
 
 
+def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/.snakemake").touch()
+    for name, path in {"one": ".snakemake/owner", "two": ".snakemake"}.items():
+        with pytest.raises(SystemExit) as error:
+            take_over(tmp_path / name)
+        told = str(error.value)
+        assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
+        assert told.endswith(". Remove it and start again.") and "\n" not in told
+
+
 def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(tmp_path: Path) -> None:
     with hold(tmp_path / "results"):
         with pytest.raises(SystemExit) as told:

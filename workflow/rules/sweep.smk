@@ -2,15 +2,15 @@
 
 
 rule sweep_weights:
-    "The averaged weights of an earlier step, from the checkpoint that was kept."
+    "Other weights of the training: of an earlier step, or of another average, from the checkpoint that was kept."
     input:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
     output:
-        weights=f"{results}/{{experiment}}/sweep/checkpoint/{{value}}/weights/weights.safetensors",
-        model=f"{results}/{{experiment}}/sweep/checkpoint/{{value}}/weights/model.json",
+        weights=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/weights.safetensors",
+        model=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/model.json",
     log:
-        "logs/{experiment}/sweep/weights-{value}.log",
+        "logs/{experiment}/sweep/weights-{axis}-{value}.log",
     conda:
         "../../envs/image-diffusion.yaml"
     resources:
@@ -21,8 +21,9 @@ rule sweep_weights:
     params:
         code=code["ema"],
         state=f"{results}/{{experiment}}/train/state",
+        which=files.swept_weights_option,
     shell:
-        "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} --step {wildcards.value}"
+        "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} {params.which:q}"
         " --weights {input.weights:q} --output {output.weights:q}"
 
 

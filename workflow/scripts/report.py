@@ -23,7 +23,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 from image_diffusion.core import command
-from image_diffusion.core.files import digest, read_json, write_text
+from image_diffusion.core.files import digest, read_json, write_page
 from image_diffusion.core.history import History, read_journal
 
 STYLE = """
@@ -126,7 +126,8 @@ def training(journal: Path) -> Iterator[str]:
         return
     keys = sorted({point.key for point in history.points if not point.key.startswith(("speed/", "system/"))})
     yield "<h2>Training</h2>"
-    yield table({"attempts": len(history.starts), "status": history.status})
+    damaged = {"damaged lines of the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
+    yield table({"attempts": len(history.starts), "status": history.status} | damaged)
     if keys:
         yield curves(history, keys)
 
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     arguments = parser.parse_args()
-    write_text(arguments.output, page(arguments.experiment, arguments.data, arguments.benchmarks))
+    write_page(arguments.output, page(arguments.experiment, arguments.data, arguments.benchmarks))
 
 
 if __name__ == "__main__":

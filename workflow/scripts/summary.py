@@ -14,7 +14,7 @@ from pathlib import Path
 from report import STYLE, picture, rows
 
 from image_diffusion.core import command
-from image_diffusion.core.files import read_json, write_text
+from image_diffusion.core.files import read_json, write_page
 
 HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % interval", "real images", "training"]
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     arguments = parser.parse_args()
     lines = [line(name, arguments.results, arguments.benchmarks) for name in arguments.experiments]
-    write_text(arguments.output, page(lines, arguments.results))
+    write_page(arguments.output, page(lines, arguments.results))
     for name, system, data, steps, metric, value, interval, *_ in lines:
         shown = "not measured" if value is None else str(value)
         if isinstance(value, float):

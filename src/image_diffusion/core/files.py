@@ -8,10 +8,12 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+from image_diffusion.core.exhausted import writing
 
 
 @contextmanager
@@ -21,6 +23,11 @@ def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterat
     Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too. What
     killed processes left of the same file is removed first. permit: asked last of all; raises if it may not appear.
     """
+    with writing(path):
+        yield from _atomic_write(path, permit)
+
+
+def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(path)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -136,10 +143,28 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """The sha256 of files by their path from a folder: the key "files" of a JSON file in there, which is compared with
-    them whenever Snakemake starts."""
-    return {os.path.relpath(path, folder): sha256_file(path) for path in paths}
+def write_page(path: Path, text: str) -> None:
+    """Write a page of HTML atomically, with the sha256 of what stands above in its last line."""
+    write_text(path, f"{text.rstrip()}\n{_page_seal(text)}\n")
+
+
+def is_whole_page(path: Path) -> bool:
+    """Whether a page is what `write_page` wrote. Raises OSError."""
+    above, _, seal = path.read_bytes().decode("utf-8", "replace").rstrip("\n").rpartition("\n")
+    return seal == _page_seal(above)
+
+
+def _page_seal(text: str) -> str:
+    return f"<!-- sha256 of the above: {hashlib.sha256(text.rstrip().encode('utf-8')).hexdigest()} -->"
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file by its path from the folder, as SHA256SUMS says.
+
+    Raises OSError when there is none, ValueError when it cannot be read.
+    """
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines)}
 
 
 def digest(data: Any) -> str:

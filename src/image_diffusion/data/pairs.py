@@ -26,6 +26,7 @@ from image_diffusion.data.records import (
     describe_shards,
     index_of,
     kept,
+    record_hashes,
     remove_surplus,
     write_indices,
     write_record,
@@ -121,6 +122,7 @@ def write_pairs(
         "test_fraction": splits.test,
         **describe_shards(layout, records),
         "index": sha256_file(output / "index.npy"),
+        "files": record_hashes(output, len(records)),
     }
     write_json(output / "manifest.json", manifest)
     return manifest, written

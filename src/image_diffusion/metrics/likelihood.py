@@ -34,6 +34,9 @@ class LikelihoodConfig(Config):
     timesteps: str | int | list[int] = ""
     """The steps that the bound consists of: "" for those the network was trained on; 250, [10, 15, 20] in equal
     sections, or "ddim50" for fewer of the process's own, which is a bound as well, and a looser one."""
+    label: int | str | None = None
+    """The class that a class-conditional network is told of every image, by its number or its name; none: that of no
+    class, where labels were dropped. For data with other classes than the network knows. Unset: each image's own."""
     clip_denoised: bool = True
     """Hold each predicted x0 to [-1, 1], the range of pixels. Published numbers do."""
     seed: int = Field(0, ge=0)

@@ -56,7 +56,7 @@ def plot_sweep(curve: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(4 * columns, 3 * -(-len(names) // columns))
     axes = figure.subplots(-(-len(names) // columns), columns, squeeze=False).flat
     labels = [row["value"] for row in rows]
-    numeric = curve["axis"] != "sampler"
+    numeric = curve["axis"] not in ("sampler", "ema")  # rates crowd at 1, and raw is none
     positions = [float(label) for label in labels] if numeric else [float(number) for number in range(len(labels))]
     best = labels.index(curve["best"])
     for axis, name in zip(axes, names, strict=False):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from image_diffusion.core.exhausted import writing
 from image_diffusion.networks.dit import TIME_CHANNELS, DiT
 from image_diffusion.networks.dit_weights import diffusers_names
 from image_diffusion.nn.sinusoid import sinusoid
@@ -154,7 +155,8 @@ def write_dit_pipeline(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         written = Path(temporary) / folder.name
-        pipeline.save_pretrained(written)
+        with writing(folder):
+            pipeline.save_pretrained(written)
         if folder.exists():
             shutil.rmtree(folder)
         written.rename(folder)

@@ -41,6 +41,10 @@ class UNetConfig(Config):
     multipliers: tuple[float, ...] | None = None
     """Channels of each level, from the finest to the coarsest, as multiples of `channels`; unset: those published for
     images of 32, 64, 128, 256 or 512 pixels. Each level has half the resolution of the one before."""
+    stem: Literal["adm", "iddpm"] = "adm"
+    """Channels that the first convolution makes where the first multiplier is not 1. adm: those of the finest level, as
+    in guided-diffusion. iddpm: `channels`, as in improved-diffusion, whose own network then fails at its last
+    convolution, which expects `channels` too; here that one reads what there is."""
     num_res_blocks: int = Field(2, gt=0)
     """Residual blocks of a level on the way down; there is one more on the way up."""
     attention_resolutions: tuple[int, ...] = (16, 8)
@@ -93,10 +97,14 @@ class UNetConfig(Config):
                 f"times, as {len(multipliers)} multipliers ask for. Give fewer, or use a multiple of {coarsest} pixels."
             )
         levels = {spec.resolution >> i: int(each * self.channels) for i, each in enumerate(multipliers)}
-        self._check_widths(list(levels.values()))
+        self._check_widths([self.stem_channels(levels), *levels.values()])
         self._check_attention(levels)
         self._check_low_resolution(spec.resolution)
         return levels
+
+    def stem_channels(self, levels: dict[int, int]) -> int:
+        """What the first convolution makes. levels: as `levels` gives them."""
+        return self.channels if self.stem == "iddpm" else next(iter(levels.values()))
 
     def heads(self, channels: int, upward: bool) -> int:
         """The number of heads of attention over some channels. upward: on the way up."""
@@ -151,7 +159,7 @@ class UNet(nn.Module):
         if spec.num_classes:
             self.label_emb = nn.Embedding(spec.num_classes + null_label, width)
 
-        first, last = next(iter(levels.values())), list(levels.values())[-1]
+        first, last = config.stem_channels(levels), list(levels.values())[-1]
         in_channels = spec.channels * (2 if config.low_resolution else 1)
         self.input_blocks = nn.ModuleList([Stage(nn.Conv2d(in_channels, first, 3, padding=1))])
         skips, channels = [first], first

@@ -39,6 +39,7 @@ def unet_of_shapes(tensors: Mapping[str, Tensor], told: Mapping[str, Any], path:
     num_res_blocks = min((int(match[1]) for match in doubling), default=num_blocks - 1)
     firsts = [1 + i for i in range(0, num_blocks, num_res_blocks + 1)]  # the first residual block of each level
     widths = [tensors[f"input_blocks.{i}.0.out_layers.3.weight"].shape[0] for i in firsts]
+    stem = tensors["input_blocks.0.0.weight"].shape[0]
     multipliers = tuple(width / channels for width in widths)
     resolution = next((each for each, known in MULTIPLIERS.items() if known == multipliers), None)
     if resolution is None:
@@ -55,6 +56,7 @@ def unet_of_shapes(tensors: Mapping[str, Tensor], told: Mapping[str, Any], path:
         )
     config = UNetConfig(
         channels=channels,
+        stem="adm" if stem == widths[0] else "iddpm",
         num_res_blocks=num_res_blocks,
         attention_resolutions=tuple(
             resolution >> level for level, i in enumerate(firsts) if f"input_blocks.{i}.1.qkv.weight" in tensors

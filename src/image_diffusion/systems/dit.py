@@ -1,4 +1,12 @@
-"""DiT: a transformer over patches, usually of latents (Peebles & Xie 2023); with a flow path: SiT (Ma et al. 2024)."""
+"""DiT: a transformer over patches, usually of latents (Peebles & Xie 2023); with a flow path: SiT (Ma et al. 2024).
+
+Defaults that differ from those of facebookresearch/DiT (docs/systems.md has all):
+
+    key                              original  here       why
+    system.network.time_frequencies  dit       diffusers  exports to diffusers are exact with its own spacing
+    train.ema.warmup.type            none      ramp_up    without it a short training ends in its initial weights
+    sample.guidance.guidance_scale   1.5       1          what it is worth depends on the data; none needs no labels
+"""
 
 from __future__ import annotations
 

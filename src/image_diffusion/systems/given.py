@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from PIL import Image
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class TrainSettings(Protocol):
 
     def keeps(self, step: int) -> bool:
         """Whether the weights of a step can be had after the training."""
+        ...
+
+    def check_average(self, number: float | Literal["raw"]) -> None:
+        """Raise ValueError unless the average of a rate or width, or the weights as trained, can be had of the end."""
         ...
 
 

@@ -1,4 +1,16 @@
-"""IDDPM: a U-Net on pixels, which learns the variance of each step (Nichol & Dhariwal 2021, arXiv:2102.09672)."""
+"""IDDPM: a U-Net on pixels, which learns the variance of each step (Nichol & Dhariwal 2021, arXiv:2102.09672).
+
+Defaults that differ from those of openai/improved-diffusion (docs/systems.md has all):
+
+    key                           original     here             why
+    system.process.schedule.type  linear       cosine           the paper's improvement over the script's default
+    system.process.num_timesteps  1000         4000             as in the paper's recipes
+    system.objective.variance     fixed_large  learned_range    the paper's learned variance
+    system.objective.loss         simple       rescaled_hybrid  the paper's hybrid loss, which teaches it
+    train.ema.warmup.type         none         ramp_up          without it a short training ends in its initial weights
+    train.global_batch            1            256              a batch of one trains nothing
+    sample.sampler.num_steps      every one    250              250 of the 4,000 steps, as in the paper's comparisons
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The prior: a caption's embedding -> an image's embedding (Ramesh et al. 2022, section 2.2)."""
+"""The prior: a caption's embedding -> an image's embedding (Ramesh et al. 2022, section 2.2).
+
+Defaults that differ from those of lucidrains/DALLE2-pytorch (docs/systems.md has all):
+
+    key                                      original  here  why
+    system.objective.text_drop_probability   0         0.1   guidance needs it; DALL-E 2's paper drops, section 2.2
+    system.objective.image_drop_probability  0         0.1   as above
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""RIN: a recurrent interface network in continuous time, conditioned on its own estimates (Jabri et al. 2023)."""
+"""RIN: a recurrent interface network in continuous time, conditioned on its own estimates (Jabri et al. 2023).
+
+Defaults that differ from those of lucidrains/recurrent-interface-network-pytorch (docs/systems.md has all):
+
+    key                 original  here   why
+    train.global_batch  16        256    one batch size for all systems; say what the machine holds
+    data.resize         bilinear  exact  ADM's crop for every system, so that their data are the same
+"""
 
 from __future__ import annotations
 

@@ -142,6 +142,14 @@ class TrainConfig(Config):
         is_saved = step % self.checkpoint.every_steps == 0
         return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
 
+    def check_average(self, number: float | Literal["raw"]) -> None:
+        """Raise ValueError unless the average of a rate or width, or the weights as trained, can be had of the end."""
+        if self.weights == "best":
+            raise ValueError("train.weights is best, whose step may be earlier than the end. Leave out one of the two.")
+        if number != "raw" and average_name(number) not in self.ema.names:
+            known = ", ".join(self.ema.names) or "none"
+            raise ValueError(f"the averages of train.ema are: {known}. Name the number of one of them, or raw.")
+
     def identity(self) -> dict[str, Any]:
         """What of this section a run is: a checkpoint of another identity is never continued.
 

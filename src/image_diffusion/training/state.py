@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from image_diffusion.core.exhausted import room_at
 from image_diffusion.core.files import digest, read_json, write_json
 from image_diffusion.training.checkpoint import (
     Checkpoint,
@@ -143,7 +144,7 @@ class State:
         except OSError as error:
             self._error = OSError(
                 f"The checkpoint of step {checkpoint.step:,} could not be written in {self.folder}: {error}. "
-                f"{self.advice} Make room and run the same command again."
+                f"{room_at(self.folder)} {self.advice} Make room and run the same command again."
             )
         except BaseException as error:  # raised where the training goes on
             self._error = error

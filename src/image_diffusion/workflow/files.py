@@ -11,6 +11,9 @@ from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards
 Paths = str | list[str]
 """A file, or several; an empty list where an experiment has no use for one."""
 
+OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
+"""What can be varied that asks for other weights of the training, and the option of `ema` that names them."""
+
 
 @dataclass(frozen=True)
 class Files:
@@ -217,6 +220,19 @@ class Files:
         """The metric that an experiment is ranked by."""
         return self.plans.of(wildcards).headline
 
+    # ---- Checkpoints of a training that may go on
+
+    def checkpoint_option(self, wildcards: Wildcards) -> list[str]:
+        """How `ema` is told which checkpoint is meant; the newest needs no telling."""
+        return [] if wildcards["step"] == "latest" else ["--step", wildcards["step"]]
+
+    def newest_checkpoint(self, wildcards: Wildcards) -> str:
+        """Which checkpoint is the newest of an experiment, where that one is asked for: another one makes other
+        images."""
+        folder = Path(self.results, wildcards["experiment"], "train", "state")
+        there = sorted(folder.glob("*/step-*"), key=lambda path: (path.stat().st_mtime_ns, path))
+        return str(there[-1].relative_to(folder)) if there and wildcards["step"] == "latest" else ""
+
     # ---- Sweeps
 
     def swept_config(self, wildcards: Wildcards) -> str:
@@ -225,9 +241,13 @@ class Files:
 
     def swept_weights(self, wildcards: Wildcards) -> str:
         """The weights that one point of a curve is sampled from."""
-        earlier = wildcards["axis"] == "checkpoint"
-        where = f"sweep/checkpoint/{wildcards['value']}/weights" if earlier else "train"
+        axis = wildcards["axis"]
+        where = f"sweep/{axis}/{wildcards['value']}/weights" if axis in OTHER_WEIGHTS else "train"
         return f"{self.results}/{wildcards['experiment']}/{where}/weights.safetensors"
+
+    def swept_weights_option(self, wildcards: Wildcards) -> list[str]:
+        """How `ema` is told which weights of the training those are."""
+        return [OTHER_WEIGHTS[wildcards["axis"]], wildcards["value"]]
 
     def swept_points(self, wildcards: Wildcards) -> list[str]:
         """What was found at each point of a curve."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.workflow.queue import cancel_jobs
 
 
@@ -17,11 +18,16 @@ def take_over(folder: Path) -> TextIO:
 
     It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive:
     then its locks stay, and Snakemake says that the folder is locked and how to unlock it. Returns what holds our lock,
-    until it is closed.
+    until it is closed. Where that cannot be written, Snakemake ends with one clear line.
     """
     state = folder / ".snakemake"
-    state.mkdir(exist_ok=True)
-    mine = (state / "owner").open("a+")
+    try:
+        state.mkdir(exist_ok=True)
+        mine = (state / "owner").open("a+")
+    except OSError as error:
+        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
+        told = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
+        raise SystemExit(f"error: {told}") from None
     try:
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.files import sha256_file
 from image_diffusion.core.lifeline import announce
 from image_diffusion.core.secrets import variable_of
@@ -63,7 +64,7 @@ def start(
             for sentence in note_code(plans, Path(results), code):
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+        raise SystemExit(f"error: {sentence_on(error) or error}") from None
     return Known(
         results=results,
         plans=plans,

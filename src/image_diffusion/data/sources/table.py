@@ -50,8 +50,12 @@ class Table(Config):
             return None
 
     def read(self, item: Item) -> bytes:
-        """The bytes of one file. Raises OSError."""
-        return read_image(Path(self.path).parent / str(item.address[0]))
+        """The bytes of one file. Raises OSError, with the whole path that was tried."""
+        where = Path(self.path).absolute().parent / str(item.address[0])
+        try:
+            return read_image(where)
+        except OSError as error:
+            raise OSError(f"{error.strerror or error}: {where}") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The table, and every image in it that is there."""
@@ -67,7 +71,7 @@ class Table(Config):
         """(path, class) of every row; the class is None without a column of classes, empty where a cell is."""
         table = Path(self.path)
         if not table.is_file():
-            raise ValueError(f"data.source.path: {table} does not exist. Give a .csv or .parquet file.")
+            raise ValueError(f"data.source.path: {table.absolute()} does not exist. Give a .csv or .parquet file.")
         columns = read_columns(table, *filter(None, (self.path_column, self.label_column)))
         paths = columns[self.path_column]
         if not paths:

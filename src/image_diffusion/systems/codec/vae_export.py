@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from image_diffusion.core.exhausted import writing
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.systems.given import CardUse, Model
 
@@ -16,7 +17,8 @@ def write_vae(model: Model, folder: Path) -> CardUse:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         written = Path(temporary) / folder.name
-        model.network.vae.save_pretrained(written)
+        with writing(folder):
+            model.network.vae.save_pretrained(written)
         if folder.exists():
             shutil.rmtree(folder)
         written.rename(folder)

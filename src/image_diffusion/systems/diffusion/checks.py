@@ -22,7 +22,7 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
     check_settings("sample", sample, system, experiment)
     if experiment.train.grid_every_steps is not None:
         check_settings("preview", experiment.section("preview"), system, experiment)
-    check_sweep(experiment.section("sweep"), sample, system, experiment.train.keeps)
+    check_sweep(experiment.section("sweep"), sample, system, experiment.train)
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
     if system.low_resolution is not None and not isinstance(experiment.codec, Rgb):
@@ -45,6 +45,8 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
+    if settings.decoder is not None:
+        experiment.codec.check_decoder(f"{section}.decoder", settings.decoder)
     classes = experiment.data.source.known_classes()
     if scale != 1 and classes == [] and settings.weaker_weights is None:
         raise ValueError(

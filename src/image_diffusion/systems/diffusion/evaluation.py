@@ -15,7 +15,7 @@ from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
-from image_diffusion.systems.diffusion.likelihood import ImageBound
+from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
 from image_diffusion.systems.given import Model, ToJudge
 from image_diffusion.systems.system import on_best_device
 
@@ -55,12 +55,16 @@ def _likelihood(
     if model is None:
         raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
     spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
-    if shape != (spec.channels, spec.resolution, spec.resolution) or spec.num_classes not in (0, num_classes):
+    trained_on = f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]}"
+    if shape != (spec.channels, spec.resolution, spec.resolution):
+        raise ValueError(f"{trained_on}, but --data holds {list(shape)}. Name images of that size.")
+    label = told_label(model, settings.label)
+    if label is None and spec.num_classes not in (0, num_classes):
         raise ValueError(
-            f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]} with "
-            f"{spec.num_classes} classes, but --data holds {list(shape)} with {num_classes}. Name images like its own."
+            f"{trained_on} with {spec.num_classes} classes, but --data holds {num_classes}. Name images like its own, "
+            f"or with evaluate.likelihood.label the class that it is told of all of them."
         )
     codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
     system: Any = model.system
-    bound = ImageBound(on_best_device(model), system, model.spec, codec, settings)
+    bound = ImageBound(on_best_device(model), system, model.spec, codec, settings, label)
     return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)

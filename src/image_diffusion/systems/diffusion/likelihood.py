@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
 from image_diffusion.process.parameterization import clamp
 from image_diffusion.systems.diffusion.enlarging import shrink
+from image_diffusion.systems.given import Model
 
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
@@ -44,9 +45,35 @@ def check_likelihood(system: DiffusionSystem, codec: Config, settings: Likelihoo
     system.process.build().grid(settings.timesteps or None)  # raises for a respacing that cannot be had
 
 
+def told_label(model: Model, label: int | str | None) -> int | None:
+    """The number of the class that a network is told of every image; None: each image's own.
+
+    label: as `LikelihoodConfig` has it. Raises ValueError for one that the network does not know.
+    """
+    if label is None:
+        return None
+    system: Any = model.system
+    known = model.spec.num_classes
+    if not known:
+        raise ValueError("evaluate.likelihood.label is set, but the network knows no classes. Leave it out.")
+    if label == "none" and label not in model.classes:
+        if not system.drops_labels:
+            raise ValueError(
+                "evaluate.likelihood.label is none, but the network never learned to do without a label. Name a class."
+            )
+        return known
+    number = model.classes.index(label) if label in model.classes else label
+    if isinstance(number, str) or not 0 <= number < known:
+        names = f", {', '.join(model.classes[:8])}{', …' * (len(model.classes) > 8)}" if model.classes else ""
+        raise ValueError(
+            f"evaluate.likelihood.label is {label}, which is no class of the network. Known: 0 to {known - 1}{names}."
+        )
+    return number
+
+
 class ImageBound:
     """Images -> the bound on their likelihood, on the device of the network. Where the network enlarges, given their
-    small images; where it knows labels, given theirs.
+    small images; where it knows labels, given theirs, or one and the same label for all.
 
     timesteps: of the process's schedule, the most noise first. Raises ValueError as `check_likelihood` does.
     """
@@ -58,6 +85,7 @@ class ImageBound:
         spec: DataSpec,
         codec: Config,
         settings: LikelihoodConfig,
+        label: int | None = None,
     ) -> None:
         check_likelihood(system, codec, settings)
         assert isinstance(system.process, Discrete)
@@ -65,12 +93,14 @@ class ImageBound:
         self._process = process.respaced(settings.timesteps) if settings.timesteps else process
         self.timesteps: list[int] = self._process.timestep_map.flip(0).tolist()
         self._network, self._system, self._spec, self._settings = network, system, spec, settings
+        self._label = label
         self._device = next(network.parameters()).device
 
     @torch.no_grad()
     def __call__(self, images: Tensor, labels: Tensor, numbers: Tensor) -> BitsPerDim:
         """The bounds of uint8 images [B, C, H, W] with labels, int64 [B]. numbers: int64 [B], whose noise is drawn."""
         x0, objective, grid = from_uint8(images.to(self._device)), self._system.objective, self._process.grid()
+        labels = labels if self._label is None else torch.full_like(labels, self._label)
         cond = {"label": labels.to(self._device)} if self._spec.num_classes else {}
         if self._system.low_resolution is not None:
             cond["low_res"] = shrink(x0, self._system.low_resolution)

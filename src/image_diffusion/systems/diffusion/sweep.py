@@ -1,19 +1,20 @@
-"""Curves: the same weights sampled and judged at each of several settings, or the same settings at several steps."""
+"""Curves: the same weights sampled and judged at each of several settings, or the same settings with other weights of
+the training: of other steps, or other averages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from image_diffusion.core.config import Config, dump, parse
 from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.given import TrainSettings
 
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
 
-Axis = Literal["guidance_scale", "sampler", "num_steps", "time_difference", "checkpoint"]
+Axis = Literal["guidance_scale", "sampler", "num_steps", "time_difference", "checkpoint", "ema"]
 
 
 class SweepConfig(Config):
@@ -29,6 +30,9 @@ class SweepConfig(Config):
     """How much further the steps of ddpm and ddim go, in continuous time."""
     checkpoint: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps of the training whose weights are sampled. Their checkpoints are kept with train.checkpoint.keep_every."""
+    ema: tuple[Annotated[float, Field(ge=0, lt=1)] | Literal["raw"], ...] = ()
+    """Averages of the training whose weights are sampled, each by its rate (or width) in `train.ema`; raw: the weights
+    as trained. No training is repeated."""
     num_samples: int | None = Field(None, ge=2)
     """Images at each point; unset: as many as `sample.num_samples`."""
 
@@ -41,6 +45,7 @@ class SweepConfig(Config):
             "num_steps": self.num_steps,
             "time_difference": self.time_difference,
             "checkpoint": self.checkpoint,
+            "ema": self.ema,
         }
         return {axis: [_written(value) for value in of] for axis, of in given.items() if of}
 
@@ -61,10 +66,8 @@ class SweepConfig(Config):
         return found
 
 
-def check_sweep(
-    sweep: SweepConfig, sample: SampleConfig, system: DiffusionSystem, is_kept: Callable[[int], bool]
-) -> None:
-    """Raise ValueError, before any work, for a point that cannot be sampled. is_kept: of a step's weights."""
+def check_sweep(sweep: SweepConfig, sample: SampleConfig, system: DiffusionSystem, train: TrainSettings) -> None:
+    """Raise ValueError, before any work, for a point that cannot be sampled. train: what keeps the weights."""
     for axis, values in sweep.values.items():
         if len(set(values)) < len(values):
             raise ValueError(f"sweep.{axis} names a value twice. Give each once.")
@@ -80,11 +83,16 @@ def check_sweep(
                     "guidance_scale of 1, or set system.objective.label_drop_probability above 0."
                 )
     for step in sweep.checkpoint:
-        if not is_kept(step):
+        if not train.keeps(step):
             raise ValueError(
                 f"sweep.checkpoint names step {step:,}, whose weights are not kept. Set train.checkpoint.keep_every so "
                 "that it divides that step and is a multiple of every_steps; name none after train.steps."
             )
+    for average in sweep.ema:
+        try:
+            train.check_average(average)
+        except ValueError as error:
+            raise ValueError(f"sweep.ema names {_written(average)}, but {error}") from None
 
 
 def _written(value: float | str) -> str:
