@@ -25,7 +25,7 @@ from PIL import features
 
 from image_diffusion.core.command import run
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import digest, sha256_file, write_json, write_text
+from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json, write_text
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
@@ -75,6 +75,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     files = config.source.files()
     listing = config.source.listing()
     output.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(output)
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
     records: list[ShardRecord] = []
     num_written = 0

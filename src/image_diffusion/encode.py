@@ -20,7 +20,7 @@ from image_diffusion.codecs.codec import Codec, Tokens
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import write_text
+from image_diffusion.core.files import remove_unfinished, write_text
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.encoding import encode_shards, write_manifest
 from image_diffusion.data.shards import open_shards
@@ -58,6 +58,7 @@ def main() -> None:
 
     with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))
+        remove_unfinished(output)
         written = encode_shards(crops, output, codec, stage.encode, device)
         picture = output / "reconstructions.png"
         show_reconstructions(crops, codec, device, picture)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from image_diffusion.core.files import atomic_write, digest, read_json, write_if_changed, write_json
+from image_diffusion.core.files import atomic_folder, atomic_write, digest, read_json, write_if_changed, write_json
 from image_diffusion.core.weights import read_weights, save_weights
 
 
@@ -40,6 +40,20 @@ def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tm
         second.write(b"second")
     assert path.read_bytes() == b"first"
     assert sorted(each.name for each in tmp_path.iterdir()) == [".b.npz.x.tmp", "a [1].npz"]
+
+
+def test_a_folder_appears_whole_in_place_of_what_was_there(tmp_path: Path) -> None:
+    folder, left = tmp_path / "folder", tmp_path / ".folder.x.tmp"
+    for text in ("one", "two"):
+        left.mkdir()
+        (left / "large").touch()
+        with atomic_folder(folder) as written:
+            assert not left.exists()
+            (written / text).touch()
+        assert [path.name for path in folder.iterdir()] == [text]
+    with pytest.raises(ValueError, match="half way"), atomic_folder(folder) as written:
+        raise ValueError("half way")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "two"]
 
 
 def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import atomic_write, write_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.verify import describe
 from image_diffusion.core.weights import save_weights
@@ -198,6 +198,32 @@ def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
         assert (np.asarray(picture) == images[-1]).all()
     with pytest.raises(ValueError, match="--made holds 16 images, but sample.num_samples is 23"):
         run(monkeypatch, sample, *given, "--made", *parts[:2], "--output", tmp_path / "three" / "samples.npz")
+
+
+def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp_path: Path) -> None:
+    names = ["part-0-of-3.npz", ".part-1-of-3.npz.ab_c.tmp", "part-0-of-2.npz", ".part-1-of-2.npz.x.tmp"]
+    others = [".samples.npz.x.tmp", "samples.npz", "apart-0-of-9.npz", "part-0-of-9.npz.txt"]
+    for name in (*names, *others):
+        (tmp_path / name).touch()
+    with atomic_write(tmp_path / "part-5-of-7.npz") as file:
+        sample.remove_left(tmp_path / "part-1-of-2.npz", (1, 2), [])
+        held = {each.name for each in tmp_path.glob(".part-5*")}
+        assert {path.name for path in tmp_path.iterdir()} == {*others, *names[2:], *held}
+        file.write(b"whole")
+    sample.remove_left(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "part-0-of-2.npz"}
+
+
+def test_a_damaged_part_is_told_and_removed(tmp_path: Path) -> None:
+    for name in ("part-0-of-2.npz", "part-1-of-2.npz"):
+        save_samples(tmp_path / name, torch.zeros(4, 3, 8, 8, dtype=torch.uint8), None)
+    parts = [tmp_path / "part-0-of-2.npz", tmp_path / "part-1-of-2.npz"]
+    data = bytearray(parts[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    parts[1].write_bytes(data)
+    with pytest.raises(ValueError, match=r"part-1-of-2\.npz is not a whole .* It is removed: run the same"):
+        list(sample.joined(parts, settings(num_samples=8)))
+    assert list(tmp_path.iterdir()) == parts[:1]
 
 
 def test_samples_are_read_where_they_lie(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import shutil
 
 from projects import Project
 
+from image_diffusion.core.files import write_json
+
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 
 
@@ -69,7 +71,7 @@ def test_a_deleted_manifest_is_made_again(finished: Project) -> None:
 
 
 def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Project) -> None:
-    (finished / "results/micro/config/train.code").write_text("the code of another day")
+    write_json(finished / "results/micro/config/train.code", {"code": "of another day"})
     assert "The code of train has changed since. To make it again: rm -r results/micro/train" in finished.run("-n")
     assert finished.planned() == set()
     shutil.rmtree(finished / "results/micro/train")

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterat
 
 def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(path)
+    remove_unfinished(path.parent, glob.escape(path.name))
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,12 +52,36 @@ def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[Bin
     sync_folder(path.parent)
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove what killed processes left of a file that they were writing. One that is being written stays."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left of files that they were writing into a folder. One that is being written stays.
+
+    name: of the files, as a pattern.
+    """
+    for left in folder.glob(f".{name}.*.tmp"):
         with suppress(OSError), left.open("rb") as file:  # it may have got its name meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then appears complete in the place of another one, or not at all.
+
+    What killed processes left of the same folder is removed first: one process writes it at a time.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary,
+        writing(folder),
+    ):
+        written = Path(temporary) / folder.name
+        written.mkdir()
+        yield written
+        if folder.exists():
+            shutil.rmtree(folder)
+        written.rename(folder)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -20,6 +20,7 @@ from image_diffusion.core.files import Stamp, read_json, sha256_file, stamp_of, 
 AT_ONCE_BYTES = 2 << 30
 """What is hashed before training begins, a second or two; more than that while it goes on."""
 
+_LISTING = "listing.json"
 _THREADS = 4
 _SETTLED_S = 2.0  # a file that was written just now could be written again within the resolution of its times
 _LARGE_BYTES = 64 << 20  # above that it is worth a note, and waiting until the file has settled
@@ -59,6 +60,18 @@ def write_checksums(folder: Path) -> None:
     found = describe(folder.parent, files)
     lines = (f"{found[os.path.relpath(path, folder.parent)]}  {path.relative_to(folder)}\n" for path in files)
     write_text(folder / "SHA256SUMS", "".join(lines))
+
+
+def write_listing(folder: Path, pattern: str) -> None:
+    """Write listing.json: the sha256 of the files in a folder whose names fit a pattern, where there are any."""
+    if files := sorted(folder.glob(pattern)):
+        write_json(folder / _LISTING, {"files": describe(folder, files)})
+
+
+def read_listing(folder: Path) -> dict[str, str]:
+    """What `write_listing` wrote; empty where it did not. Raises ValueError when it is damaged."""
+    path = folder / _LISTING
+    return dict(read_json(path)["files"]) if path.is_file() else {}
 
 
 def _looked_up(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.exhausted import room_at
-from image_diffusion.core.files import digest, read_json, write_json
+from image_diffusion.core.files import digest, read_json, remove_unfinished, write_json
 from image_diffusion.training.checkpoint import (
     Checkpoint,
     Damaged,
@@ -67,8 +67,10 @@ class State:
             self._root / "owner.json",
             {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
         )
-        for left in self.folder.glob(".*.tmp"):
+        for left in self._root.glob("*/.*.tmp"):  # also of a run before this one
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        for folder in (self._root, self._root.parent, self._root.parent / "raw", *self.previews.parent.glob("*")):
+            remove_unfinished(folder)
 
     def load(self) -> Checkpoint | None:
         """The newest good checkpoint; None when there is none. A damaged one is told, put aside, and passed over.
