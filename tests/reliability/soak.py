@@ -186,6 +186,18 @@ class Soak:
             (self.tally.told if fault.told else self.tally.healed)[fault.kind] += 1
         self.open.clear()
 
+    def set_aside(self, number: int) -> Path:
+        """Keep the project as it is in another place, with its undisturbed run, and begin from nothing."""
+        kept = self.work / f"wrong-{self.seed}-{number}"
+        remove(kept)
+        self.disk.empty()
+        for folder in (self.project, self.work / "reference"):
+            if folder.exists():
+                shutil.copytree(folder, kept / folder.name, symlinks=True)
+        remove(self.project)
+        self.open.clear()
+        return kept
+
     def _without_told(self, wrong: list[str], made: dict[str, str]) -> list[str]:
         """The same without experiments whose journal tells that it is damaged: a person begins those anew."""
         for name in self.names:
@@ -367,6 +379,8 @@ class Soak:
                 time.sleep(0.01)
             aim = wanted or next((name for _, name in reversed(self._seen(began)) if name != "snakemake"), "snakemake")
             time.sleep(draw.uniform(0, self.lengths.get(aim, 0.5)))
+            if aim == "snakemake" and draw.random() < 0.8:  # there is more to kill when it has begun
+                continue
             present = [each for each in self.warm.running() if each[1] != "follow"]
             victims = [each for each in present if each[1] == aim] or present
             if not victims or running.poll() is not None:
@@ -442,8 +456,12 @@ def tell(text: str) -> None:
     print(text, flush=True)
 
 
-def soak(work: Path, seed: int, names: list[str], is_enough: Callable[[Tally], bool]) -> Tally:
-    """Rounds until it is enough. Raises WrongError, and keeps the folder, when something was silent or not clear."""
+def soak(
+    work: Path, seed: int, names: list[str], is_enough: Callable[[Tally], bool], keeps_going: bool = False
+) -> Tally:
+    """Rounds until it is enough. What was silent or not clear is kept and raises WrongError; keeps_going: it is set
+    aside, and the next round begins from nothing."""
+    subprocess.run(["umount", str(work / "disk")], capture_output=True, check=False)  # of one that was killed
     for each in ("disk", "reference", "faults.jsonl"):
         remove(work / each)
     work.mkdir(parents=True, exist_ok=True)
@@ -451,15 +469,17 @@ def soak(work: Path, seed: int, names: list[str], is_enough: Callable[[Tally], b
     with Warm(work / "warm", ROOT / "src") as warm:
         run = Soak(work, warm, seed, names)
         number = 0
-        try:
-            while not is_enough(run.tally):
+        while not is_enough(run.tally):
+            try:
                 run.round(number)
-                number += 1
-                if number % 10 == 0:
-                    tell(f"\n{time.strftime('%H:%M:%S')}\n{run.tally.table()}")
-        except WrongError as wrong:
-            tell(f"\n{run.tally.table()}\n\n{wrong}\n\nKept: {work}. Again: make soak SEED={seed}")
-            raise
+            except WrongError as wrong:
+                kept = run.set_aside(number)
+                tell(f"\n{run.tally.table()}\n\n{wrong}\n\nKept: {kept}. Again: make soak SEED={seed}")
+                if not keeps_going:
+                    raise
+            number += 1
+            if number % 10 == 0:
+                tell(f"\n{time.strftime('%H:%M:%S')}\n{run.tally.table()}")
     run.disk.close()
     tell(f"\n{run.tally.table()}")
     return run.tally
@@ -476,10 +496,12 @@ def main() -> None:
         help="a folder to work in; references of this code stay",
     )
     parser.add_argument("--systems", nargs="+", default=list(EXPERIMENTS), choices=EXPERIMENTS, help="some of them")
+    parser.add_argument("--keep-going", action="store_true", help="set aside what is wrong, and go on from nothing")
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes
     try:
-        soak(arguments.work.resolve(), arguments.seed, arguments.systems, lambda tally: time.monotonic() > until)
+        work, go_on = arguments.work.resolve(), arguments.keep_going
+        soak(work, arguments.seed, arguments.systems, lambda tally: time.monotonic() > until, go_on)
     except WrongError:
         sys.exit(1)
 

@@ -7,11 +7,11 @@ import random
 import resource
 import shutil
 import signal
-import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +92,30 @@ def test_two_at_once_on_one_experiment(
     assert contents(database) == contents(sent[0])
 
 
+def _track(database: Path, experiment: Path) -> None:
+    track(f"sqlite:///{database}", experiment)
+
+
+LOCKED = """
+import sqlite3, sys, time
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+time.sleep(float(sys.argv[2]))
+database.execute("ROLLBACK")
+"""
+
+
 def test_a_store_that_another_process_has_locked_is_waited_for(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
     database = tmp_path / "mlflow.db"
     shutil.copyfile(empty, database)
-    with closing(sqlite3.connect(database, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        child = forked(lambda: track(f"sqlite:///{database}", finished), tmp_path / "said")
-        time.sleep(2)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "said").read_text()
-        other.execute("ROLLBACK")
-    assert status_of(child) == 0, (tmp_path / "said").read_text()
+    with subprocess.Popen([sys.executable, "-c", LOCKED, database, "7"], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        child = forked(lambda: command.run(lambda: _track(database, finished)), tmp_path / "said")
+        assert status_of(child) == 0, (tmp_path / "said").read_text()
+        assert other.wait() == 0
     assert contents(database) == contents(sent[0])
 
 
@@ -118,7 +130,7 @@ def test_a_store_without_room_is_told_and_made_whole_later(
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limit = database.stat().st_size + 20_000
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        command.run(lambda: print(track(f"sqlite:///{database}", finished)))
+        command.run(lambda: _track(database, finished))
 
     assert status_of(forked(without_room, tmp_path / "said")) == 1
     said = (tmp_path / "said").read_text()

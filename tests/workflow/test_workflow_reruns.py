@@ -64,6 +64,12 @@ def test_a_deleted_result_is_made_again(finished: Project) -> None:
     assert finished.planned() == AFTER_SAMPLE - {"sample"}
 
 
+def test_a_deleted_manifest_is_made_again(finished: Project) -> None:
+    """Everything that was made from it is there."""
+    (finished / "results/datasets/dots-16/crops/manifest.json").unlink()
+    assert "crop" in finished.planned()
+
+
 def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Project) -> None:
     write_json(finished / "results/micro/config/train.code", {"code": "of another day"})
     assert "The code of train has changed since. To make it again: rm -r results/micro/train" in finished.run("-n")

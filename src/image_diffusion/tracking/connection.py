@@ -97,19 +97,22 @@ class Connection:
             return first
 
     def write(self, call: Callable[..., object], *values: Any, **named: Any) -> None:
-        """One write. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock, and a
-        database that somebody else holds longer than MLflow waits (20 s) is asked again."""
-        give_up = time.monotonic() + _LOCK_PATIENCE_S
+        """One write. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock."""
         with locked(self.lock) if self._local is not None else nullcontext():
-            while True:
-                try:
-                    call(*values, **named)
-                except MlflowException as error:
-                    busy = self._local is not None and "database is locked" in str(error)
-                    if not busy or time.monotonic() > give_up:
-                        raise
-                else:
-                    return
+            self._patiently(lambda: call(*values, **named))
+
+    def _patiently(self, call: Callable[[], object]) -> None:
+        """A database that somebody else holds for longer than it is waited for (5 s, or MLflow's 20) is asked again."""
+        give_up = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                call()
+            except Exception as error:
+                busy = self._local is not None and "database is locked" in str(error)
+                if not busy or time.monotonic() > give_up:
+                    raise
+            else:
+                return
 
     @contextmanager
     def told(self) -> Iterator[None]:
