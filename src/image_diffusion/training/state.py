@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from image_diffusion.core.config import differing_keys
 from image_diffusion.core.files import digest, read_json, write_json
 from image_diffusion.training.checkpoint import (
     Checkpoint,
     Damaged,
-    differing_keys,
     read_checkpoint,
     write_checkpoint,
 )
