@@ -41,6 +41,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         | {"crop": "results/datasets/dots-16/config/crop.yaml"},
     }
     nothing = ["codec", "codec_experiment", "small_images", "small_images_experiment", "against", "against_experiment"]
+    nothing += ["start_experiment"]
     return Plan(**{**dict.fromkeys([*nothing, "tokens", "pairs", "captions"]), **plan, **changes})
 
 

@@ -19,7 +19,7 @@ from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
 from image_diffusion.core.files import to_json, write_if_changed
-from image_diffusion.core.types import SamplesOf
+from image_diffusion.core.types import SamplesOf, WeightsOf
 from image_diffusion.data.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
@@ -37,20 +37,24 @@ from image_diffusion.systems.given import Others
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
+START = "train.init_from.experiment"
 
 
 def built_on(experiment: Experiment) -> dict[str, str]:
     """The experiments that have to be made before this one, by the key that names them."""
     codec, inputs = experiment.codec, experiment.system.inputs(experiment)
+    start = experiment.train.init_from
     return {
         **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
         **({SMALL_IMAGES: inputs.small_images.experiment} if isinstance(inputs.small_images, SamplesOf) else {}),
         **({AGAINST: inputs.against.experiment} if isinstance(inputs.against, SamplesOf) else {}),
+        **({START: start.experiment} if isinstance(start, WeightsOf) else {}),
     }
 
 
 def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
-    """Experiments by name, and those that they build on: that train their codecs, that make what they enlarge.
+    """Experiments by name, and those that they build on: that train their codecs or what they start from, that
+    make what they enlarge.
 
     Raises ValueError for the first that cannot work.
     """
@@ -69,8 +73,13 @@ def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
             waiting.append(other)
     for path, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
+        start = others.get(START)
+        start_codec = found[built_on(start)[CODEC]][1] if start is not None and CODEC in built_on(start) else None
         try:
-            check_experiment(experiment, Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST)))
+            check_experiment(
+                experiment,
+                Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST), start, start_codec),
+            )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     _check_shared_data(found)
@@ -169,6 +178,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "small_images_experiment": others.get(SMALL_IMAGES),
         "against": inputs.against if isinstance(inputs.against, str) else None,
         "against_experiment": others.get(AGAINST),
+        "start_experiment": others.get(START),
         "tokens": tokens,
         "pairs": pairs.name if pairs is not None else None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),

@@ -48,7 +48,8 @@ def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> li
     return [slice(start, min(start + batch_size, num_samples)) for start in mine]
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
+    """given: the arguments of the command; None: those of the process."""
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.sample", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, sample.yaml")
     parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
     parser.add_argument("--output", type=Path, required=True, help="samples.npz, or a part's .npz, to write")
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
 
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)

@@ -22,7 +22,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Batch, DataSpec, WeightsOf
 from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
@@ -41,12 +41,22 @@ def main() -> None:
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
+    parser.add_argument(
+        "--init-from", type=Path, help="weights.safetensors to start from, of the experiment that train.init_from names"
+    )
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
     training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
-    run(training.build, training.stage.train, training.model, training.data, output, arguments.journal)
+    config = training.stage.train
+    start: Path | None = arguments.init_from.parent if arguments.init_from else None
+    if isinstance(config.init_from, WeightsOf) and start is None:
+        raise ValueError(
+            f"train.init_from names the experiment {config.init_from.experiment}. Give its weights.safetensors as "
+            f"--init-from."
+        )
+    run(training.build, config, training.model, training.data, output, arguments.journal, start)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,13 @@ class SamplesOf(Config):
     """Name of its file in the same folder, without .yaml."""
 
 
+class WeightsOf(Config):
+    """The trained weights of another experiment, which is trained first."""
+
+    experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of its file in the same folder, without .yaml."""
+
+
 class DataSpec(Config):
     """What the data fix about a network, apart from what its user chose."""
 

@@ -43,6 +43,8 @@ class DiTSystem(DiffusionSystem):
     }
 
     exports: ClassVar[tuple[str, ...]] = ("diffusers",)
+    class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
+    positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
 
     def check(self, experiment: Sections, others: Others) -> None:
         super().check(experiment, others)

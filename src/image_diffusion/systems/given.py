@@ -112,11 +112,14 @@ class Others:
     """The experiments that one builds on, where it does.
 
     codec: trains its codec. small_images: makes what it enlarges. against: makes what its samples are compared with.
+    start: trains the weights that it starts from; start_codec: trains the codec of that.
     """
 
     codec: Sections | None = None
     small_images: Sections | None = None
     against: Sections | None = None
+    start: Sections | None = None
+    start_codec: Sections | None = None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class IddpmSystem(DiffusionSystem):
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
+    class_rows: ClassVar[tuple[str, ...]] = ("label_emb.weight",)
 
     @property
     def low_resolution(self) -> int | None:

@@ -59,6 +59,8 @@ class RinSystem(DiffusionSystem):
         },
     }
 
+    class_rows: ClassVar[tuple[str, ...]] = ("label_embedding.weight",)
+
     def check(self, experiment: Sections, others: Others) -> None:
         if self.objective.prediction == "previous_x":
             raise ValueError(

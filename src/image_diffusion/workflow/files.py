@@ -70,6 +70,8 @@ class Files:
             plan = self.plans.of(wildcards)
             base = plan.small_images_experiment if stage in ("sample", "evaluate") else None
             theirs = [self.plans.by_name[base].configs[each] for each in ("train", "sample")] if base else []
+            start = plan.start_experiment if stage == "train" else None
+            theirs += [self.plans.by_name[start].configs["train"]] if start else []
             return [plan.configs[each] for each in before if each in plan.configs] + theirs
 
         return configs
@@ -109,6 +111,15 @@ class Files:
 
     def _dataset(self, plan: Plan) -> str:
         return f"{self.results}/datasets/{plan.dataset}"
+
+    def initial_weights(self, wildcards: Wildcards) -> Paths:
+        """What training starts from, where another experiment trains it."""
+        start = self.plans.of(wildcards).start_experiment
+        return f"{self.results}/{start}/train/weights.safetensors" if start else []
+
+    def initial_weights_option(self, wildcards: Wildcards) -> list[str]:
+        """How `train` is told where those lie."""
+        return _option("--init-from", self.initial_weights(wildcards))
 
     # ---- Codecs
 

@@ -49,6 +49,8 @@ class Plan:
     """A file of images that samples are compared with, in place of real ones."""
     against_experiment: str | None
     """The experiment whose samples those are."""
+    start_experiment: str | None
+    """The experiment whose weights it starts from."""
     tokens: str | None
     """The folder of the tokens that its own codec encodes the data set to."""
     pairs: str | None
@@ -81,7 +83,8 @@ class Plan:
     @property
     def builds_on(self) -> list[str]:
         """The experiments that are made before it."""
-        return [name for name in (self.codec_experiment, self.small_images_experiment, self.against_experiment) if name]
+        named = (self.codec_experiment, self.small_images_experiment, self.against_experiment, self.start_experiment)
+        return [name for name in named if name]
 
     def of_tokens(self) -> Plan:
         """By which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
