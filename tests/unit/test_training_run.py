@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from image_diffusion import ema
 from image_diffusion.core.config import to_yaml
 from image_diffusion.core.errors import Stopped
+from image_diffusion.core.files import write_bytes
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, Losses
+from image_diffusion.core.verify import damaged, read_listing
 from image_diffusion.core.weights import read_model, read_weights
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.kept import weights_in
@@ -228,10 +230,14 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
         shown.append(network.state_dict()["hidden.weight"].clone())
         picture = tmp_path / f"{step}.png"
         picture.write_bytes(b"picture")
+        write_bytes(folder / f"step-{step:07d}.npz", b"%d" % step)
         return {"samples": picture}
 
     weights = start(tmp_path, task={"grid": grid}, grid_every_steps=6)
     assert len(shown) == 3
+    (drawn,) = tmp_path.glob("**/previews/*")
+    assert [*read_listing(drawn)] == [f"step-{step:07d}.npz" for step in (0, 6, 12)]
+    assert damaged(drawn, read_listing(drawn)) == []
     assert torch.equal(shown[-1], weights["hidden.weight"])
     history = read_journal(tmp_path / "journal/train")
     assert history is not None

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from image_diffusion.core.config import dump, parse
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.verify import write_listing
 from image_diffusion.core.weights import read_model, read_weights, save_weights
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.starting import Change, Trained, fitted, table
@@ -158,6 +157,4 @@ def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | Non
     elif state is not None:
         state.permit()
         shutil.rmtree(output / "raw", ignore_errors=True)
-    if state is not None:
-        write_listing(state.previews, "step-*")
     save(output, parts.weights(), record(step, None if config.weights == "raw" else config.average))
