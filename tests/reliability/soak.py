@@ -146,11 +146,11 @@ class Soak:
     def round(self, number: int) -> None:
         """One round. The same seed and number draw the same, whatever came before."""
         draw = random.Random(f"{self.seed} {number}")
-        names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 2, 3]))))
+        names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 3, 4, 7]))))
         self._edit(draw, number, names)
-        disturbed = draw.randint(1, 3)
+        disturbed = draw.randint(2, 8)
         for turn in range(disturbed):
-            if turn and draw.random() < 0.3:
+            if turn and draw.random() < 0.15:
                 self._edit(draw, number, names)
             for _ in range(draw.choice([0, 0, 1, 2, 4, 8])):
                 self._damage(draw, number, names)
@@ -378,13 +378,13 @@ class Soak:
         while running.poll() is None and patience:
             wanted = min(STAGES, key=lambda name: self.tally.kills[name]) if draw.random() < 0.4 else None
             # A moment of the wanted stage, or of whatever runs after a while.
-            until = time.monotonic() + (20 if wanted else draw.expovariate(0.7))
+            until = time.monotonic() + (20 if wanted else draw.expovariate(2))
             while running.poll() is None and time.monotonic() < until:
                 if wanted and any(name == wanted for _, name in self._seen(began)):
                     break
                 time.sleep(0.01)
             aim = wanted or next((name for _, name in reversed(self._seen(began)) if name != "snakemake"), "snakemake")
-            time.sleep(draw.uniform(0, self.lengths.get(aim, 0.5)))
+            time.sleep(draw.random() ** 2 * self.lengths.get(aim, 0.5))
             if aim == "snakemake" and draw.random() < 0.8:  # there is more to kill when it has begun
                 continue
             present = [each for each in self.warm.running() if each[1] != "follow"]

@@ -72,10 +72,13 @@ class Connection:
         self.shown_uri = without_password(uri)
         mlflow.set_tracking_uri(uri)
         with self.told(), locked(self.lock):  # creating the tables is a race between processes
-            if self._local is not None and not self._local.exists():
-                create_database(self._local)
-            self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-            self.project, self.experiment_id = project, self._experiment_named(project)
+            self._patiently(lambda: self._open(uri, project))
+
+    def _open(self, uri: str, project: str) -> None:
+        if self._local is not None and not self._local.exists():
+            create_database(self._local)
+        self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.project, self.experiment_id = project, self._experiment_named(project)
 
     def once(
         self,
