@@ -65,6 +65,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--part", type=command.part_of, help="which images to make: 2/8 is part 2 of 0 to 7; unset: all"
     )
+    parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
     parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
     parser.add_argument("--output", type=Path, required=True, help="samples.npz, or a part's .npz, to write")
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
@@ -77,6 +78,8 @@ def main(given: Sequence[str] | None = None) -> None:
             f"A system of type {model.system.type} makes no images. Sample an experiment whose system does."
         )
     settings = load_sections(arguments.config, ["sample"], model.system.sections)["sample"]
+    if arguments.shown:
+        settings = settings.model_copy(update={"num_samples": min(settings.num_samples, settings.grid_images)})
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
     made = model.system.maker(ToSample(model, settings, codec, load_model, arguments.small_images))
 

@@ -32,5 +32,6 @@ wildcard_constraints:
     pairs=plans.pattern("pairs"),
     axis=r"\w+",
     value=r"[^/]+",
+    step=r"\d+|latest",
     part=r"\d+",
     parts=r"\d+",
