@@ -45,7 +45,8 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
-    classes = experiment.data.source.known_classes()
+    system.check_asked(section, settings)
+    classes = experiment.data.source.known_classes() if system.reads_beside is None else None
     if scale != 1 and classes == [] and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
