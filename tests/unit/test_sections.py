@@ -52,7 +52,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (DIT | {"prediction": {"num_candidates": 1}}, "prediction is set, but a system of type dit has no use for it"),
         (DVAE | {"pairs": {"type": "hashed"}}, "pairs is set, but a system of type dvae has no use for it"),
         (DIT | {"pairs": {"type": "captions"}}, "pairs is set, but system.condition.type is label: nothing reads"),
-        (DIT | {"sample": {"prompts": ["a seven"]}}, "sample.prompts or sample.negative_prompt is set, but the network"),
+        (DIT | {"sample": {"prompts": ["a seven"]}}, "sample.prompts or sample.negative_prompt is set, but"),
         (
             DIT | {"system": SMALL_DIT | {"condition": {"type": "text"}}},
             "system.condition.type is text, but pairs is missing: where are the captions?",
@@ -71,7 +71,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             TEXT | {"system": TEXT["system"] | {"condition": {"type": "text", "caption_weights": [1, 1]}}},
             "caption_weights has 2 numbers, but pairs.num_captions is 1",
         ),
-        (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin has no use for it"),
+        (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin"),
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
         (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
         (DVAE | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but a system of type dvae"),

@@ -15,7 +15,7 @@ from image_diffusion.core.files import atomic_write
 _SMALLEST = 64  # pixels along an edge of an image in a grid, at least
 _GAP = 2  # pixels between images
 _BETWEEN = 128  # their grey
-_TITLED, _LINE, _LETTER, _LINES = 112, 12, 6, 4  # pixels of a titled image, a line and a letter; lines at most
+_TITLED, _LINE, _LETTER, _LINES = 112, 15, 6, 4  # pixels of a titled image, a line and a letter; lines at most
 
 
 def grid_columns(num_images: int, num_classes: int) -> int:
@@ -49,7 +49,7 @@ def _titled(images: Tensor, columns: int, titles: list[str]) -> Image.Image:
     below = _LINE * max(map(len, lines)) + _GAP
     rows = -(-len(pictures) // columns)
     canvas = Image.new("RGB", (columns * (wide + _GAP), rows * (height + below)), "white")
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_LINE - 2)
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_LINE - 5)
     for i, (picture, title) in enumerate(zip(pictures, lines, strict=True)):
         x, y = (i % columns) * (wide + _GAP), (i // columns) * (height + below)
         canvas.paste(picture.convert("RGB"), (x + (wide - width) // 2, y))
