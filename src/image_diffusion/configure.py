@@ -110,6 +110,12 @@ def caption_table(pairs: PairsConfig | None) -> str | None:
     return captions.path if isinstance(captions, TableCaptions) else None
 
 
+def prompt_file(experiment: Experiment) -> str | None:
+    """The file that prompts are read from, where there is one."""
+    prompts = getattr(experiment.sample, "prompts", None)
+    return prompts if isinstance(prompts, str) else None
+
+
 def encode_stage(experiment: Experiment) -> EncodeStage:
     """What `encode` runs with, for an experiment that has a codec."""
     assert experiment.encode is not None
@@ -124,6 +130,7 @@ def train_stage(name: str, experiment: Experiment) -> TrainStage:
         system=experiment.system,
         train=experiment.train,
         preview=experiment.preview,
+        encoder=dump(experiment.pairs)["encoder"] if experiment.system.reads_beside and experiment.pairs else None,
     )
 
 
@@ -132,7 +139,13 @@ def embed_stage(experiment: Experiment) -> EmbedStage:
     assert experiment.pairs is not None
     data = experiment.data
     source = data.source if experiment.pairs.needs_source else None
-    return EmbedStage(name=data.name, num_shards=data.num_shards, pairs=experiment.pairs, source=source)
+    return EmbedStage(
+        name=data.name,
+        num_shards=data.num_shards,
+        pairs=experiment.pairs,
+        source=source,
+        max_bad_fraction=data.max_bad_fraction,
+    )
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
@@ -181,9 +194,12 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "start_experiment": others.get(START),
         "tokens": tokens,
         "pairs": pairs.name if pairs is not None else None,
+        "pairs_beside": system.reads_beside is not None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
+        "pairs_of_source": pairs is not None and pairs.needs_source,
         "pairs_of_detector": isinstance(pairs, HashedPairs),
         "captions": caption_table(pairs),
+        "prompts": prompt_file(experiment),
         "makes_samples": samples is not None,
         "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,

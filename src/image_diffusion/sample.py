@@ -101,7 +101,8 @@ def main(given: Sequence[str] | None = None) -> None:
         stream_samples(arguments.output, told(batches_made, progress), settings.num_samples, made.labels)
         images = read_arrays(arguments.output)["arr_0"]
         shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
-        save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
+        columns = grid_columns(len(shown), len(model.classes))
+        save_picture(image_grid(shown, columns, made.titles[: len(shown)]), output / "grid.png")
         pictures = made.pictures()
         for name, picture in pictures.items():
             save_picture(picture, output / f"{name}.png")

@@ -112,6 +112,12 @@ class System(Config, ABC):
         return Inputs()
 
     @property
+    def reads_beside(self) -> str | None:
+        """The kind of shards of the section `pairs` that it reads beside what it learns from; None: it reads none, or
+        learns from the pairs themselves."""
+        return None
+
+    @property
     def latents(self) -> LatentShape | None:
         """The shape of its latents, where the trained network is the codec of other experiments."""
         return None
@@ -137,6 +143,10 @@ class System(Config, ABC):
     @abstractmethod
     def build_objective(self, spec: DataSpec) -> Objective:
         """The objective. Raises ValueError where it does not fit the data."""
+
+    def with_beside(self, batch: Batch, beside: Tensor) -> Batch:
+        """The batch, and what the shards beside it (`reads_beside`) hold of the same samples, [B, …]."""
+        raise AssertionError(f"A {self.type} reads nothing beside its batches.")
 
     def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
         """What the objective is given of stored samples [B, …], labels int64 [B] and their random numbers."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from image_diffusion.core.config import read_yaml
+from image_diffusion.core.config import differing_keys, read_yaml
 from image_diffusion.core.weights import read_weights
-from image_diffusion.training.checkpoint import Checkpoint, Damaged, differing_keys, folder_name, read_checkpoint
+from image_diffusion.training.checkpoint import Checkpoint, Damaged, folder_name, read_checkpoint
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.ema import average_name
 

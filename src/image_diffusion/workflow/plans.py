@@ -55,12 +55,18 @@ class Plan:
     """The folder of the tokens that its own codec encodes the data set to."""
     pairs: str | None
     """The folder of its pairs of embeddings."""
+    pairs_beside: bool
+    """Whether those are read beside its data, in place of them otherwise."""
     pairs_of_images: bool
     """Whether those are made from crops."""
+    pairs_of_source: bool
+    """Whether files of the data's source are read for those."""
     pairs_of_detector: bool
     """Whether the detector of the data set looks at those."""
     captions: str | None
     """The table that captions are read from."""
+    prompts: str | None
+    """The file that prompts are read from."""
     makes_samples: bool
     """Whether `sample` makes anything."""
     sample_jobs: int
@@ -79,6 +85,11 @@ class Plan:
     """What it asks a machine for: its section resources."""
     configs: dict[str, str]
     """The resolved configuration of each stage it goes through."""
+
+    @property
+    def learns_from_pairs(self) -> str | None:
+        """The folder of its pairs, where it learns from those alone."""
+        return None if self.pairs_beside else self.pairs
 
     @property
     def builds_on(self) -> list[str]:

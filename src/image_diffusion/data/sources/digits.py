@@ -44,6 +44,10 @@ class Digits(Config):
         Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)
         return buffer.getvalue()
 
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """There are none. Raises ValueError."""
+        raise ValueError("The embedded digits have no captions. Set pairs.captions.type to classes or table.")
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """None: the digits are part of scikit-learn."""
         return {}

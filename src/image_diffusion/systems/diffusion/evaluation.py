@@ -14,6 +14,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.metrics.painted import evaluate_painted
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
@@ -45,6 +46,8 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
         if left_out:
             result["protocol"]["left_out"] = left_out
+        if settings.attributes is not None:
+            result["metrics"] |= evaluate_painted(samples, detector, settings.batch_size)
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
     if settings.likelihood is not None:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)
