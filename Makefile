@@ -1,11 +1,13 @@
 # Every command of the project. Needs Python 3.11 or newer and make; the rest is installed into .venv from the lock.
 PYTHON ?= python3
+SEED ?= 1
+MINUTES ?= 120
 SHELL := bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests workflow/scripts
-snakefiles := Snakefile workflow/rules
+snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak ui lock clean
+.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -46,8 +48,14 @@ bench: .venv/.ready ## speed and memory, measured
 bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.md
 	python tests/gpu/bench_gpu.py --results tests/bench/RESULTS.md
 
-soak: .venv/.ready ## the long reliability runs
+soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks: SEED=1 MINUTES=120
+	python tests/reliability/soak.py --seed $(SEED) --minutes $(MINUTES)
+
+test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, 20,000 steps in place of 100
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
+
+mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices
+	OMP_NUM_THREADS=1 python tests/mutants.py
 
 ui: .venv/.ready ## review every run in MLflow
 	sh workflow/scripts/ui.sh

@@ -104,7 +104,7 @@ def caption_table(pairs: PairsConfig | None) -> str | None:
 def encode_stage(experiment: Experiment) -> EncodeStage:
     """What `encode` runs with, for an experiment that has a codec."""
     assert experiment.encode is not None
-    return EncodeStage(codec=experiment.codec, encode=experiment.encode)
+    return EncodeStage(codec=experiment.codec.encoded_by(), encode=experiment.encode)
 
 
 def train_stage(name: str, experiment: Experiment) -> TrainStage:

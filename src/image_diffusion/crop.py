@@ -25,10 +25,11 @@ from PIL import features
 
 from image_diffusion.core.command import run
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import digest, sha256_file, write_json, write_text
+from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json, write_text
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
 from image_diffusion.data.records import (
@@ -40,6 +41,7 @@ from image_diffusion.data.records import (
     describe_shards,
     kept,
     key_prefix,
+    record_hashes,
     record_path,
     remove_surplus,
     write_index,
@@ -73,6 +75,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     files = config.source.files()
     listing = config.source.listing()
     output.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(output)
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
     records: list[ShardRecord] = []
     num_written = 0
@@ -94,10 +97,10 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     manifest = _manifest(config, listing, records, bad, output)
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
-        hashes: dict[str, str] = {}
+        read: dict[str, str] = {}
         for record in records:
-            hashes |= _hashes(record.samples, record.quarantined)
-        remember(config.source, source_json, files, hashes)
+            read |= _hashes(record.samples, record.quarantined)
+        remember(config.source, source_json, files, read)
     return Cropped(manifest, num_written, records)
 
 
@@ -262,11 +265,13 @@ def _manifest(
         "quarantined": len(bad),
         "ignored": listing.ignored,
         "index": sha256_file(output / "index.npy"),
+        "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},
     }
 
 
 def write_sheets(output: Path, done: Cropped) -> list[Path]:
-    """Write the pictures for people beside the manifest, a contact sheet and histograms; returns where they are."""
+    """Write the pictures for people beside the manifest, a contact sheet and histograms, and note them in it; returns
+    where they are."""
     # Here and not above: torch and matplotlib would slow the start of every crop process by seconds.
     from image_diffusion.data.shards import Shards
     from image_diffusion.data.sheets import contact_sheet, histograms
@@ -275,6 +280,8 @@ def write_sheets(output: Path, done: Cropped) -> list[Path]:
     sheet, plot = output / "sheet.png", output / "histograms.png"
     contact_sheet(dataset, sheet)
     histograms(dataset.classes, dataset.manifest["histogram"], done.records, plot)
+    drawn = {"files": {**done.manifest["files"], **describe(output, [sheet, plot])}}
+    write_json(output / "manifest.json", done.manifest | drawn)
     return [sheet, plot]
 
 

@@ -166,4 +166,4 @@ def duration(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "train.microbatch")

@@ -9,19 +9,18 @@ last call without --part finds every shard in place and writes the manifest.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from image_diffusion.codecs.codec import Codec
-from image_diffusion.codecs.dvae import DVAETokens
-from image_diffusion.codecs.trained import Trained
+from image_diffusion.codecs.codec import Codec, Tokens
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import write_text
+from image_diffusion.core.files import remove_unfinished, write_text
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.encoding import encode_shards, write_manifest
 from image_diffusion.data.shards import open_shards
@@ -59,26 +58,30 @@ def main() -> None:
 
     with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))
+        remove_unfinished(output)
         written = encode_shards(crops, output, codec, stage.encode, device)
-        manifest = write_manifest(crops, output, codec, stage.encode)
+        picture = output / "reconstructions.png"
+        show_reconstructions(crops, codec, device, picture)
+        manifest = write_manifest(crops, output, codec, stage.encode, [picture])
         numbers = summary(manifest)
         journal.metrics({"images": manifest["num_samples"], **numbers}, step=0)
-        show_reconstructions(crops, codec, device, output / "reconstructions.png")
-        journal.image("reconstructions", output / "reconstructions.png", step=0)
+        journal.image("reconstructions", picture, step=0)
+    if "statistics" in manifest and (advice := stage.codec.advice(manifest["statistics"])):
+        print(f"note: {advice}", file=sys.stderr, flush=True)
     told = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
     print(f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), {told}")
 
 
-def codec_of(stage: EncodeStage, weights: Path | None, device: torch.device) -> Codec | DVAETokens:
+def codec_of(stage: EncodeStage, weights: Path | None, device: torch.device) -> Codec | Tokens:
     """What images are encoded with. weights: the folder of the experiment that trained the codec, where there is one.
 
     Raises ValueError when tokens are asked of what has none.
     """
-    if not stage.encode.tokens:
-        return stage.codec.build(weights, None, device, stage.encode.compute_dtype)
-    if not isinstance(stage.codec, Trained):
-        raise ValueError(f"encode.tokens is set, but the codec {stage.codec.name} has none. Leave encode.tokens out.")
-    return stage.codec.tokens(weights, device, stage.encode.compute_dtype)
+    if stage.encode.tokens:
+        tokens: Tokens = stage.codec.tokens(weights, device, stage.encode.compute_dtype)
+        return tokens
+    codec: Codec = stage.codec.build(weights, None, device, stage.encode.compute_dtype)
+    return codec
 
 
 def summary(manifest: dict[str, Any]) -> dict[str, float]:
@@ -88,15 +91,15 @@ def summary(manifest: dict[str, Any]) -> dict[str, float]:
     return {"latent_std": manifest["statistics"]["global_std"]}
 
 
-def show_reconstructions(crops: Path, codec: Codec | DVAETokens, device: torch.device, path: Path) -> None:
+def show_reconstructions(crops: Path, codec: Codec | Tokens, device: torch.device, path: Path) -> None:
     """Draw images evenly spread over the set, what the codec makes of them, and the difference."""
     dataset = open_shards(crops, "all")
     chosen = np.linspace(0, dataset.num_samples - 1, min(_SHOWN, dataset.num_samples)).astype(np.int64)
     images = dataset.gather(chosen)
     encoded = codec.encode(images.to(device))
-    decoded = codec.decode(encoded if isinstance(codec, DVAETokens) else encoded[:, 0] * codec.scale)
+    decoded = codec.decode(encoded if isinstance(codec, Tokens) else codec.normalise(encoded[:, 0]))
     reconstruction_sheet(images.numpy(), decoded.cpu().numpy(), path)
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "encode.batch_size")

@@ -11,6 +11,7 @@ processes, they share the images and the numbers stay the same.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.verify import describe
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import load_sections
@@ -63,17 +65,20 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         result = judge(given)
         samples = result["protocol"].get("samples", {})
         step = given.model.step if given.model is not None else int(samples.get("step", 0))
-        journal.metrics({k: e["value"] for k, e in result["metrics"].items() if e["value"] is not None}, step)
+        journal.metrics(dict(_told(result)), step)
+        if result.get("doubt"):
+            journal.params({"doubt": result["doubt"]})
         if given.model is not None:
             journal.metrics({"examples_seen": given.model.examples_seen}, step)
         for point in result["curve"]:
             values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
             journal.metrics(values, point["step"])
-        for picture in sorted(arguments.report.glob("*.png")) if arguments.report else []:
+        drawn = sorted(arguments.report.glob("*.png")) if arguments.report else []
+        for picture in drawn:
             journal.image(picture.stem, picture, step)
         if writes:
-            write_json(arguments.output, result)
-            tell(result["metrics"])
+            write_json(arguments.output, result | {"files": describe(arguments.output.parent, drawn)})
+            tell(result["metrics"], result.get("doubt"))
 
 
 def to_judge(arguments: argparse.Namespace) -> ToJudge:
@@ -114,15 +119,27 @@ def judge(given: ToJudge) -> dict[str, Any]:
     return result
 
 
-def tell(metrics: dict[str, dict[str, Any]]) -> None:
-    """Print a line for each metric."""
+def _told(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers by the names under which they are tracked: those of a judge that must not be believed lie apart, so
+    that nothing is chosen by them."""
+    for name, entry in result["metrics"].items():
+        if entry["value"] is not None:
+            believed = entry.get("doubt") is None or entry["doubt"] != result.get("doubt")
+            yield (name if believed else f"doubted/{name}"), entry["value"]
+
+
+def tell(metrics: dict[str, dict[str, Any]], doubt: str | None = None) -> None:
+    """Print a line for each metric, and each doubt once."""
     for name, entry in metrics.items():
         if entry["value"] is not None:
             interval = entry["interval"]
             between = f"  [{interval[0]:.4g}, {interval[1]:.4g}]" if interval else ""
             ratio = f"  {entry['ratio']:.2f} x floor" if entry.get("ratio") is not None else ""
             print(f"{name:24} {entry['value']:.5g}{between}{ratio}  {entry['note']}".rstrip())
+    for each in dict.fromkeys([doubt, *(entry.get("doubt") for entry in metrics.values())]):
+        if each is not None:
+            print(f"Do not rely on these numbers: {each}.")
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "evaluate.batch_size")

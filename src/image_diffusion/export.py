@@ -19,6 +19,7 @@ import torch
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import read_json, write_bytes, write_text
+from image_diffusion.core.verify import write_checksums
 from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import Experiment, ExportStage, load_experiment
 from image_diffusion.networks.dit_weights import load_tensors
@@ -121,6 +122,7 @@ def main() -> None:
     measured = read_json(arguments.metrics) if arguments.metrics else None
     name = arguments.output.resolve().parent.name
     write_text(arguments.output / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
+    write_checksums(arguments.output)
     print(f"export: {arguments.output} is a folder for diffusers")
 
 

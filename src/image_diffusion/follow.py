@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from image_diffusion.core.command import run
 from image_diffusion.core.files import read_json
+from image_diffusion.core.secrets import store_named
 from image_diffusion.tracking.plan import Request, watched
 
 if TYPE_CHECKING:
@@ -83,7 +84,10 @@ def _connected(store: str, project: str) -> Tracker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.follow", description=__doc__.split("\n")[0])
-    parser.add_argument("--store", required=True, help="MLflow tracking URI, e.g. sqlite:///mlflow.db")
+    parser.add_argument(
+        "--store",
+        help="MLflow tracking URI, e.g. sqlite:///mlflow.db; unset: MLFLOW_TRACKING_URI, where no one sees a password",
+    )
     parser.add_argument("--project", required=True, help="the MLflow experiment that holds the runs")
     parser.add_argument("--results", required=True, type=Path, help="the folder of all results")
     parser.add_argument("--experiments", required=True, nargs="+", help="names of configured experiments")
@@ -99,8 +103,9 @@ def main() -> None:
         stop.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
+    store = store_named(options.store)
     requests = [request_of(options.results, name) for name in options.experiments]
-    follow(lambda: _connected(options.store, options.project), requests, options.every, stop)
+    follow(lambda: _connected(store, options.project), requests, options.every, stop)
 
 
 if __name__ == "__main__":

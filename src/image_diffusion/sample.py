@@ -12,7 +12,10 @@ With --part 2/8 only the images of that part are made, and written alone; parts 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+import glob
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,17 @@ from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import hashes, write_json
+from image_diffusion.core.files import remove_unfinished, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import describe
 from image_diffusion.experiment import load_sections
 from image_diffusion.systems.given import Model, SampleSettings, ToSample
 from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
+
+_PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<of>\d+)\.npz)(?P<half>\..+\.tmp)?")
 
 
 def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> list[slice]:
@@ -76,6 +82,7 @@ def main() -> None:
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
     made = model.system.maker(ToSample(model, settings, codec, load_model, arguments.small_images))
 
+    remove_left(arguments.output, arguments.part, arguments.made)
     if arguments.part is not None:
         batches = rows_of_part(settings.num_samples, settings.batch_size, arguments.part)
         count = sum(rows.stop - rows.start for rows in batches)
@@ -97,11 +104,12 @@ def main() -> None:
         pictures = made.pictures()
         for name, picture in pictures.items():
             save_picture(picture, output / f"{name}.png")
+        shutil.rmtree(output / "pictures", ignore_errors=True)  # of a run that made more
         if settings.pictures:
             for seed, image in enumerate(images, settings.first_seed):
                 save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
         drawn = [output / f"{name}.png" for name in ("grid", *pictures)]
-        described = {**made.described, "files": hashes(output, [arguments.output, *drawn])}
+        described = {**made.described, "files": describe(output, [arguments.output, *drawn])}
         write_json(output / "samples.json", protocol(settings, model) | described)
         journal.metrics({"examples_seen": model.examples_seen}, model.step)
         journal.image("samples", output / "grid.png", model.step)
@@ -109,9 +117,32 @@ def main() -> None:
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
 
 
+def remove_left(output: Path, part: tuple[int, int] | None, made: Sequence[Path]) -> None:
+    """Remove the parts that killed runs left beside an output, whole or half-written: those of another number of parts,
+    and when they are joined all that are not `made`. What is being written stays."""
+    wanted = {path.name for path in made}
+    for path in sorted(output.parent.glob("*part-*-of-*.npz*")):
+        found = _PART.fullmatch(path.name)
+        if found is None or (part is not None and int(found["of"]) == part[1]):
+            continue
+        if found["half"]:
+            remove_unfinished(output.parent, glob.escape(found["name"]))
+        elif path.name not in wanted:
+            path.unlink(missing_ok=True)
+
+
 def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
-    """The batches [B, C, H, W] that the parts wrote, in order. Raises ValueError when they are not all of them."""
-    arrays = [read_arrays(path)["arr_0"] for path in parts]
+    """The batches [B, C, H, W] that the parts wrote, in order. A damaged part is removed, to be made again.
+
+    Raises ValueError when one is damaged, or they are not all of them.
+    """
+    arrays = []
+    for path in parts:
+        try:
+            arrays.append(read_arrays(path)["arr_0"])
+        except ValueError as error:
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{error} It is removed: run the same command again.") from None
     if sum(map(len, arrays)) != settings.num_samples:
         raise ValueError(
             f"--made holds {sum(map(len, arrays)):,} images, but sample.num_samples is {settings.num_samples:,}. Name "
@@ -143,4 +174,4 @@ def protocol(settings: Any, model: Model) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "sample.batch_size")

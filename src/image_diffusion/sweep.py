@@ -12,6 +12,7 @@ from pathlib import Path
 from image_diffusion.core import command
 from image_diffusion.core.files import read_json, write_json
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.verify import describe
 from image_diffusion.metrics.sweep import plot_sweep, reading, sweep_curve
 
 
@@ -48,7 +49,7 @@ def main() -> None:
         journal.metrics({f"best_{arguments.headline}": min(headlines)}, 0)
         plot_sweep(curve, arguments.plot)
         journal.image("curve", arguments.plot, 0)
-        write_json(arguments.output, curve)
+        write_json(arguments.output, curve | {"files": describe(arguments.output.parent, [arguments.plot])})
     print(
         f"sweep: {arguments.headline} is lowest, {min(headlines):.5g}, at {arguments.axis} {curve['best']}"
         f"{'' if curve['apart'] else ', which is not apart from the others'}"

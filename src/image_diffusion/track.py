@@ -13,12 +13,16 @@ from pathlib import Path
 
 from image_diffusion.core.command import run
 from image_diffusion.core.files import write_json
+from image_diffusion.core.secrets import store_named
 from image_diffusion.tracking.plan import Request, journals
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.track", description=__doc__.split("\n")[0])
-    parser.add_argument("--store", required=True, help="MLflow tracking URI, e.g. sqlite:///mlflow.db")
+    parser.add_argument(
+        "--store",
+        help="MLflow tracking URI, e.g. sqlite:///mlflow.db; unset: MLFLOW_TRACKING_URI, where no one sees a password",
+    )
     parser.add_argument("--project", required=True, help="the MLflow experiment that holds the runs")
     parser.add_argument("--experiment", required=True, type=Path, help="folder: results/<experiment>")
     parser.add_argument("--dataset", action="extend", nargs="+", type=Path, default=[], help="results/datasets/<name>")
@@ -40,7 +44,7 @@ def main() -> None:
     # It imports MLflow: seconds, which a mistake should not cost.
     from image_diffusion.tracking.tracker import Tracker
 
-    tracked = Tracker(options.store, options.project).send(request)
+    tracked = Tracker(store_named(options.store), options.project).send(request)
     if options.output is not None:
         write_json(options.output, tracked)
     points = sum(run["points"] for run in tracked["runs"])

@@ -32,12 +32,6 @@ from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
 
 
-def latent_scale(data: Shards) -> float | None:
-    """One over the standard deviation of the whole set of latents; None for crops."""
-    statistics = data.manifest.get("statistics")
-    return None if statistics is None else 1.0 / statistics["global_std"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.train", description="Shards -> weights.")
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
@@ -100,12 +94,13 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
             f"{folder} holds {kind}, from which a {system.type} does not learn. Give it {' or '.join(system.reads)}."
         )
     system.check_flips(stage.train.flip_probability)
-    codec = codec_of(stage, training, codec_weights)
+    scale = stage.codec.scale_of(training.manifest.get("statistics"))
+    codec = codec_of(stage, scale, training, codec_weights)
     spec = system.spec(training)
 
     def decoder() -> Codec:
         weights = codec_weights.parent if codec_weights else None
-        found: Codec = stage.codec.build(weights, latent_scale(training), best_device(), torch.float32)
+        found: Codec = stage.codec.build(weights, scale, best_device(), torch.float32)
         return found
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -121,16 +116,16 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
     model = {
         "system": dump(system),
         "spec": dump(spec),
-        "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": latent_scale(training)},
+        "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": scale},
         "classes": training.classes,
     }
     return Training(stage, spec, decoder, task, model, {"digest": training.digest})
 
 
-def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:
-    """The codec that wrote the data. Raises ValueError when it was another one."""
+def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) -> Codec:
+    """The codec that wrote the data. scale: of those. Raises ValueError when it was another one."""
     folder = weights.parent if weights else None
-    codec: Codec = stage.codec.build(folder, latent_scale(data), torch.device("cpu"), torch.float32)
+    codec: Codec = stage.codec.build(folder, scale, torch.device("cpu"), torch.float32)
     written_by: dict[str, Any] = data.manifest.get("codec", {"type": "rgb"})
     if written_by != codec.identity:
         raise ValueError(
@@ -141,4 +136,4 @@ def codec_of(stage: TrainStage, data: Shards, weights: Path | None) -> Codec:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "train.microbatch", "preview.batch_size")

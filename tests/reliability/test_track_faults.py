@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tracked import check_whole, contents, forked, make_experiment, status_of, track
 
+from image_diffusion.core import command
 from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow
-from image_diffusion.tracking.connection import without_password
+from image_diffusion.tracking.connection import TrackingError
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
 
@@ -29,6 +34,12 @@ def test_everything_arrives_once_and_a_replay_adds_nothing(finished: Path, sent:
     check_whole(held, finished)
     assert track(f"sqlite:///{database}", finished) == tracked
     assert contents(database) == held
+
+
+def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"x" * 4096)
+    with pytest.raises(TrackingError, match=rf"not a database\. Move {tmp_path}/mlflow\.db away and run the"):
+        Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "project")
 
 
 def test_killed_at_any_instant_it_is_made_whole_by_the_next_call(
@@ -81,6 +92,54 @@ def test_two_at_once_on_one_experiment(
     assert contents(database) == contents(sent[0])
 
 
+def _track(database: Path, experiment: Path) -> None:
+    track(f"sqlite:///{database}", experiment)
+
+
+LOCKED = """
+import sqlite3, sys, time
+database = sqlite3.connect(sys.argv[1], isolation_level=None)
+database.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+time.sleep(float(sys.argv[2]))
+database.execute("ROLLBACK")
+"""
+
+
+def test_a_store_that_another_process_has_locked_is_waited_for(
+    finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
+) -> None:
+    database = tmp_path / "mlflow.db"
+    shutil.copyfile(empty, database)
+    with subprocess.Popen([sys.executable, "-c", LOCKED, database, "7"], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        child = forked(lambda: command.run(lambda: _track(database, finished)), tmp_path / "said")
+        assert status_of(child) == 0, (tmp_path / "said").read_text()
+        assert other.wait() == 0
+    assert contents(database) == contents(sent[0])
+
+
+def test_a_store_without_room_is_told_and_made_whole_later(
+    finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
+) -> None:
+    """No file may grow beyond a limit, as on a full disk or with a quota."""
+    database = tmp_path / "mlflow.db"
+    shutil.copyfile(empty, database)
+
+    def without_room() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit = database.stat().st_size + 20_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        command.run(lambda: _track(database, finished))
+
+    assert status_of(forked(without_room, tmp_path / "said")) == 1
+    said = (tmp_path / "said").read_text()
+    assert said.splitlines()[-1].startswith("error: MLflow at sqlite:///"), said
+    assert "Traceback" not in said
+    track(f"sqlite:///{database}", finished)
+    assert contents(database) == contents(sent[0])
+
+
 def train_until_killed(folder: Path, pause_s: float) -> None:
     """A stage in miniature: a checkpoint every ten steps, and the same numbers again after each restart."""
     checkpoint = folder / "checkpoint"
@@ -125,8 +184,3 @@ def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: 
     held = [(key, step) for _, key, _, step, *_ in contents(database)["metrics"].elements()]
     assert sorted(held) == [("loss", step) for step in range(1, 201)]
     assert len(history.starts) > 2 and len(history.superseded) > 0
-
-
-def test_no_password_is_shown() -> None:
-    assert without_password("postgresql+psycopg2://me:s3cr3t@db:5432/mlflow") == "postgresql+psycopg2://db:5432/mlflow"
-    assert without_password("sqlite:////data/mlflow.db") == "sqlite:////data/mlflow.db"

@@ -30,6 +30,7 @@ class Brightness:
 
     classes = ["dark", "bright"]  # noqa: RUF012
     identity: dict[str, Any] = {"name": "test"}  # noqa: RUF012
+    doubt: str | None = None
 
     def __call__(self, images: Tensor) -> Detected:
         quarters = nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)

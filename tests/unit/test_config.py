@@ -119,6 +119,12 @@ def test_a_configuration_survives_the_way_to_yaml_and_back(tmp_path: Path) -> No
     assert load(Outer, path) == config
 
 
+def test_a_configuration_becomes_plain_data_in_the_order_it_is_written() -> None:
+    kind = create_model("Drawn", __base__=Config, where=(Path, Path("a/b")), corner=(tuple[int, int], (1, 2)))
+    assert dump(kind()) == {"where": "a/b", "corner": [1, 2]} and type(dump(kind())["corner"]) is list
+    assert to_yaml(dump(kind())).startswith("where: a/b\ncorner:")
+
+
 @pytest.mark.parametrize(("text", "message"), [("a: [", "is not valid YAML"), (None, "does not exist")])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "config.yaml"

@@ -1,9 +1,12 @@
 """Data sets of the package `datasets` give the crops that the same images give in a folder."""
 
 import io
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,6 +131,26 @@ def test_early_errors_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             source.listing()
         assert "\n" not in str(error.value)
+
+
+def test_what_the_package_says_of_a_data_set_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
+    for error, said in ((RuntimeError("two\n  lines"), "two lines"), (RuntimeError(), "RuntimeError")):
+        package = SimpleNamespace(load_from_disk=Mock(side_effect=error))
+        monkeypatch.setitem(sys.modules, "datasets", package)
+        with pytest.raises(ValueError, match=rf"cannot be read by datasets: {said}\. Save it again\."):
+            source.listing()
+
+
+def test_the_only_split_is_taken_and_of_several_the_one_that_is_named(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / f"{split}.arrow").touch()
+    for splits, split, file in ((["train"], None, "train.arrow"), (["train", "test"], "test", "test.arrow")):
+        (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+        source = parse(Source, {"type": "huggingface", "path": str(tmp_path), "split": split}, "here")
+        assert list(source.files()) == [file]
 
 
 def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Files side by side in memory."""
 
+import errno
 import mmap
 from pathlib import Path
 
@@ -35,5 +36,6 @@ def test_the_memory_outlives_its_region(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         Region([1]).put(0, tmp_path / "nowhere")
-    with pytest.raises(OSError, match=str(tmp_path)):
+    with pytest.raises(OSError, match=str(tmp_path)) as error:
         Region([1]).put(0, tmp_path)
+    assert error.value.errno == errno.ENODEV

@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from image_diffusion.core import verify
 from image_diffusion.core.files import read_json, sha256_file, write_json
 from image_diffusion.core.streams import Streams
-from image_diffusion.data import verify
 from image_diffusion.data.batches import Batches, Examples
 from image_diffusion.data.order import epoch_order
 from image_diffusion.data.records import Sample, ShardRecord, describe_shards, read_record, write_index, write_record

@@ -12,6 +12,7 @@ import pytest
 from image_diffusion.core.files import read_json, sha256_file
 from image_diffusion.data.source import refresh, remember
 from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.listing import LARGEST_TEXT
 
 
 @pytest.fixture
@@ -135,6 +136,30 @@ def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, t
     assert refresh(source.model_copy(update={"classes": "none"}), path)
 
 
+def test_a_damaged_note_gets_its_revision_again(source: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)  # the hashes are known now; the note was written before that
+    whole = path.read_bytes()
+    for damage in (b"", whole[:20], whole.replace(b'"files": 3', b'"files": 4')):
+        path.write_bytes(damage)
+        assert refresh(source, path)
+        assert path.read_bytes() == whole
+
+
+def test_a_kill_between_cache_and_note_loses_no_change(source: Folder, tmp_path: Path) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)
+    before = path.read_bytes()
+    (Path(source.path) / "a/4.png").write_bytes(b"4")
+    refresh(source, path)
+    after = path.read_bytes()
+    path.write_bytes(before)  # the cache was written, the note was not
+    assert refresh(source, path)
+    assert path.read_bytes() == after != before
+
+
 def test_where_the_time_of_the_change_lies_it_is_not_asked(source: Folder, tmp_path: Path) -> None:
     path = tmp_path / "source.json"
     same_times(*Path(source.path).rglob("*.png"))
@@ -156,6 +181,34 @@ def test_a_damaged_note_is_written_again(source: Folder, tmp_path: Path, damage:
     assert refresh(source, path)
     assert not refresh(source, path)
     assert read_json(path)["files"] == 3
+
+
+def test_the_classes_of_a_folder_are_known_before_any_image_is_read(source: Folder, tmp_path: Path) -> None:
+    (tmp_path / "in/empty").mkdir()
+    (tmp_path / "in/.hidden").mkdir()
+    (tmp_path / "in/.hidden/4.png").touch()
+    (tmp_path / "in/readme.txt").touch()
+    assert source.known_classes() == ["a", "b"]
+    assert Folder(path=source.path, classes="none").known_classes() == []
+    assert Folder(path=str(tmp_path / "nowhere")).known_classes() is None
+
+
+def test_why_a_file_cannot_be_read_is_listed_in_the_words_of_the_system(source: Folder, tmp_path: Path) -> None:
+    (tmp_path / "in/a/loop.png").symlink_to("loop.png")
+    (tmp_path / "in/a/nothing.png").symlink_to("nowhere.png")
+    assert source.listing().rejected == [
+        ("a/loop.png", "too many levels of symbolic links"),
+        ("a/nothing.png", "a link to nothing"),
+    ]
+
+
+def test_a_caption_may_be_as_large_as_a_text_can_be(source: Folder, tmp_path: Path) -> None:
+    text = tmp_path / "in/a/1.txt"
+    text.write_text("x" * LARGEST_TEXT)
+    assert source.captions() == {"a/1": "x" * LARGEST_TEXT}
+    text.write_text("x" * (LARGEST_TEXT + 1))
+    with pytest.raises(ValueError, match=r"a/1\.txt is no caption: it has 1,048,577 bytes, and one has at most"):
+        source.captions()
 
 
 def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:

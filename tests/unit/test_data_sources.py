@@ -110,6 +110,15 @@ def test_a_tables_bad_rows_are_listed(tmp_path: Path) -> None:
         }
 
 
+def test_the_classes_of_a_table_are_known_before_any_image_is_read(tmp_path: Path) -> None:
+    table = {"type": "table", "path": str(tmp_path / "table.csv")}
+    assert parse(Source, table, "here").known_classes() is None
+    (tmp_path / "table.csv").write_text("path,label\na.png,10\nb.png,9\nc.png,\n")
+    assert parse(Source, table, "here").known_classes() == ["9", "10"]
+    assert parse(Source, table | {"label_column": None}, "here").known_classes() == []
+    assert parse(Source, table | {"label_column": "class"}, "here").known_classes() is None
+
+
 def test_a_table_tells_the_whole_path_that_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()

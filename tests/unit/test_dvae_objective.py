@@ -70,6 +70,8 @@ def test_the_divergence_does_not_depend_on_the_size_of_image_or_batch(edge: int,
     kl = (q * (q * 3).log()).sum()
     torch.testing.assert_close(losses.parts["kl"], kl.expand(batch))
     torch.testing.assert_close(losses.loss, 2 * kl.expand(batch))
+    for name in ("tokens", "perplexity"):
+        torch.testing.assert_close(losses.parts[name], torch.ones(batch))
     uniform = objective(Constant([1.0, 1.0, 1.0]), batch_of([0]))
     assert abs(uniform.loss.item()) < 1e-6
 
@@ -95,6 +97,11 @@ def test_the_temperature_falls_with_the_step_and_stops() -> None:
 def test_a_temperature_that_cannot_be(temperature: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(DiscreteAutoencodingConfig, {"temperature": temperature}, "x.yaml")
+
+
+def test_a_temperature_may_stay() -> None:
+    steady = parse(DiscreteAutoencodingConfig, {"temperature": {"start": 0.5, "final": 0.5}}, "x.yaml").temperature
+    assert [steady.at(step) for step in (0, 1000)] == [0.5, 0.5]
 
 
 def test_use_of_tokens() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from image_diffusion.core.files import atomic_write, digest, read_json, write_if_changed, write_json
+from image_diffusion.core.files import atomic_folder, atomic_write, digest, read_json, write_if_changed, write_json
 from image_diffusion.core.weights import read_weights, save_weights
 
 
@@ -42,6 +42,20 @@ def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tm
     assert sorted(each.name for each in tmp_path.iterdir()) == [".b.npz.x.tmp", "a [1].npz"]
 
 
+def test_a_folder_appears_whole_in_place_of_what_was_there(tmp_path: Path) -> None:
+    folder, left = tmp_path / "folder", tmp_path / ".folder.x.tmp"
+    for text in ("one", "two"):
+        left.mkdir()
+        (left / "large").touch()
+        with atomic_folder(folder) as written:
+            assert not left.exists()
+            (written / text).touch()
+        assert [path.name for path in folder.iterdir()] == [text]
+    with pytest.raises(ValueError, match="half way"), atomic_folder(folder) as written:
+        raise ValueError("half way")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "two"]
+
+
 def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_if_changed(path, "text")
@@ -50,6 +64,13 @@ def test_an_unchanged_file_is_not_written_again(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == 1
     write_if_changed(path, "other")
     assert path.stat().st_mtime_ns != 1
+
+
+def test_writing_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    write_json(tmp_path / "file.json", {"a": 1})
+    assert len(list(opened.iterdir())) == before
 
 
 def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:

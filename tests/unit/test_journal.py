@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,19 @@ def test_a_run_ended_with_the_last_line_of_its_last_attempt(tmp_path: Path, monk
     history = read_journal(tmp_path / "train")
     assert history is not None and (history.ended, history.status) == (1005, "killed")
     assert [(point.step, point.time) for point in history.points] == [(1, 1004), (2, 1005)]
+
+
+def test_attempts_are_in_the_order_of_their_numbers_however_long_these_are(tmp_path: Path) -> None:
+    for step, status in ((1, "failed"), (2, "finished")):
+        journal = Journal.open(tmp_path, "train", tags={"fingerprint": "a"}, resume_step=step - 1)
+        journal.metrics({"loss": float(step)}, step=step)
+        journal.close(status)
+        if step == 1:
+            journal.path.rename(tmp_path / "train" / "attempt-9999.jsonl")
+    assert journal.path.name == "attempt-10000.jsonl"
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.status == "finished" and history.starts == sorted(history.starts)
+    assert history.series("loss") == ([1, 2], [1.0, 2.0])
 
 
 def test_redone_steps_are_superseded(tmp_path: Path) -> None:
@@ -182,6 +196,22 @@ def test_a_line_that_was_cut_off_and_one_of_zeros_are_left_out(
     assert "line 4 is damaged" in capsys.readouterr().err
 
 
+def test_what_a_disk_that_stays_full_has_kept_out_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Journal.open(tmp_path, "train") as journal:
+        size = journal.path.stat().st_size
+        monkeypatch.setattr(os, "write", full)
+        journal.metrics({"loss": 1.0}, step=1)
+    first, last = capsys.readouterr().err.splitlines()
+    assert "it cannot be written: [Errno 28] No space left on device. Going on." in first
+    assert re.search(r"journal .*: [1-9]\d* bytes could not be written\. Going on\.$", last)
+    assert journal.path.stat().st_size == size
+
+
 def test_a_full_disk_stops_nothing_and_is_made_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,3 +264,46 @@ def test_the_null_journal_has_every_method(tmp_path: Path) -> None:
     with NullJournal() as journal:
         journal.metrics({"loss": 1.0}, step=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_flipped_bit_shows_a_number_that_was_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grid.png").write_bytes(b"picture")
+    with Journal.open(tmp_path, "train", tags={"fingerprint": "f"}) as journal:
+        journal.metrics({"loss": 0.125}, step=1, examples_seen=64)
+        journal.image("samples", tmp_path / "grid.png", step=1)
+        journal.metrics({"loss": 0.0625}, step=2, examples_seen=128)
+    whole = read_journal(tmp_path / "train")
+    assert whole is not None and not whole.damaged
+    path = journal.path
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
+    for place in range(len(data)):
+        folder = tmp_path / f"{place}"  # a file of its own: what was told of one is not told again
+        folder.mkdir()
+        (folder / path.name).write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
+        found = read_journal(folder)
+        number = sum(start <= place for start in starts)
+        assert f"warning: journal {folder / path.name}: line {number} is damaged" in capsys.readouterr().err
+        if number == 1:
+            assert found is None
+        else:
+            assert found is not None and found.damaged[0] == f"{path.name} line {number}"
+            assert set(found.points) < set(whole.points) or number not in (2, 4)
+            assert found.points == [point for point in whole.points if point in found.points]
+
+
+def test_a_line_without_checksum_is_read_in_an_old_journal_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Journal.open(tmp_path, "train") as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    lines = journal.path.read_text().splitlines()
+    old = [re.sub(r',"crc32":"\w+"}$', "}", line) for line in lines]
+    journal.path.write_text("".join(line + "\n" for line in old))
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss") == ([1], [1.0]) and history.status == "finished"
+    journal.path.write_text("".join(line + "\n" for line in [lines[0], *old[1:]]))
+    history = read_journal(tmp_path / "train")
+    assert history is not None and not history.points
+    assert "line 2 is damaged and left out: its checksum is missing." in capsys.readouterr().err

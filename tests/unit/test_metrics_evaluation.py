@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from image_diffusion.core.files import write_json
+from image_diffusion.core.verify import write_listing
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
 from image_diffusion.metrics.curve import measure_previews, read_previews
@@ -32,6 +33,7 @@ class Brightness:
 
     classes = CLASSES
     identity: dict[str, Any] = {"name": "test", "sha256": "abc"}  # noqa: RUF012
+    doubt: str | None = None
 
     def __call__(self, images: Tensor) -> Detected:
         quarters = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
@@ -280,7 +282,8 @@ def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages
         made = images(60, step, shift=shift)
         pixels = made.gather(np.arange(60)).permute(0, 2, 3, 1).numpy()
         np.savez(tmp_path / f"step-{step:07d}.npz", pixels, made.labels)
-    previews = read_previews(tmp_path, CLASSES, 400)
+    previews, left_out = read_previews(tmp_path, CLASSES, 400)
+    assert not left_out
     result = evaluate_samples(images(60, 400), data, Brightness(), settings, tmp_path / "report", previews=previews)
     worse, better = result["curve"]
     assert (worse["step"], better["step"]) == (200, 400) and better["num_samples"] == 60
@@ -288,4 +291,27 @@ def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages
         assert better[name] == pytest.approx(result["metrics"][name]["value"], rel=1e-9)
     assert worse["inpipe_kd"] > better["inpipe_kd"] and worse["inpipe_fd"] > better["inpipe_fd"]
     assert Image.open(tmp_path / "report" / "curve.png").width > 100
-    assert read_previews(tmp_path / "nowhere", CLASSES, 400) == {}
+    assert read_previews(tmp_path / "nowhere", CLASSES, 400) == ({}, [])
+
+
+def test_a_damaged_or_missing_preview_is_told_and_left_out(tmp_path: Path):
+    for step in (10, 20, 30, 40):
+        pixels = images(6, step).gather(np.arange(6)).permute(0, 2, 3, 1).numpy()
+        np.savez(tmp_path / f"step-{step:07d}.npz", pixels)
+    damaged = tmp_path / "step-0000010.npz"
+    damaged.write_bytes(damaged.read_bytes()[:100])  # before anybody knew its sha256
+    write_listing(tmp_path, "step-*.npz")
+    np.savez(tmp_path / "step-0000020.npz", pixels)
+    (tmp_path / "step-0000030.npz").unlink()
+    previews, left_out = read_previews(tmp_path, CLASSES, 40)
+    assert list(previews) == [40]
+    for sentence, (step, fault) in zip(
+        left_out, {10: "is not a whole .npz file", 20: "is not what was drawn", 30: "is missing"}.items(), strict=True
+    ):
+        assert sentence.startswith(
+            f"The preview of step {step} is left out of the curve: {tmp_path}/step-00000{step}.npz"
+        )
+        assert fault in sentence
+    (tmp_path / "listing.json").write_text("{")
+    assert list(read_previews(tmp_path, CLASSES, 40)[0]) == [20, 40]
+    assert "listing.json is damaged" in read_previews(tmp_path, CLASSES, 40)[1][0]

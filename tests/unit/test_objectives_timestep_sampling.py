@@ -100,6 +100,19 @@ def test_it_continues_from_its_state() -> None:
     assert not torch.equal(kept["losses"], first.state_dict()["losses"])
 
 
+def test_a_history_shares_no_memory_with_the_state_it_was_read_from() -> None:
+    history, state = LossHistory(4, history=2), {"losses": torch.ones(4, 2).double(), "counts": torch.ones(4).long()}
+    history.load_state_dict(state)
+    history.append(torch.tensor([1, 2]), torch.tensor([5.0, 5.0]))
+    assert state["losses"].tolist() == [[1.0, 1.0]] * 4 and state["counts"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_history_follows_the_losses_to_their_device() -> None:
+    history = LossHistory(4)
+    history.append(torch.zeros(2, dtype=torch.int64, device="meta"), torch.zeros(2, device="meta"))
+    assert {value.device.type for value in history.state_dict().values()} == {"meta"}
+
+
 def test_only_importance_sampling_remembers() -> None:
     """What the training loop gathers losses for."""
     process, spec = Discrete().build(), DataSpec(channels=1, resolution=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +31,12 @@ def test_every_schedule_makes_a_process_of_falling_alpha_bar(schedule: object, n
     assert (process.alpha_bar.diff() < 0).all()
     assert process.steps.log_variance.isfinite().all() and process.steps.log_beta.isfinite().all()
     torch.testing.assert_close(process.betas, schedule.betas(num_timesteps), rtol=1e-9, atol=1e-13)
+
+
+def test_the_sigmoid_schedule_rises_between_its_ends_as_a_logistic_function_does() -> None:
+    betas = Sigmoid(beta_start=0.001, beta_end=0.201, scaled=False).betas(5)
+    logistic = [1 / (1 + math.exp(-u)) for u in (-6, -3, 0, 3, 6)]
+    assert betas.tolist() == pytest.approx([0.001 + 0.2 * each for each in logistic], rel=1e-12)
 
 
 @settings(max_examples=60, deadline=None)

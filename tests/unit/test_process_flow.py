@@ -61,6 +61,7 @@ def test_the_flow_is_straight_with_the_velocity_it_teaches() -> None:
     alpha, sigma = process.levels(t)
     assert torch.equal(alpha + sigma, torch.ones(3).double()) and torch.equal(sigma, t.double())
     assert process.network_time(t).tolist() == [0, 250, 1000]
+    assert process.fraction(t).tolist() == [0, 0.25, 1 - 2**-24]
     grid = process.grid(4)
     assert grid.time.tolist() == [1000, 750, 500, 250] and grid.sigma.tolist() == [1, 0.75, 0.5, 0.25, 0]
     assert grid.steps.log_variance.isfinite().all()

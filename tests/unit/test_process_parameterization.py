@@ -104,6 +104,18 @@ def test_a_perfect_network_denoises_perfectly_at_every_point(
         assert calls[-1].shape == (3,) and calls[-1].dtype == dtype and calls[-1][0] == grid.time[i].to(dtype)
 
 
+def test_the_network_is_given_its_time_where_its_input_lies() -> None:
+    seen: list[Tensor] = []
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        seen.extend((x, t))
+        return x
+
+    process = Discrete().build()
+    NetworkDenoiser(network, process, process.grid(4), "x0")(torch.zeros(2, 3, 4, 4, device="meta"), 0)
+    assert [each.device.type for each in seen] == ["meta", "meta"]
+
+
 def test_the_network_sees_unit_variance_where_the_scale_is_below_one() -> None:
     x = torch.randn(4, 3, 8, 8) * torch.tensor([0.1, 0.5, 1, 3]).view(-1, 1, 1, 1)
     seen = Continuous(scale=0.5).build().network_input(x)

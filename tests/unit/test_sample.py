@@ -14,9 +14,10 @@ from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import hashes, write_json
+from image_diffusion.core.files import atomic_write, write_json
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.types import DataSpec
+from image_diffusion.core.verify import describe
 from image_diffusion.core.weights import save_weights
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.networks.dit import DiTConfig
@@ -200,6 +201,32 @@ def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
         run(monkeypatch, sample, *given, "--made", *parts[:2], "--output", tmp_path / "three" / "samples.npz")
 
 
+def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp_path: Path) -> None:
+    names = ["part-0-of-3.npz", ".part-1-of-3.npz.ab_c.tmp", "part-0-of-2.npz", ".part-1-of-2.npz.x.tmp"]
+    others = [".samples.npz.x.tmp", "samples.npz", "apart-0-of-9.npz", "part-0-of-9.npz.txt"]
+    for name in (*names, *others):
+        (tmp_path / name).touch()
+    with atomic_write(tmp_path / "part-5-of-7.npz") as file:
+        sample.remove_left(tmp_path / "part-1-of-2.npz", (1, 2), [])
+        held = {each.name for each in tmp_path.glob(".part-5*")}
+        assert {path.name for path in tmp_path.iterdir()} == {*others, *names[2:], *held}
+        file.write(b"whole")
+    sample.remove_left(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "part-0-of-2.npz"}
+
+
+def test_a_damaged_part_is_told_and_removed(tmp_path: Path) -> None:
+    for name in ("part-0-of-2.npz", "part-1-of-2.npz"):
+        save_samples(tmp_path / name, torch.zeros(4, 3, 8, 8, dtype=torch.uint8), None)
+    parts = [tmp_path / "part-0-of-2.npz", tmp_path / "part-1-of-2.npz"]
+    data = bytearray(parts[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    parts[1].write_bytes(data)
+    with pytest.raises(ValueError, match=r"part-1-of-2\.npz is not a whole .* It is removed: run the same"):
+        list(sample.joined(parts, settings(num_samples=8)))
+    assert list(tmp_path.iterdir()) == parts[:1]
+
+
 def test_samples_are_read_where_they_lie(tmp_path: Path) -> None:
     images = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
     save_samples(tmp_path / "ours.npz", images, torch.tensor([1, 0]))
@@ -230,7 +257,7 @@ def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         images = torch.full((4, 3, 8, 8), len(name) + (name == "two"), dtype=torch.uint8)
         save_samples(tmp_path / name / "samples.npz", images, None)
-        files = hashes(tmp_path / name, [tmp_path / name / "samples.npz"])
+        files = describe(tmp_path / name, [tmp_path / name / "samples.npz"])
         write_json(tmp_path / name / "samples.json", {"files": files})
     assert read_samples(tmp_path / "one/samples.npz").num_samples == 4
     (tmp_path / "one/samples.npz").write_bytes((tmp_path / "two/samples.npz").read_bytes())

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, UniPc, image_streams, initial_noise
+from image_diffusion.samplers.multistep import run_scheduler
 from image_diffusion.samplers.sampler import SamplerConfig, initial_scale
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -134,6 +136,15 @@ def test_multistep_solvers_start_where_alpha_is_zero(sampler: SamplerConfig) -> 
     assert observed_order(sampler, straight, 128) > 1.6
 
 
+def test_a_scheduler_runs_on_the_levels_of_the_grid_and_starts_where_they_have_a_logarithm() -> None:
+    """alpha / sigma of the straight path at sigma = 1 has none; diffusers' UniPC, too, then starts at 1 - 1e-6."""
+    scheduler = DPMSolverMultistepScheduler(prediction_type="sample", use_flow_sigmas=True)
+    grid = straight(4)
+    steps = run_scheduler(scheduler, GaussianDenoiser(grid, COVARIANCE), grid, torch.ones(1, 3, dtype=F64))
+    assert len(list(steps)) == 4
+    assert scheduler.sigmas.tolist() == pytest.approx([1 - 1e-6, 0.75, 0.5, 0.25, 0], abs=1e-9)
+
+
 @pytest.mark.parametrize("sampler", [Ddim(), DpmSolver(), UniPc()], ids=lambda s: s.type)
 def test_exponential_integrators_see_a_path_only_through_its_noise_levels(sampler: SamplerConfig) -> None:
     streams = image_streams(torch.arange(8))
@@ -179,6 +190,24 @@ def test_mean_and_covariance_are_recovered(sampler: SamplerConfig, path: Callabl
     covariance_error = (samples.T.cov() - COVARIANCE) / spread
     assert mean_error.abs().max() < 5
     assert covariance_error.abs().max() < 5
+
+
+@pytest.mark.parametrize(
+    ("sampler", "calls"),
+    [(Ddpm(), 6), (Ddim(), 6), (Euler(), 6), (Heun(), 11), (DpmSolver(), 6), (UniPc(), 6)],
+    ids=label,
+)
+def test_the_network_is_asked_as_often_as_a_sampler_says(sampler: SamplerConfig, calls: int) -> None:
+    grid, asked = preserving(6), []
+    optimal = GaussianDenoiser(grid, COVARIANCE)
+
+    def denoiser(x: Tensor, i: int) -> Denoised:
+        asked.append(i)
+        return optimal(x, i)
+
+    streams = image_streams(torch.arange(2))
+    sampler(denoiser, grid, initial_noise(streams, (3,)), streams)
+    assert len(asked) == sampler.calls(grid) == calls
 
 
 @pytest.mark.parametrize("num_steps", [2, 5])

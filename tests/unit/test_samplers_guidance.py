@@ -120,6 +120,14 @@ def test_an_interval_of_noise_levels_follows_the_grid(inputs: tuple[Tensor, Tens
     assert [len(call[0]) for call in network.calls] == [3, 3, 3, 3, 6, 6, 6, 6, 3, 3]
 
 
+def test_a_forecast_counts_the_points_that_are_guided() -> None:
+    grid = Flow(time_scale=1000).build().grid(10)
+    assert Guidance(guidance_scale=1, interval=(0.3, 1.6)).share(grid) == 0
+    assert Guidance(guidance_scale=2).share(grid) == 1
+    assert Guidance(guidance_scale=2, interval=(0.3, 1.6)).share(grid) == pytest.approx(0.4)
+    assert Guidance(guidance_scale=2, interval=(3 / 7, 3 / 7 + 1e-9)).share(grid) == pytest.approx(0.1)
+
+
 def test_an_interval_between_the_points_guides_nowhere() -> None:
     ones = torch.ones(2, dtype=torch.float64)
     grid = Grid(ones[:1], ones, torch.tensor([1.0, 0.0], dtype=torch.float64))

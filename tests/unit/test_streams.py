@@ -1,8 +1,11 @@
 """Random numbers: exact, keyed by the sample, of the right distribution."""
 
+import sys
+
 import pytest
 import torch
 
+from image_diffusion.core import streams as module
 from image_diffusion.core.streams import Streams, philox4x32
 
 
@@ -59,3 +62,12 @@ def test_the_numbers_have_the_right_distribution() -> None:
     counts = torch.bincount(many.integers("label", 10, (101,)).flatten(), minlength=10).double()
     assert ((counts - n / 10) ** 2 / (n / 10)).sum() < 40  # chi-squared, 9 degrees of freedom: p < 1e-5
     assert (many.event("drop", 0.1).double().mean() - 0.1).abs() < 5 * (0.09 / 2000) ** 0.5
+
+
+def test_without_triton_pytorch_draws_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "image_diffusion.core.draws", None)
+    assert module._by_kernel.__wrapped__() is module._by_pytorch
+    said = capsys.readouterr()
+    assert said.out == "" and "warning: random numbers are drawn slowly, without Triton: import of" in said.err

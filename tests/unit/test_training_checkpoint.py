@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from image_diffusion.core.files import atomic_write
 from image_diffusion.core.weights import save_weights
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, differing_keys, read_checkpoint, write_checkpoint
 from image_diffusion.training.config import CheckpointConfig
@@ -229,6 +230,31 @@ def test_checkpoints_past_the_end_are_kept_and_passed_over(tmp_path: Path, capsy
     shorter.save(checkpoint(8))
     shorter.wait()
     assert [path.name for path in longer.checkpoints()] == ["step-0000008", "step-0000013"]
+
+
+def test_what_killed_runs_left_half_written_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "train" / "state"
+    first = state(root)
+    first.save(checkpoint(1))
+    first.wait()
+    other = root / "another-run"
+    left = [
+        other / ".step-0000002.tmp",
+        root / ".owner.json.x.tmp",
+        tmp_path / "train/.weights.safetensors.x.tmp",
+        tmp_path / "train/previews/another-run/.step-0000002.npz.x.tmp",
+    ]
+    (left[0] / "network").mkdir(parents=True)
+    for path in left[1:]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    kept = other / "step-0000001"
+    kept.mkdir()
+    with atomic_write(tmp_path / "train/model.json"):
+        owned = state(root)
+        assert not any(path.exists() for path in left)
+        assert len(list((tmp_path / "train").glob(".model.json.*.tmp"))) == 1  # somebody writes it now
+    assert kept.exists() and [path.name for path in owned.checkpoints()] == ["step-0000001"]
 
 
 def test_a_failed_write_is_told_with_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,13 @@ def test_compiled_training_gives_the_same_losses(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def test_microbatches_change_rounding_alone_and_with_strict_nothing(tmp_path: Path) -> None:
+    for mode, tolerance in (("off", 1e-5), ("strict", 0.0)):
+        whole, cut = (start(tmp_path / f"{mode}-{size}", deterministic=mode, microbatch=size) for size in (None, 3))
+        for name in whole:
+            torch.testing.assert_close(cut[name], whole[name], rtol=tolerance, atol=tolerance)
+
+
 def smallest(folder: Path) -> tuple[float, int]:
     """The smallest validation loss, and the step it is of."""
     return min((value, step) for key, step, value in points(folder) if key == "validation/loss")

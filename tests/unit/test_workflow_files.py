@@ -34,6 +34,8 @@ def test_everything_is_what_is_made_of_each_and_of_all() -> None:
     assert {"out/one/diffusers", "out/one/sweep/guidance_scale/curve.json", "out/two/metrics.json"} <= set(both)
     assert set(known.everything({})) - set(both) == {
         "out/summary.html",
+        f"{DATA}/crops/manifest.json",
+        f"{DATA}/detector/detector.json",
         *(f"out/{name}/{page}" for name in ("one", "two") for page in ("tracked.json", "report/index.html")),
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.workflow.ownership import take_over
+from image_diffusion.workflow.ownership import hold, take_over
 from image_diffusion.workflow.queue import tell_of_unseen_jobs
 
 HERE = socket.gethostname()
@@ -52,7 +52,7 @@ def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
 def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
     code = (
-        "import sys; from pathlib import Path; from image_diffusion.workflow.ownership import take_over;"
+        "import sys; from pathlib import Path; from image_diffusion.workflow.ownership import hold, take_over;"
         "mine = take_over(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -117,3 +117,27 @@ def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureF
     told = capsys.readouterr().err
     assert told.startswith("error: Slurm job 22 left no log: a node does not see ")
     assert told.count("\n") == 1
+
+
+def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/.snakemake").touch()
+    (tmp_path / "three/.owner").mkdir(parents=True)
+    for name, path in {"one": ".snakemake/owner", "two": ".snakemake", "three": ".owner"}.items():
+        with pytest.raises(SystemExit) as error:
+            hold(tmp_path / name) if name == "three" else take_over(tmp_path / name)
+        told = str(error.value)
+        assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
+        assert told.endswith(". Remove it and start again.") and "\n" not in told
+
+
+def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(tmp_path: Path) -> None:
+    with hold(tmp_path / "results"):
+        with pytest.raises(SystemExit) as told:
+            hold(tmp_path / "results")
+        assert str(told.value).startswith(
+            f"error: Another Snakemake works in {tmp_path / 'results'}: process {os.getpid()} "
+        )
+        assert f"started in {Path.cwd()}. Wait until it has ended, or set `results`" in str(told.value)
+    hold(tmp_path / "results").close()

@@ -71,6 +71,11 @@ def test_the_code_of_what_was_made_is_told_when_it_has_changed(folder: Path) -> 
     told = note_code(plans, results, CODE)
     assert told == ["The code of train has changed since. To make it again: rm -r results/one/train"]
     assert note_code(plans, results, CODE | {"train": "newer"}) == []
+    note = results / "one/config/train.code"
+    note.write_bytes(note.read_bytes().replace(b"newer", b"never"))
+    was_damaged = f"{note} was damaged: whether the code of train has changed before now is not known."
+    assert note_code(plans, results, CODE | {"train": "newer"}) == [was_damaged]
+    assert note_code(plans, results, CODE | {"train": "newer"}) == []
 
 
 def test_stages_find_python_and_what_lies_beside_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +140,7 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     assert second.process is None and process.poll() is None
     following.end()
     assert process.poll() is not None
-    asked = ["--results", "results", "--every", "5", "--store", "u", "--project", "p", "--experiments", "one"]
+    asked = ["--results", "results", "--every", "5", "--project", "p", "--experiments", "one"]
     assert str(asked) in LOG.read_text()
     assert capsys.readouterr().err == ""
     following.start()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
+import threading
 import time
-from contextlib import closing
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from projects import Project
+from projects import ROOT, Project
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +60,37 @@ def wait_until(what: str, condition: object, running: subprocess.Popen[bytes] | 
         time.sleep(0.1)
 
 
+@contextmanager
+def user_interface(project: Project) -> Iterator[Callable[[], list[str]]]:
+    """`make ui` for a project; what it says of each run, as text."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["sh", str(ROOT / "workflow/scripts/ui.sh"), "mlflow.db", str(port)]
+    with (project / "ui.log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=project.folder, stdout=log, stderr=log, start_new_session=True)
+
+    def runs() -> list[str]:
+        address = f"http://127.0.0.1:{port}/api/2.0/mlflow/runs/search"
+        request = urllib.request.Request(
+            address, json.dumps({"experiment_ids": ["1"]}).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return [json.dumps(run) for run in json.load(answer).get("runs", [])]
+        except OSError:  # it has not begun to listen
+            return []
+
+    try:
+        yield runs
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) -> None:
-    """Snakemake is killed while it trains; another training then comes to its end."""
+    """`make ui` shows a training that runs and does not stop it. Snakemake is then killed; of another training only the
+    follower is, and what it would have sent is sent at the end."""
     settings = fresh / "config/config.yaml"
     settings.write_text(settings.read_text().replace("every_s:", "every_s: 1"))
     fresh.edit(lambda experiment: experiment["train"].update(steps=100_000))
@@ -62,11 +99,21 @@ def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) 
     ) as running:
         wait_until("a loss is shown", lambda: points(fresh, "RUNNING") > 0, running)
         assert len(followers(fresh)) == 1
+        with user_interface(fresh) as runs:
+            wait_until("the page shows the run", lambda: any("train/loss" in run for run in runs()), running)
+            shown = points(fresh, "RUNNING")
+            wait_until("another loss is shown", lambda: points(fresh, "RUNNING") > shown, running)
         os.killpg(running.pid, signal.SIGKILL)
     wait_until("the follower ends", lambda: not followers(fresh))
 
-    fresh.edit(lambda experiment: experiment["train"].update(steps=8, seed=1))
-    assert "warning: MLflow" not in fresh.run("results/micro/train/weights.safetensors")
+    fresh.edit(lambda experiment: experiment["train"].update(steps=200, seed=1))
+    command = [*fresh.command(), "results/micro/train/weights.safetensors"]
+    with subprocess.Popen(command, cwd=fresh.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        wait_until("there is a follower", lambda: followers(fresh), running)
+        os.kill(followers(fresh)[0], signal.SIGKILL)
+        printed = running.communicate()[0].decode()
+    assert running.returncode == 0, printed
+    assert "warning: MLflow" not in printed
     assert not followers(fresh)
     said = (fresh / "logs/follow.log").read_text()
     assert points(fresh, "FINISHED") > 0 and points(fresh, "RUNNING") == 0, said
@@ -79,3 +126,49 @@ def test_a_store_that_is_down_stops_nothing(fresh: Project) -> None:
     said = fresh.run("results/micro/train/weights.safetensors")
     assert "warning: MLflow did not take everything yet" in said
     assert not followers(fresh)
+
+
+def test_a_password_is_in_no_command_line_and_in_no_file(finished: Project) -> None:
+    """The store refuses everything, so that whoever writes something about it does so now."""
+    seen: list[bytes] = []
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = finished / "config/config.yaml"
+        text = settings.read_text().replace("sqlite:///mlflow.db", f"http://me:s3cr3t@127.0.0.1:{server.server_port}")
+        settings.write_text(text.replace("every_s:", "every_s: 1"))
+        command = [*finished.command(), "--printshellcmds", "--verbose", "results/micro/tracked.json"]
+        with (finished / "told.txt").open("wb") as output:
+            running = subprocess.Popen(command, cwd=finished.folder, stdout=output, stderr=output)
+            while running.poll() is None:
+                seen += command_lines()
+                time.sleep(0.05)
+        server.shutdown()
+    told = (finished / "told.txt").read_text()
+    assert running.returncode == 1 and "did not take the history" in told
+    assert "Basic " + b64encode(b"me:s3cr3t").decode() in Refuses.asked
+    assert any(b"image_diffusion.track" in line for line in seen)
+    assert "s3cr3t" not in told and not any(b"s3cr3t" in line for line in seen)
+    files = [path for path in finished.folder.rglob("*") if path.is_file() and path != settings]
+    assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """A store that grants nothing to anybody, and remembers who asked."""
+
+    asked: ClassVar[set[str | None]] = set()
+
+    def do_GET(self) -> None:
+        self.asked.add(self.headers["Authorization"])
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def command_lines() -> list[bytes]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            found.append((process / "cmdline").read_bytes())
+    return found

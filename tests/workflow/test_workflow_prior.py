@@ -58,6 +58,29 @@ def test_an_edit_makes_its_own_stage_and_those_after_it_again(prior: Project) ->
         prior.planned()
 
 
+def test_captions_that_are_edited_in_place_are_embedded_again(prior: Project) -> None:
+    path = prior / "config/experiments/micro_prior.yaml"
+    before, table = path.read_text(), prior / "captions.csv"
+    images = sorted((prior / "images").rglob("*.png"))
+    rows = [f"{image.relative_to(prior / 'images')},number {image.stem}" for image in images]
+    table.write_text("\n".join(["path,caption", *rows]) + "\n")
+    captions = {"type": "table", "path": "captions.csv"}
+    target = "results/datasets/dots-16/pairs-hashed/manifest.json"
+    try:
+        prior.edit(lambda experiment: experiment["pairs"].update(captions=captions), "micro_prior")
+        prior.run(target)
+        first = (prior / target).read_bytes()
+        assert prior.planned(target) == set()
+        table.write_text(table.read_text().replace("number 000", "zero"))
+        assert prior.planned() & STAGES == {"embed", "train", "evaluate"}
+        prior.run(target)
+        assert (prior / target).read_bytes() != first
+    finally:
+        path.write_text(before)
+        table.unlink()
+        prior.run(target)
+
+
 def test_embeddings_of_others_need_no_crops_and_a_changed_file_makes_them_again(prior: Project) -> None:
     folder, rows = prior / "embeddings", np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
     path, before = (

@@ -7,6 +7,8 @@ import shutil
 
 from projects import Project
 
+from image_diffusion.core.files import write_json
+
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 
 
@@ -42,7 +44,7 @@ def test_editing_train_leaves_the_data(finished: Project) -> None:
 
 
 def test_editing_resources_makes_nothing_again(finished: Project) -> None:
-    finished.edit(lambda experiment: experiment["resources"].update(memory_mb=1000))
+    finished.edit(lambda experiment: experiment["resources"].update(memory_mb=1000, processes_per_node=2))
     assert finished.planned() == set()
 
 
@@ -52,13 +54,24 @@ def test_one_more_image_makes_everything_again(finished: Project) -> None:
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 
+def test_another_number_of_shards_makes_everything_again(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment["data"].update(num_shards=3))
+    assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
+
+
 def test_a_deleted_result_is_made_again(finished: Project) -> None:
     (finished / "results/micro/metrics.json").unlink()
     assert finished.planned() == AFTER_SAMPLE - {"sample"}
 
 
+def test_a_deleted_manifest_is_made_again(finished: Project) -> None:
+    """Everything that was made from it is there."""
+    (finished / "results/datasets/dots-16/crops/manifest.json").unlink()
+    assert "crop" in finished.planned()
+
+
 def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Project) -> None:
-    (finished / "results/micro/config/train.code").write_text("the code of another day")
+    write_json(finished / "results/micro/config/train.code", {"code": "of another day"})
     assert "The code of train has changed since. To make it again: rm -r results/micro/train" in finished.run("-n")
     assert finished.planned() == set()
     shutil.rmtree(finished / "results/micro/train")

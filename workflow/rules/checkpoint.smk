@@ -6,6 +6,7 @@
 
 
 rule checkpoint_weights:
+    "The weights of a checkpoint of a training that may go on."
     input:
         config=files.config("train"),
     output:
@@ -31,6 +32,7 @@ rule checkpoint_weights:
 
 
 rule checkpoint_sample:
+    "Images of a checkpoint, as many as the grid shows, while the training goes on."
     input:
         config=files.config("sample"),
         before=files.configs_before("sample"),

@@ -2,6 +2,7 @@
 
 
 rule crop:
+    "Images of a data set: cut to squares of one size as ADM does, in webdataset shards; what cannot be read is listed."
     input:
         config=files.config("crop"),
         source=f"{results}/datasets/{{dataset}}/source.json",
@@ -31,6 +32,7 @@ rule crop:
 
 # A large data set is encoded by several jobs, a part each; `encode` then finds every shard in place.
 rule encode_part:
+    "Latents of a part of the crops: a large data set is encoded by several jobs."
     input:
         config=files.config("encode"),
         before=files.configs_before("encode"),
@@ -60,6 +62,7 @@ rule encode_part:
 
 
 rule encode:
+    "Latents of the crops, as the codec of the experiment makes them, in shards."
     input:
         config=files.config("encode"),
         before=files.configs_before("encode"),

@@ -2,6 +2,7 @@
 
 
 rule detect:
+    "A small classifier of the data set's own classes: the judge that needs no download."
     input:
         config=files.config("crop"),
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",

@@ -2,6 +2,7 @@
 
 
 rule doctor:
+    "What a training will take of time, memory and disk, from a few of its steps: results/EXPERIMENT/doctor.json."
     input:
         config=files.config("train"),
         data=files.training_data,

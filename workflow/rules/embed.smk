@@ -2,6 +2,7 @@
 
 
 rule embed:
+    "Pairs of image and text embeddings: what a prior learns from."
     input:
         config=files.config("embed"),
         before=files.configs_before("embed"),

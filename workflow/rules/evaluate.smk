@@ -2,6 +2,7 @@
 
 
 rule evaluate:
+    "Numbers with intervals: how good the trained model, or what it makes, is."
     input:
         config=files.config("evaluate"),
         before=files.configs_before("evaluate"),

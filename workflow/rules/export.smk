@@ -2,6 +2,7 @@
 
 
 rule export:
+    "A folder that diffusers loads, with a model card."
     input:
         config=files.config("export"),
         before=files.configs_before("export"),

@@ -1,12 +1,18 @@
 # What stages log goes to MLflow while they run. Snakemake calls these for the workflow it is started with, not for its
 # modules: as a module, the runs are in MLflow when their experiment has ended.
+from pathlib import Path
+
+from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.following import Following
+from image_diffusion.workflow.ownership import hold
 from image_diffusion.workflow.queue import tell_of_unseen_jobs
 
-following = Following(config["tracking"], root / "src", results, plans.by_name)
+following = Following(config["tracking"], package_beside(root), results, plans.by_name)
+held = []
 
 
 onstart:
+    held.append(hold(Path(results)))
     following.start()
 
 

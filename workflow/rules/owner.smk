@@ -2,14 +2,13 @@
 # uses this one as a module keeps its own ways.
 from pathlib import Path
 
-from snakemake.settings.types import DAGSettings
-
+from image_diffusion.workflow.healing import Damage
+from image_diffusion.workflow.incomplete import make_unfinished_again
 from image_diffusion.workflow.ownership import take_over
 
 if workflow.modifier.is_main_snakefile():
-    if not workflow.remote_exec:
+    if workflow.remote_exec:
+        make_unfinished_again(None)
+    else:
         owner = take_over(Path())
-
-    # What a killed stage was making is made again, as with --rerun-incomplete: every command goes on from its own state
-    # and writes whole files. Snakemake takes this from the command line only, and after it has read the rules.
-    DAGSettings.force_incomplete = property(lambda settings: True, lambda settings, value: None)
+        make_unfinished_again(Damage(config["tracking"]["uri"]).among)

@@ -2,6 +2,7 @@
 
 
 rule report:
+    "Everything that was found about an experiment, on one page."
     input:
         results=files.made,
     output:
@@ -25,8 +26,8 @@ rule report:
         " --output {output.page:q}"
 
 
-# A line for each experiment, on a page and in the terminal.
 rule summary:
+    "A line for each experiment, on a page and in the terminal."
     input:
         results=files.made,
     output:

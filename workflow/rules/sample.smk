@@ -3,6 +3,7 @@
 
 # Many images are made by several jobs, a part each; `sample` then joins them, and the parts go.
 rule sample_part:
+    "A part of an experiment's images: many are made by several jobs."
     input:
         config=files.config("sample"),
         before=files.configs_before("sample"),
@@ -38,6 +39,7 @@ rule sample_part:
 
 
 rule sample:
+    "Images of a trained model, each with its own seed."
     input:
         config=files.config("sample"),
         before=files.configs_before("sample"),

@@ -1,8 +1,8 @@
 # curves: one point for each value of what is varied, sampled and judged like the experiment's own samples
 
 
-# Other weights of the training: of an earlier step, or of another average, from the checkpoint that was kept.
 rule sweep_weights:
+    "Other weights of the training: of an earlier step, or of another average, from the checkpoint that was kept."
     input:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
@@ -28,6 +28,7 @@ rule sweep_weights:
 
 
 rule sweep_sample:
+    "Images of one point of a curve."
     input:
         config=files.swept_config,
         before=files.configs_before("sample"),
@@ -63,6 +64,7 @@ rule sweep_sample:
 
 
 rule sweep_evaluate:
+    "How good one point of a curve is."
     input:
         config=f"{results}/{{experiment}}/config/sweep/evaluate.yaml",
         before=files.configs_before("sample"),
@@ -102,6 +104,7 @@ rule sweep_evaluate:
 
 
 rule sweep:
+    "A curve: the metrics against one setting, the best value marked."
     input:
         points=files.swept_points,
     output:

@@ -2,6 +2,7 @@
 
 
 rule train:
+    "Weights. After any end the next attempt goes on from the last checkpoint."
     input:
         config=files.config("train"),
         before=files.configs_before("train"),

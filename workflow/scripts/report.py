@@ -23,7 +23,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 from image_diffusion.core import command
-from image_diffusion.core.files import digest, read_json, write_text
+from image_diffusion.core.files import digest, read_json, write_page
 from image_diffusion.core.history import History, read_journal
 
 STYLE = """
@@ -94,21 +94,27 @@ def sweeps(folder: Path) -> Iterator[str]:
         encoded = base64.b64encode(path.with_suffix(".png").read_bytes()).decode()
         apart = "" if curve["apart"] else ", not apart from all others"
         best = f"{html.escape(curve['headline'])} is lowest at {html.escape(curve['best'])}{apart}"
-        yield f"<h2>{title}</h2>\n<p>{best}.</p>"
+        doubt = f" Do not rely on it: {html.escape(curve['doubt'])}." if curve["doubt"] else ""
+        yield f"<h2>{title}</h2>\n<p>{best}.{doubt}</p>"
         yield f'<img alt="{title}" src="data:image/png;base64,{encoded}">'
 
 
 def metrics(path: Path) -> Iterator[str]:
-    """A row for each metric: its value and interval, the same for real images, and how it was taken."""
+    """A row for each metric: its value and interval, the same for as many real images, and how it was taken."""
     if not path.is_file():
         return
     result = read_json(path)
     yield "<h2>Metrics</h2>"
-    heads = ["", "value", "95 % interval", "real images", "samples", ""]
+    if result.get("doubt"):
+        yield f"<p><strong>No headline: {html.escape(result['doubt'])}.</strong></p>"
+    heads = ["", "value", "95 % interval", "samples", "real images", "as many samples", "number", ""]
     lines = []
     for name, metric in result["metrics"].items():
         interval = " to ".join(f"{bound:.4g}" for bound in metric["interval"] or [])
-        lines.append([name, metric["value"], interval, metric.get("floor"), metric["n"], metric["note"]])
+        floor = [metric.get(key) for key in ("floor", "at_floor_n", "floor_n")]
+        doubt = metric.get("doubt")
+        note = metric["note"] if doubt in (None, result.get("doubt")) else doubt
+        lines.append([name, metric["value"], interval, metric["n"], *floor, note])
     yield rows(heads, lines)
     yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
 
@@ -120,7 +126,8 @@ def training(journal: Path) -> Iterator[str]:
         return
     keys = sorted({point.key for point in history.points if not point.key.startswith(("speed/", "system/"))})
     yield "<h2>Training</h2>"
-    yield table({"attempts": len(history.starts), "status": history.status})
+    damaged = {"damaged lines of the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
+    yield table({"attempts": len(history.starts), "status": history.status} | damaged)
     if keys:
         yield curves(history, keys)
 
@@ -257,7 +264,7 @@ def main() -> None:
     parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), help="folder of Snakemake's benchmarks")
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     arguments = parser.parse_args()
-    write_text(arguments.output, page(arguments.experiment, arguments.data, arguments.benchmarks))
+    write_page(arguments.output, page(arguments.experiment, arguments.data, arguments.benchmarks))
 
 
 if __name__ == "__main__":

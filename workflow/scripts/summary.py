@@ -14,7 +14,7 @@ from pathlib import Path
 from report import STYLE, picture, rows
 
 from image_diffusion.core import command
-from image_diffusion.core.files import read_json, write_text
+from image_diffusion.core.files import read_json, write_page
 
 HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % interval", "real images", "training"]
 
@@ -26,6 +26,8 @@ def line(name: str, results: Path, benchmarks: Path) -> list[object]:
     measured = read_json(folder / "metrics.json")["metrics"].get(plan["headline"], {})
     interval = " to ".join(f"{bound:.4g}" for bound in measured.get("interval") or [])
     found = [name, plan["system"], plan["dataset"], model["step"], plan["headline"]]
+    if measured.get("doubt"):
+        return [*found, f"no headline: {measured['doubt']}", "", None, trained_for(benchmarks / name)]
     return [*found, measured.get("value"), interval, measured.get("floor"), trained_for(benchmarks / name)]
 
 
@@ -56,9 +58,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     arguments = parser.parse_args()
     lines = [line(name, arguments.results, arguments.benchmarks) for name in arguments.experiments]
-    write_text(arguments.output, page(lines, arguments.results))
+    write_page(arguments.output, page(lines, arguments.results))
     for name, system, data, steps, metric, value, interval, *_ in lines:
-        shown = "not measured" if value is None else f"{metric} {value:.4g}" + (f" [{interval}]" if interval else "")
+        shown = "not measured" if value is None else str(value)
+        if isinstance(value, float):
+            shown = f"{metric} {value:.4g}" + (f" [{interval}]" if interval else "")
         print(f"{name}: {system} on {data}, {steps:,} steps, {shown}; {arguments.results / str(name) / 'report'}")
 
 

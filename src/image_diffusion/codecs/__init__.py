@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from image_diffusion.codecs.published import Diffusers
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.trained import Trained
 
-CodecConfig = Annotated[Rgb | StabilityVae | Trained, Field(discriminator="type")]
+CodecConfig = Annotated[Rgb | StabilityVae | Diffusers | Trained, Field(discriminator="type")]

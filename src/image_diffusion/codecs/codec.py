@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
 
 _PIXELS_AT_ONCE = 2**20
 
@@ -40,11 +44,6 @@ class Codec(Protocol):
         ...
 
     @property
-    def scale(self) -> float:
-        """What a latent is multiplied with to become x; 1 for pixels."""
-        ...
-
-    @property
     def bounded(self) -> bool:
         """Whether x lies in [-1, 1], as pixels do: then samplers hold what they predict of it there."""
         ...
@@ -54,16 +53,110 @@ class Codec(Protocol):
         ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, not scaled."""
+        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, not scaled. [B, 1, c, h, w] where
+        there is no deviation."""
         ...
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
         """What the shards hold -> x, float32 [B, c, h, w]."""
         ...
 
+    def normalise(self, latent: Tensor) -> Tensor:
+        """A latent as it was encoded, float32 [B, c, h, w] -> x; pixels stay what they are."""
+        ...
+
     def decode(self, x: Tensor) -> Tensor:
         """X, float32 [B, c, h, w] -> uint8 images [B, C, H, W]."""
         ...
+
+    def with_decoder(self, weights: str, device: torch.device) -> Codec:
+        """The same codec, but images come from the decoder of another autoencoder of the same latents: a folder, or a
+        name on the Hub. Raises ValueError for a codec that takes none."""
+        ...
+
+
+@runtime_checkable
+class Tokens(Protocol):
+    """Turns images into integers, and those back into images."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many integers there are."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Plain data that tells these tokens from all others."""
+        ...
+
+    def compile_encoder(self) -> None:
+        """Make `encode` faster with torch.compile."""
+        ...
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Uint8 [B, C, H, W] -> int64 [B, h, w], from 0 to num_tokens - 1."""
+        ...
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        ...
+
+
+class CodecSettings(Config, ABC):
+    """Base of the section `codec`: what the stages ask of it before there is a codec."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """The folder of what is encoded, beside the crops; None: nothing is."""
+
+    @abstractmethod
+    def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
+        """What the data fix about a network. autoencoder: of the experiment that trains the codec, where one does.
+
+        Raises ValueError when the images do not fit, from what can be known without loading any weights.
+        """
+
+    @abstractmethod
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
+        """The codec. weights: the folder of the experiment that trained it, where one did. scale: what `scale_of` gave
+        for the encoded data set; None while encoding. dtype: what it computes in."""
+
+    def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> Tokens:
+        """What images become tokens with. Raises ValueError for a codec that has none."""
+        raise ValueError(f"encode.tokens is set, but the codec {self.name} has none. Leave encode.tokens out.")
+
+    def scale_of(self, statistics: Mapping[str, Any] | None) -> Any:
+        """What latents of a data set are scaled with, as plain data: for `build`, and kept in model.json.
+
+        statistics: those of its manifest; None for crops. By default one over the standard deviation of all numbers.
+        """
+        return None if statistics is None else 1.0 / statistics["global_std"]
+
+    def encoded_by(self) -> Self:
+        """What of it decides the latents: experiments that agree in that share them."""
+        return self
+
+    def check_decoder(self, key: str, weights: str) -> None:
+        """Raise ValueError where the autoencoder that a key names cannot decode these latents. Nothing is loaded."""
+        raise ValueError(
+            f"{key} is {weights}, but only the latents of a published autoencoder (codec.type diffusers or "
+            f"stability_vae) have other decoders. Leave it out."
+        )
+
+    def advice(self, statistics: Mapping[str, Any]) -> str | None:
+        """What to know of latents of which these statistics were measured; None: nothing."""
+        return None
+
+
+def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
+    """What the data fix once images are latents. Raises ValueError when the resolution cannot be divided."""
+    if images.resolution % downsampling:
+        raise ValueError(
+            f"data.resolution is {images.resolution}, but the codec divides each edge by {downsampling}. "
+            f"Choose a multiple of {downsampling}."
+        )
+    return DataSpec(channels=channels, resolution=images.resolution // downsampling, num_classes=images.num_classes)
 
 
 def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, pixels: int) -> Tensor:

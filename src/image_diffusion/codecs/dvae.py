@@ -48,6 +48,13 @@ class DVAECodec:
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
         return stored[:, 0].to(torch.float32) * self.scale
 
+    def normalise(self, latent: Tensor) -> Tensor:
+        return latent * self.scale
+
+    def with_decoder(self, weights: str, device: torch.device) -> DVAECodec:
+        """A discrete VAE has one decoder. Raises ValueError."""
+        raise ValueError(f"A discrete VAE has no decoder that {weights} could replace. Leave sample.decoder out.")
+
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         weight = self.network.codebook.weight

@@ -8,13 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import Codec, LatentShape, from_uint8, to_uint8
-from image_diffusion.core.config import Config
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, from_uint8, to_uint8
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 
 
-class Rgb(Config):
+class Rgb(CodecSettings):
     """Pixels. The codec and its configuration are one thing, since there is nothing to load."""
 
     type: Literal["rgb"] = "rgb"
@@ -25,13 +24,9 @@ class Rgb(Config):
         """There is no folder of latents."""
         return None
 
-    def build(self, weights: Path | None, scale: float | None, device: torch.device, dtype: torch.dtype) -> Codec:
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
         """The codec: there is nothing to load."""
         return self
-
-    @property
-    def scale(self) -> float:
-        return 1.0
 
     @property
     def bounded(self) -> bool:
@@ -55,5 +50,12 @@ class Rgb(Config):
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
         return from_uint8(stored)
 
+    def normalise(self, latent: Tensor) -> Tensor:
+        return latent
+
     def decode(self, x: Tensor) -> Tensor:
         return to_uint8(x)
+
+    def with_decoder(self, weights: str, device: torch.device) -> Codec:
+        """Pixels are not decoded. Raises ValueError."""
+        raise ValueError(f"Codec rgb has no decoder that {weights} could replace. Leave sample.decoder out.")

@@ -1,21 +1,27 @@
-"""The pretrained autoencoder of Stable Diffusion, from the Hub or from a local folder."""
+"""The pretrained autoencoder of Stable Diffusion 1, from the Hub or from a local folder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
-from image_diffusion.codecs.codec import Codec, LatentShape
-from image_diffusion.codecs.kl import KlCodec, latent_spec, load_vae
-from image_diffusion.core.config import Config
+from image_diffusion.codecs.autoencoders import Factors, Kl, as_declared, far_off, kind_of
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec
+from image_diffusion.codecs.decoder import check_decoder
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.pretrained import folder_of, load_pretrained, settings_of
 from image_diffusion.core.types import DataSpec
 
+_CHANNELS, _DOWNSAMPLING = 4, 8
+_SAME = 1e-6
 
-class StabilityVae(Config):
-    """Stable Diffusion's autoencoder: 8 pixels along an edge to one, 4 channels."""
+
+class StabilityVae(CodecSettings):
+    """Stable Diffusion 1's autoencoder: 8 pixels along an edge to one, 4 channels. Any other: codec.type diffusers."""
 
     type: Literal["stability_vae"] = "stability_vae"
     """Stable Diffusion's pretrained autoencoder."""
@@ -30,15 +36,48 @@ class StabilityVae(Config):
         return Path(self.weights).name
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """What the data fix about a network on these latents. Raises ValueError when the images do not fit."""
+        """What the data fix about a network on these latents. Raises ValueError when the images do not fit, or a local
+        folder holds another autoencoder than Stable Diffusion 1's."""
         if images.channels != 3:
             raise ValueError(f"data.channels is {images.channels}, but the codec stability_vae reads RGB. Set it to 3.")
-        return latent_spec(images, channels=4, downsampling=8)
+        folder = folder_of(self.weights)
+        if folder is not None and (folder / "config.json").is_file():
+            self._check(settings_of(self.weights, None, "codec.weights"), "scale" in self.model_fields_set)
+        return latent_spec(images, _CHANNELS, _DOWNSAMPLING)
 
-    def build(self, weights: Path | None, scale: float | None, device: torch.device, dtype: torch.dtype) -> Codec:
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
         """The codec; its weights are loaded when first used. `weights` and `scale` are its configuration's own."""
-        return KlCodec(
-            identity={"type": "kl", "weights": self.weights},
-            load=lambda: load_vae(self.weights, device, dtype),
-            scale=self.scale,
+
+        def load() -> Any:
+            vae = load_pretrained(Kl.network(), self.weights, None, device, dtype, "codec.weights")
+            self._check({"_class_name": "AutoencoderKL", **vae.config}, scale_is_chosen=True)
+            return vae
+
+        return KlCodec(identity={"type": "kl", "weights": self.weights}, load=load, scale=self.scale)
+
+    def check_decoder(self, key: str, weights: str) -> None:
+        check_decoder(key, weights, _CHANNELS, _DOWNSAMPLING)
+
+    def advice(self, statistics: Mapping[str, Any]) -> str | None:
+        mean, std = as_declared(statistics, Factors([0.0], [1 / self.scale]))
+        if not far_off(mean, std):
+            return None
+        return (
+            f"Multiplied with codec.scale {self.scale:g}, the latents have mean {mean:.2f} and standard deviation "
+            f"{std:.2f} over this data set, not 0 and 1. codec: {{type: diffusers, weights: {self.weights}}} "
+            f"normalises them by what was measured."
+        )
+
+    def _check(self, settings: Mapping[str, Any], scale_is_chosen: bool) -> None:
+        """Raise ValueError for another autoencoder: one factor is all that this codec scales latents with."""
+        kind = kind_of(settings, self.weights)
+        if isinstance(kind, Kl) and (kind.channels, kind.downsampling) == (_CHANNELS, _DOWNSAMPLING):
+            declared = kind.declared(None)
+            has_one_factor = list(declared.mean) == [0.0] and len(declared.std) == 1
+            if has_one_factor and (scale_is_chosen or abs(self.scale * declared.std[0] - 1) < _SAME):
+                return
+        raise ValueError(
+            f"codec.weights is {self.weights}, which is not Stable Diffusion 1's autoencoder: it has {kind.channels} "
+            f"channels at 1/{kind.downsampling} of the edge, and factors of its own. Use codec: {{type: diffusers, "
+            f"weights: {self.weights}}}."
         )

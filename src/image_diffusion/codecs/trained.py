@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from image_diffusion.codecs.codec import Codec, LatentShape
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec
 from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
-from image_diffusion.codecs.kl import KlCodec, latent_spec
-from image_diffusion.core.config import Config, parse
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.core.config import parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_model, read_weights
 from image_diffusion.networks.autoencoder import Autoencoder, AutoencoderConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 
 
-class Trained(Config):
+class Trained(CodecSettings):
     """The codec trained by an experiment whose system is an autoencoder."""
 
     type: Literal["trained"] = "trained"
@@ -42,7 +42,7 @@ class Trained(Config):
             )
         return latent_spec(images, autoencoder.latent_channels, autoencoder.downsampling)
 
-    def build(self, weights: Path | None, scale: float | None, device: torch.device, dtype: torch.dtype) -> Codec:
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
         """The codec in a weights folder. Raises ValueError when it holds something else than an autoencoder.
 
         scale: of the encoded data set, used when the configuration names none; None while encoding.

@@ -9,7 +9,9 @@ import traceback
 from collections.abc import Callable
 
 from image_diffusion.core.errors import Stopped
+from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.lifeline import VARIABLE, end_with
+from image_diffusion.core.secrets import hidden
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -25,11 +27,12 @@ def part_of(text: str) -> tuple[int, int]:
     return index, count
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], *smaller: str) -> None:
     """Call `main` and end the process: 0 when it returns, 75 when it was stopped and can go on, 1 for a mistake.
 
-    ValueError and OSError are told in one line; IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other
-    exception is a defect of this program and keeps its traceback.
+    ValueError, OSError, and what a full disk or too little memory raises, are told in one line;
+    IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other exception is a defect of this program and keeps
+    its traceback. smaller: the keys of an experiment that make this command need less memory when they are smaller.
     """
     end_with(os.environ.get(VARIABLE, "").split())
     try:
@@ -40,8 +43,11 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("stopped: interrupted. Run the same command again to go on.", file=sys.stderr, flush=True)
         sys.exit(130)
-    except (ValueError, OSError) as error:
-        if os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        sentence = sentence_on(error, smaller)
+        told = sentence is not None or isinstance(error, ValueError | OSError)
+        if not told or os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
+            print(hidden(traceback.format_exc()), file=sys.stderr, flush=True)
+        if told:
+            print(hidden(f"error: {sentence or error}"), file=sys.stderr, flush=True)
         sys.exit(1)

@@ -7,11 +7,14 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+from image_diffusion.core.exhausted import writing
 
 
 @contextmanager
@@ -21,8 +24,13 @@ def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterat
     Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too. What
     killed processes left of the same file is removed first. permit: asked last of all; raises if it may not appear.
     """
+    with writing(path):
+        yield from _atomic_write(path, permit)
+
+
+def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(path)
+    remove_unfinished(path.parent, glob.escape(path.name))
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,12 +52,36 @@ def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterat
     sync_folder(path.parent)
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove what killed processes left of a file that they were writing. One that is being written stays."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left of files that they were writing into a folder. One that is being written stays.
+
+    name: of the files, as a pattern.
+    """
+    for left in folder.glob(f".{name}.*.tmp"):
         with suppress(OSError), left.open("rb") as file:  # it may have got its name meanwhile
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then appears complete in the place of another one, or not at all.
+
+    What killed processes left of the same folder is removed first: one process writes it at a time.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary,
+        writing(folder),
+    ):
+        written = Path(temporary) / folder.name
+        written.mkdir()
+        yield written
+        if folder.exists():
+            shutil.rmtree(folder)
+        written.rename(folder)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -136,10 +168,28 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def hashes(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """The sha256 of files by their path from a folder: the key "files" of a JSON file in there, which is compared with
-    them whenever Snakemake starts."""
-    return {os.path.relpath(path, folder): sha256_file(path) for path in paths}
+def write_page(path: Path, text: str) -> None:
+    """Write a page of HTML atomically, with the sha256 of what stands above in its last line."""
+    write_text(path, f"{text.rstrip()}\n{_page_seal(text)}\n")
+
+
+def is_whole_page(path: Path) -> bool:
+    """Whether a page is what `write_page` wrote. Raises OSError."""
+    above, _, seal = path.read_bytes().decode("utf-8", "replace").rstrip("\n").rpartition("\n")
+    return seal == _page_seal(above)
+
+
+def _page_seal(text: str) -> str:
+    return f"<!-- sha256 of the above: {hashlib.sha256(text.rstrip().encode('utf-8')).hexdigest()} -->"
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file by its path from the folder, as SHA256SUMS says.
+
+    Raises OSError when there is none, ValueError when it cannot be read.
+    """
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines)}
 
 
 def digest(data: Any) -> str:

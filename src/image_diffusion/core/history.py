@@ -1,7 +1,7 @@
 """The attempts of a stage, read from its journal and merged into one history: each step once.
 
 `core.journal` says how attempts are written. What an attempt wrote past the step that a later one resumed from is
-superseded; a line that a crash cut off is left out.
+superseded; a line that a crash cut off is left out, and so is a damaged one, which is told.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import fcntl
 import json
 import math
 import os
-import sys
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
+from zlib import crc32
 
-from image_diffusion.core.files import digest
+from image_diffusion.core.errors import tell_once
+from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.core.journal import attempt_number
+
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}$')
 
 Status = Literal["finished", "failed", "stopped", "killed", "running"]
 
@@ -33,12 +37,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Image:
-    """One picture at a step, and the journal's copy of it."""
+    """One picture at a step, and the journal's copy of it. sha256: of what was copied; empty where nobody noted it."""
 
     key: str
     step: int
     time: int
     path: Path
+    sha256: str = ""
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the copy now; None for one that is as it was."""
+        if not self.path.is_file():
+            return "is missing"
+        return "is damaged" if self.sha256 and sha256_file(self.path) != self.sha256 else None
 
 
 Entry = TypeVar("Entry", Point, Image)
@@ -60,7 +72,7 @@ class History:
 
     id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
     gave another value (`params` keeps the first). superseded, superseded_images: what dead attempts wrote past the
-    step that was resumed from.
+    step that was resumed from. damaged: the lines that were left out, as "attempt-0001.jsonl line 7".
     """
 
     id: str
@@ -76,6 +88,7 @@ class History:
     images: list[Image]
     superseded_images: list[Image]
     artifacts: list[Artifact]
+    damaged: list[str]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric, by step."""
@@ -98,7 +111,8 @@ def read_journals(folder: Path) -> list[History]:
 
     Attempts are in the order of their numbers, which were given one by one: no clock and no name decides. An attempt
     belongs to the run with its fingerprint or parameters; but one that starts from the beginning after that run
-    finished is a run of its own. A line that was cut off by a crash, at the end of a file, is left out.
+    finished is a run of its own. A line that a crash cut off, at the end of a file, is left out. A damaged one is
+    left out and told, and with the first line all of an attempt.
     """
     runs: list[list[_Attempt]] = []
     for path in sorted(folder.glob("attempt-*.jsonl"), key=attempt_number):
@@ -122,6 +136,7 @@ class _Attempt:
     points: list[Point] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
     end: dict[str, Any] | None = None
     last_time: int = 0
 
@@ -142,17 +157,24 @@ class _Attempt:
 def _read_attempt(path: Path) -> _Attempt | None:
     with path.open("rb") as file:
         alive = _is_locked(file.fileno())
-        lines = file.read().split(b"\n")[:-1]  # behind the last newline is nothing, or a line cut off by a crash
-    records = []
+        *lines, rest = file.read().split(b"\n")
+    if b',"crc32":"' in rest:  # else behind the last newline is nothing, or a line that a crash cut off
+        lines.append(rest)
+    records, damaged = [], []
+    sealed = any(_CHECKSUM.search(line) for line in lines[:2])
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:  # a disk that lost power can leave zeros
-            print(f"warning: journal {path}: line {number} is damaged and left out.", file=sys.stderr, flush=True)
+            records.append(_record(line, sealed))
+        except (ValueError, RecursionError) as error:  # a disk that lost power can leave zeros
+            damaged.append(f"{path.name} line {number}")
+            whole = " It is the first, and nothing of this attempt can be read without it." if number == 1 else ""
+            tell_once(f"warning: journal {path}: line {number} is damaged and left out: {error}.{whole}")
+            if number == 1:
+                return None
     if not records or records[0]["type"] != "attempt":
         return None
     counted: set[int] = set()
-    attempt = _Attempt(header=records[0], alive=alive, last_time=records[-1]["time"])
+    attempt = _Attempt(header=records[0], alive=alive, damaged=damaged, last_time=records[-1]["time"])
     for record in records[1:]:
         match record["type"]:
             case "params":
@@ -165,13 +187,28 @@ def _read_attempt(path: Path) -> _Attempt | None:
                     attempt.points.append(Point("examples_seen", float(record["examples_seen"]), step, at))
             case "image":
                 where = path.parent / record["path"]
-                attempt.images.append(Image(record["key"], record["step"], record["time"], where))
+                sha256 = record.get("sha256", "")
+                attempt.images.append(Image(record["key"], record["step"], record["time"], where, sha256))
             case "artifact":
                 where = Path(os.path.normpath(path.parent / record["path"]))
                 attempt.artifacts.append(Artifact(record["name"], where, record["size"], record["sha256"]))
             case "end":
                 attempt.end = record
     return attempt
+
+
+def _record(line: bytes, sealed: bool) -> dict[str, Any]:
+    """What a line says. sealed: whether it must have a checksum; an old journal has none. Raises ValueError."""
+    found = _CHECKSUM.search(line)
+    if found is None and sealed:
+        raise ValueError("its checksum is missing")
+    text = line if found is None else line[: found.start()] + b"}"
+    if found is not None and crc32(text) != int(found[1], 16):
+        raise ValueError("its checksum is that of another line")
+    record = json.loads(text)
+    if not isinstance(record, dict) or "type" not in record or "time" not in record:
+        raise ValueError("it is no record")
+    return record
 
 
 def _merge(attempts: list[_Attempt]) -> History:
@@ -204,6 +241,7 @@ def _merge(attempts: list[_Attempt]) -> History:
         images=images,
         superseded_images=superseded_images,
         artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
+        damaged=[line for attempt in attempts for line in attempt.damaged],
     )
 
 

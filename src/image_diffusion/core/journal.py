@@ -18,9 +18,11 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+from zlib import crc32
 
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.files import sha256_file, write_bytes
@@ -36,9 +38,9 @@ _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=
 class Journal:
     """The journal of one attempt of a stage: `<folder>/<stage>/attempt-0001.jsonl`, the next attempt in the next file.
 
-    Every record is one line and is with the operating system before the call returns, so that SIGKILL loses nothing;
-    `sync` brings it to the disk. A disk that is full or gone is told once and never stops the stage: what could not
-    be written is kept and written with a later record. Methods may be called from several threads.
+    Every record is one line with a checksum, and is with the operating system before the call returns, so that SIGKILL
+    loses nothing; `sync` brings it to the disk. A disk that is full or gone is told once and never stops the stage:
+    what could not be written is kept and written with a later record. Methods may be called from several threads.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -97,24 +99,25 @@ class Journal:
         name = f"{uuid.uuid5(uuid.NAMESPACE_OID, key).hex}-{step}{path.suffix}"
         copy = self.path.parent / "images" / self.path.stem / name
         try:
-            write_bytes(copy, path.read_bytes())
+            picture = path.read_bytes()
+            write_bytes(copy, picture)
         except OSError as error:
             self._warn(f"picture {path} at step {step} is lost: {error}")
             return
-        relative = str(copy.relative_to(self.path.parent))
-        self._append({"type": "image", "time": _now_ms(), "step": int(step), "key": key, "path": relative})
+        what = {"key": key, "path": str(copy.relative_to(self.path.parent)), "sha256": sha256(picture).hexdigest()}
+        self._append({"type": "image", "time": _now_ms(), "step": int(step), **what})
 
     def artifact(self, path: Path, name: str | None = None) -> None:
         """Record a file that the stage made; `name` is where it is shown, e.g. "plots/roc.png". The file stays where
         it is: the journal holds its place, size and sha256."""
         try:
-            size, sha256 = path.stat().st_size, sha256_file(path)
+            size, found = path.stat().st_size, sha256_file(path)
         except OSError as error:
             self._warn(f"file {path} is lost: {error}")
             return
         where = os.path.relpath(path, self.path.parent)
         record = {"type": "artifact", "time": _now_ms(), "name": name or path.name, "path": where}
-        self._append({**record, "size": size, "sha256": sha256})
+        self._append({**record, "size": size, "sha256": found})
 
     def sync(self) -> None:
         """Bring every record to the disk. Call it before a checkpoint is made final, so that a power cut cannot leave
@@ -148,9 +151,9 @@ class Journal:
             self.close("stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed")
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = _encode(record).encode() + b"\n"
+        line = _encode(record).encode()
         with self._lock:
-            self._pending += line
+            self._pending += line[:-1] + b',"crc32":"%08x"}\n' % crc32(line)
             self._write()
 
     def _write(self) -> None:

@@ -11,7 +11,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from image_diffusion.core.files import atomic_write, read_json, sha256_file, write_json
+from image_diffusion.core.files import atomic_write, read_json, write_json
+from image_diffusion.core.verify import damaged, describe
 
 FORMAT = 1
 
@@ -30,9 +31,11 @@ def save_weights(
         (folder / "model.json").unlink(missing_ok=True)
 
     data = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    with atomic_write(folder / "weights.safetensors", replace) as file:
+    path, sha256 = folder / "weights.safetensors", hashlib.sha256(data).hexdigest()
+    with atomic_write(path, replace) as file:
         file.write(data)
-    write_json(folder / "model.json", {"format": FORMAT, **model, "sha256": hashlib.sha256(data).hexdigest()})
+    write_json(folder / "model.json", {"format": FORMAT, **model, "sha256": sha256})
+    describe(folder, [path])
 
 
 def read_model(folder: Path) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     path = folder / "weights.safetensors"
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Run the train stage again.")
-    if sha256_file(path) != model["sha256"]:
+    if damaged(folder, {path.name: model["sha256"]}):
         raise ValueError(f"{path} is not the file that {folder}/model.json describes. Run the train stage again.")
     try:
         return safetensors.torch.load_file(path), model

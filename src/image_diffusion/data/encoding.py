@@ -7,7 +7,7 @@ tokens of both instead: what a prior over tokens is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -22,12 +22,14 @@ from torch import Tensor
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import digest, sha256_file, write_json
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import check_files, describe
 from image_diffusion.data.records import (
     FORMAT,
     ShardRecord,
     describe_shards,
     kept,
     read_record,
+    record_hashes,
     remove_surplus,
     tar_path,
     write_index,
@@ -73,7 +75,7 @@ class Encoder(Protocol):
     def identity(self) -> dict[str, Any]: ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation."""
+        """Uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation; or the mean alone."""
         ...
 
 
@@ -82,6 +84,15 @@ class Tokenizer(Protocol):
     """An `Encoder` whose images become tokens: `encode` gives integers [B, h, w] from 0 to num_tokens - 1."""
 
     num_tokens: int
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """An `Encoder` whose author gave factors: the manifest keeps them beside what is measured."""
+
+    def declared(self) -> dict[str, Any]:
+        """{"mean", "std"} of each channel, or one number each."""
+        ...
 
 
 def encode_shards(
@@ -114,8 +125,10 @@ def encode_shards(
     return written
 
 
-def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeConfig) -> dict[str, Any]:
-    """Write the manifest of a set whose shards are all there; returns it.
+def write_manifest(
+    crops: Path, output: Path, codec: Encoder, settings: EncodeConfig, pictures: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Write the manifest of a set whose shards are all there; returns it. pictures: that were drawn of it.
 
     Raises ValueError naming the first shard that is missing or was made from something else.
     """
@@ -138,7 +151,8 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
         counts = np.sum([part["token_counts"] for part in statistics], axis=0)
         summary = {"num_tokens": codec.num_tokens, "token_counts": counts.tolist()}
     else:
-        summary = {"statistics": merge_statistics(statistics)}
+        given = {"declared": codec.declared()} if isinstance(codec, Declares) else {}
+        summary = {"statistics": merge_statistics(statistics) | given}
     manifest = {
         "format": FORMAT,
         "kind": "tokens" if isinstance(codec, Tokenizer) else "latents",
@@ -153,6 +167,7 @@ def write_manifest(crops: Path, output: Path, codec: Encoder, settings: EncodeCo
         "histogram": source.manifest["histogram"],
         **summary,
         "index": sha256_file(output / "index.npy"),
+        "files": {**record_hashes(output, len(records)), **describe(output, pictures)},
     }
     write_json(output / "manifest.json", manifest)
     return manifest
@@ -192,10 +207,7 @@ class _Task:
     def encode(self, shard: int, first: int, output: Path) -> None:
         """Encode one shard, whose samples are numbered from `first` in the whole set."""
         entry = self.source.manifest["shards"][shard]
-        if sha256_file(self.crops / entry["file"]) != entry["sha256"]:
-            raise ValueError(
-                f"{self.crops / entry['file']} is damaged: its sha256 is not the manifest's. Run crop again."
-            )
+        check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
         sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else _Sums()
         chunks = self._chunks(crop, first, sums)
@@ -255,7 +267,7 @@ class _Sums:
         self._squares: NDArray[np.float64] | float = 0.0
 
     def add(self, moments: NDArray[np.generic]) -> None:
-        """Count moments [B, 2, c, h, w] in. E[x] = mean; E[x²] = mean² + std²."""
+        """Count moments [B, 2, c, h, w] in, or means alone. E[x] = mean; E[x²] = mean² + std²."""
         values = moments.astype(np.float64)
         self._count += values.shape[0] * values.shape[3] * values.shape[4]
         self._sum = self._sum + values[:, 0].sum(axis=(0, 2, 3))

@@ -27,6 +27,15 @@ class Shard(Config):
     """Samples in it."""
 
 
+class Declared(Config):
+    """The factors that the author of an autoencoder gave: x = (latent - mean) / std."""
+
+    mean: list[Number] = Field(min_length=1)
+    """Of each channel, or one for all."""
+    std: list[Annotated[Number, Field(gt=0)]] = Field(min_length=1)
+    """Likewise."""
+
+
 class Statistics(Config):
     """The distribution of all numbers of a set of latents."""
 
@@ -38,6 +47,8 @@ class Statistics(Config):
     """Of all numbers."""
     global_std: Number = Field(gt=0)
     """Of all numbers."""
+    declared: Declared | None = None
+    """What the codec's author gave in their place, where one did."""
 
 
 class Manifest(Config):
@@ -81,6 +92,8 @@ class Manifest(Config):
     """In the order of their samples."""
     index: Sha256
     """Of index.npy."""
+    files: dict[str, Sha256] = Field(default_factory=dict)
+    """The sha256 of what else lies beside it."""
     histogram: list[int] = Field(default_factory=list)
     """Samples of each class."""
     flags: dict[str, int] = Field(default_factory=dict)

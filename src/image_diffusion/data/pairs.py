@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import digest, sha256_file, write_json
+from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.records import (
     FORMAT,
@@ -26,6 +26,7 @@ from image_diffusion.data.records import (
     describe_shards,
     index_of,
     kept,
+    record_hashes,
     remove_surplus,
     write_indices,
     write_record,
@@ -93,6 +94,7 @@ def write_pairs(
     """
     layout = Layout(("npy",), (TOKENS + pairs.num_tokens, pairs.dim), dtype, labelled=False)
     output.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(output)
     (output / "manifest.json").unlink(missing_ok=True)  # while shards change, nobody may take the set for whole
     records, indices, written = [], [], 0
     with Progress("embed", pairs.num_shards, "shard") as progress:
@@ -121,6 +123,7 @@ def write_pairs(
         "test_fraction": splits.test,
         **describe_shards(layout, records),
         "index": sha256_file(output / "index.npy"),
+        "files": record_hashes(output, len(records)),
     }
     write_json(output / "manifest.json", manifest)
     return manifest, written

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from image_diffusion.core.files import atomic_write, digest, read_json, sha256_file, write_json
+from image_diffusion.core.verify import describe
 from image_diffusion.data.tar import Layout
 
 FORMAT = 1
@@ -165,6 +166,11 @@ def content_digest(manifest: dict[str, Any]) -> str:
     """A digest that changes when any sample, its order or its split does, and with nothing else."""
     names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
     return digest({name: manifest[name] for name in names if name in manifest})
+
+
+def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
+    """The sha256 of every record, by its name."""
+    return describe(folder, [record_path(folder, shard) for shard in range(num_shards)])
 
 
 def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from image_diffusion.core.files import atomic_write, parse_json
-from image_diffusion.data.verify import Inspection, damaged
+from image_diffusion.core.verify import Inspection, damaged
 
 T = TypeVar("T")
 

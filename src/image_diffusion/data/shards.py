@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.core.files import digest, read_json
+from image_diffusion.core.verify import Inspection, check_files
 from image_diffusion.data.manifest import check_manifest
 from image_diffusion.data.mapping import Region
 from image_diffusion.data.records import content_digest, read_index
 from image_diffusion.data.remote import Remote, cache_folder
 from image_diffusion.data.tar import BLOCK, Layout
-from image_diffusion.data.verify import Inspection, check_files
 
 Split = Literal["train", "validation", "test", "all"]
 
@@ -175,7 +175,7 @@ def open_shards(
     in_background: bool = False,
 ) -> Shards:
     """Open the set of shards in a folder that `crop` or `encode` wrote. Each file is compared with its hash before it
-    is read, once for each stamp it has (`data.verify`).
+    is read, once for each stamp it has (`core.verify`).
 
     folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
     `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the

@@ -32,11 +32,9 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     """
     counts = slice(None) if trust_ctime else slice(2)
     files = source.files()
-    known = _read_cache(source, path)
-    if known is None or not _is_whole(path):
-        known = known or {}
-        now = {name: _entry(stamp, known.get(name), counts) for name, (_, stamp) in files.items()}
-        _write(source, path, now)
+    known, revision = _read_cache(source, path)
+    if known is None:
+        _write(source, path, {name: (stamp, "") for name, (_, stamp) in files.items()})
         return True
     now, changed = {}, files.keys() != known.keys()
     for name, (where, stamp) in files.items():
@@ -48,11 +46,16 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
             now[name] = (stamp, before[1])
         else:
             changed = True
-    if changed:
-        _write(source, path, now)
+    noted = _revision(path)
+    whole = noted is not None and revision in (
+        None,
+        noted,
+    )  # not so when it was damaged, or killed before it was written
+    if changed or not whole:
+        _write(source, path, now, None if changed else revision)
     elif now != known:
-        _write_cache(source, path, now)
-    return changed
+        _write_cache(source, path, now, revision)
+    return changed or not whole
 
 
 def remember(source: Source, path: Path, files: dict[str, tuple[str, Stamp]], hashes: dict[str, str]) -> None:
@@ -66,7 +69,7 @@ def remember(source: Source, path: Path, files: dict[str, tuple[str, Stamp]], ha
             entries[name] = (stamp, hashes.get(name) or sha256_file(Path(where)))
         except OSError:
             entries[name] = (stamp, "")
-    _write_cache(source, path, entries)
+    _write_cache(source, path, entries, _revision(path))
 
 
 def _entry(stamp: Stamp, before: Entry | None, counts: slice) -> Entry:
@@ -74,41 +77,46 @@ def _entry(stamp: Stamp, before: Entry | None, counts: slice) -> Entry:
     return stamp, before[1] if before is not None and before[0][counts] == stamp[counts] else ""
 
 
-def _write(source: Source, path: Path, entries: Entries) -> None:
-    """source.json changes whenever the content does; times stand in for the hashes nobody has computed yet."""
-    revision = digest([[name, stamp[0], sha256 or stamp] for name, (stamp, sha256) in sorted(entries.items())])
-    _write_cache(source, path, entries)
+def _write(source: Source, path: Path, entries: Entries, revision: str | None = None) -> None:
+    """source.json changes whenever the content does; times stand in for the hashes nobody has computed yet.
+
+    revision: the one it had, where nothing else has changed.
+    """
+    if revision is None:
+        revision = digest([[name, stamp[0], sha256 or stamp] for name, (stamp, sha256) in sorted(entries.items())])
+    _write_cache(source, path, entries, revision)
     write_json(path, {"source": dump(source), "files": len(entries), "revision": revision})
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether source.json is there and says how many files there are."""
+def _revision(path: Path) -> str | None:
+    """What source.json says, when it is whole: it also says how many files there are."""
     try:
         found = read_json(path)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and isinstance(found.get("files"), int)
+        return str(found["revision"]) if isinstance(found["files"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _cache_path(path: Path) -> Path:
     return path.with_name(f".{path.stem}-cache.json")
 
 
-def _write_cache(source: Source, path: Path, entries: Entries) -> None:
+def _write_cache(source: Source, path: Path, entries: Entries, revision: str | None) -> None:
     """Without a seal, which would cost seconds for a million files: a damaged entry is that of a file that changed."""
     files = {name: [*stamp, sha256] for name, (stamp, sha256) in sorted(entries.items())}
-    write_text(_cache_path(path), to_json({"source": dump(source), "files": files}))
+    write_text(_cache_path(path), to_json({"source": dump(source), "revision": revision, "files": files}))
 
 
-def _read_cache(source: Source, path: Path) -> Entries | None:
-    """What was known of this very source; None when nothing is."""
+def _read_cache(source: Source, path: Path) -> tuple[Entries | None, str | None]:
+    """What was known of this very source, and the revision it had; None when nothing is."""
     try:
         data: dict[str, Any] = read_json(_cache_path(path))
         if data["source"] != dump(source):
-            return None
+            return None, None
         known: Entries = {}
         for name, (size, modified, changed, inode, sha256) in data["files"].items():
             known[name] = (int(size), int(modified), int(changed), int(inode)), str(sha256)
-        return known
+        revision = data.get("revision")
+        return known, revision if isinstance(revision, str) else None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return None, None

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from image_diffusion.core.figures import new_figure, save_figure
+from image_diffusion.core.files import sha256_file
+from image_diffusion.core.verify import read_listing
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.features import Detector, detect
 from image_diffusion.metrics.panel import Reference, measure
@@ -18,10 +20,31 @@ CURVES = ("kd", "fd", "agreement")
 """The metrics that are followed. Of few images the kernel distance is the one without bias."""
 
 
-def read_previews(folder: Path, classes: list[str], num_steps: int) -> dict[int, Samples]:
-    """The previews of a run of so many steps, step-0000200.npz and so on, by step; none without the folder."""
-    paths = {int(path.stem.removeprefix("step-")): path for path in sorted(folder.glob("step-*.npz"))}
-    return {step: read_samples(path, classes) for step, path in paths.items() if step <= num_steps}
+def read_previews(folder: Path, classes: list[str], num_steps: int) -> tuple[dict[int, Samples], list[str]]:
+    """The previews of a run of so many steps, step-0000200.npz and so on, by step; none without the folder.
+
+    Also a sentence for each that is damaged or missing: it is left out, since only its training could draw it again.
+    """
+    names = {path.name for path in folder.glob("step-*.npz")}
+    previews, left_out = dict[int, Samples](), list[str]()
+    try:
+        described = {name: sha256 for name, sha256 in read_listing(folder).items() if name.endswith(".npz")}
+    except (ValueError, KeyError, TypeError) as error:
+        described = {}
+        left_out.append(f"A preview that is missing is not noticed: {error}")
+    for name in sorted({*names, *described}):
+        step, path = int(name[len("step-") : -len(".npz")]), folder / name
+        if step > num_steps:
+            continue
+        try:
+            if not path.is_file():
+                raise ValueError(f"{path} is missing.")
+            if name in described and sha256_file(path) != described[name]:
+                raise ValueError(f"{path} is not what was drawn.")
+            previews[step] = read_samples(path, classes)
+        except ValueError as error:
+            left_out.append(f"The preview of step {step:,} is left out of the curve: {error}")
+    return previews, left_out
 
 
 def measure_previews(

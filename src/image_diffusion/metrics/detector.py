@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import read_json, sha256_file
+from image_diffusion.metrics.doubt import judge_doubt
 from image_diffusion.metrics.features import Detected
 
 FEATURES = 128
@@ -65,6 +66,7 @@ class InPipeDetector:
         self._device = device
         self._channels: int = description["channels"]
         self.classes: list[str] = description["classes"] if description["labels"] == "classes" else []
+        self.doubt = judge_doubt(description)
         self.identity: dict[str, Any] = {
             "name": "inpipe",
             "labels": description["labels"],

@@ -70,11 +70,12 @@ def train_detector(
     weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
     write_bytes(folder / "detector.safetensors", save(weights))
     description = {
-        "format": 1,
+        "format": 2,
         "labels": task.labels,
         "classes": list(train.classes) if task.labels == "classes" else [],
         "accuracy": round(accuracy, 6),
         "num_held_out": len(task.held_out_indices),
+        "chance": round(task.chance, 6),
         "examples_seen": seen,
         "channels": train.shape[0],
         "resolution": train.shape[1],
@@ -136,6 +137,14 @@ class _Task:
             self.held_out_indices = np.sort(chosen)
         self.labels = "classes" if len(train.classes) > 1 else "rotation"
         self.num_outputs = len(train.classes) if self.labels == "classes" else _ROTATIONS
+
+    @property
+    def chance(self) -> float:
+        """Share of the held-out images that is right when always the most common answer is given."""
+        if self.labels == "rotation":
+            return 1 / _ROTATIONS
+        counts = np.bincount(self._held_out.labels[self.held_out_indices])
+        return float(counts.max() / counts.sum())
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
         """Images [B, C, R, R], shifted by up to a sixteenth of their size, and what is to be answered [B]."""

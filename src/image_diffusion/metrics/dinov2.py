@@ -63,6 +63,7 @@ class Dinov2Detector:
     """Features: the normalized class token, [B, 1024] for ViT-L. Images are brought to 224 (bicubic, antialiased)."""
 
     classes: list[str] = []  # noqa: RUF012 - it has none
+    doubt: str | None = None
 
     def __init__(self, network: nn.Module, config: Dinov2, sha256: str, device: str) -> None:
         self._network, self._device = network.eval().to(device), device

@@ -19,9 +19,9 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
 from image_diffusion.metrics.curve import measure_previews, plot_curve
 from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect
-from image_diffusion.metrics.intervals import mean_estimate
+from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.moments import Gaussian, block_of_each
-from image_diffusion.metrics.panel import Reference, measure, with_floor
+from image_diffusion.metrics.panel import Reference, judged, measure, with_floor
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
 from image_diffusion.metrics.references import is_statistics, read_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
@@ -48,11 +48,11 @@ def evaluate_samples(
     reference_file: Path | None = None,
     previews: Mapping[int, Samples] | None = None,
 ) -> dict[str, Any]:
-    """Judge samples. Returns {"metrics": {name: entry}, "curve": …, "classes": …, "protocol": …}, plain data.
+    """Judge samples. Returns {"metrics": {name: entry}, "doubt", "curve", "classes", "protocol"}, plain data.
 
-    An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, ratio. report: a folder for the
-    pictures. reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, in place of a split.
-    previews: samples of earlier steps of the training, for the curve.
+    An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, at_floor_n, ratio, doubt. report:
+    a folder for the pictures. reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, in
+    place of a split. previews: samples of earlier steps of the training, for the curve.
 
     Raises ValueError, before any long computation, for what cannot be measured.
     """
@@ -75,7 +75,7 @@ def evaluate_samples(
             floor = measure(*_first(real, real_labels, n), reference, classes, settings)
             if n < len(made):
                 same_size = measure(*_first(made, labels, n), reference, classes, settings)
-    entries = {detector.metric_name(name): entry for name, entry in with_floor(estimates, same_size, floor).items()}
+    entries = judged(with_floor(estimates, same_size, floor), detector)
     if settings.copies:
         entries["copies"] = _copies(samples, data, report)
     curve = measure_previews(previews or {}, detector, reference, classes, settings)
@@ -92,7 +92,7 @@ def evaluate_samples(
     if report is not None:
         plot_classes(samples, report / "classes.png")
     by_class = _classes(made, labels, classes, report)
-    return {"metrics": entries, "curve": curve, "classes": by_class, "protocol": protocol}
+    return {"metrics": entries, "doubt": detector.doubt, "curve": curve, "classes": by_class, "protocol": protocol}
 
 
 def _check(samples: Samples, data: RealImages, settings: EvaluateConfig, reference_file: Path | None) -> None:
@@ -181,7 +181,7 @@ def _copies(samples: Samples, data: RealImages, report: Path | None) -> dict[str
         plot_copies(samples, data.train, copies, report / "nearest.png")
     if copies.threshold is None:
         note = "no threshold: it takes 100 held-out images"
-        return {"value": None, "debiased": None, "interval": None, "n": samples.num_samples, "note": note}
+        return Estimate(0, samples.num_samples, note=note).as_dict() | {"value": None}
     estimate = mean_estimate(copies.flagged.to(torch.float64), block_of_each(samples.num_samples), 0, 1)
     return estimate.as_dict() | {"floor": 0.01, "floor_n": data.validation.num_samples, "ratio": estimate.value / 0.01}
 

@@ -63,10 +63,12 @@ class Detector(Protocol):
 
     identity: name, digest of the weights and how images are prepared: numbers compare only where it is equal.
     classes: names of what the logits score; empty when they are not the data set's own classes.
+    doubt: why what it measures must not be believed; None: no reason is known.
     """
 
     identity: dict[str, Any]
     classes: list[str]
+    doubt: str | None
 
     def __call__(self, images: Tensor) -> Detected: ...
 

@@ -69,6 +69,7 @@ class InceptionDetector:
     """Features: pool_3 [B, 2048]; logits without bias [B, 1008]; spatial: 7 channels of mixed_6 [B, 2023], as ADM."""
 
     classes: list[str] = []  # noqa: RUF012 - ImageNet's, not the data set's
+    doubt: str | None = None
 
     def __init__(self, network: nn.Module, sha256: str | None, device: str) -> None:
         self._network, self._device = network.eval().to(device), device

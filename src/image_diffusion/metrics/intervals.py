@@ -34,13 +34,18 @@ class Estimate:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for metrics.json."""
+        """An entry of metrics.json, without a floor yet (`panel.with_floor`)."""
         return {
             "value": self.value,
             "debiased": self.debiased,
             "interval": list(self.interval) if self.interval else None,
             "n": self.n,
             "note": self.note,
+            "floor": None,
+            "floor_n": None,
+            "at_floor_n": None,
+            "ratio": None,
+            "doubt": None,
         }
 
 

@@ -96,10 +96,7 @@ def measure_likelihood(
         "bits_steps": each[:, 1],
         "bits_pixels": each[:, 2],
     }
-    entries = {
-        name: mean_estimate(value, block, 0).as_dict() | {"floor": None, "floor_n": None, "ratio": None}
-        for name, value in bits.items()
-    }
+    entries = {name: mean_estimate(value, block, 0).as_dict() for name, value in bits.items()}
     by_timestep = {"timestep": timesteps} | {name: (total / count).tolist() for name, total in sums.items()}
     if report is not None:
         plot_terms(by_timestep, report / "likelihood.png")

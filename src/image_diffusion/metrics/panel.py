@@ -15,7 +15,8 @@ from torch import Tensor
 
 from image_diffusion.metrics.classes import agreement, class_frechet, missing_classes
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.doubt import floor_doubt
+from image_diffusion.metrics.features import Detected, Detector
 from image_diffusion.metrics.frechet import frechet_estimate, frechet_infinity
 from image_diffusion.metrics.intervals import Estimate
 from image_diffusion.metrics.kernel import kernel_distance
@@ -82,19 +83,28 @@ def measure(
 def with_floor(
     estimates: Mapping[str, Estimate], same_size: Mapping[str, Estimate], floor: Mapping[str, Estimate]
 ) -> dict[str, dict[str, Any]]:
-    """Plain data of the estimates, each with `floor`, what real images score, and `ratio`, value over floor.
+    """Plain data of the estimates, each with `floor`, what real images score, and what compares with it.
 
-    same_size: the estimates on as many samples as the floor was measured on, so that the two share their 1/N bias.
+    same_size: the estimates on as many samples as the floor was measured on, so that the two share their 1/N bias:
+    `at_floor_n`. `ratio` is that over the floor; `doubt`: why the samples do not stand out from real images, or null.
     """
     entries = {}
     for name, estimate in estimates.items():
-        entry = estimate.as_dict() | {"floor": None, "floor_n": None, "ratio": None}
+        entry = estimate.as_dict()
         if name in floor:
             entry["floor"], entry["floor_n"] = floor[name].value, floor[name].n
+            entry["at_floor_n"] = same_size[name].value
+            entry["doubt"] = floor_doubt(name, same_size[name], floor[name])
             if floor[name].value > 0:
                 entry["ratio"] = same_size[name].value / floor[name].value
         entries[name] = entry
     return entries
+
+
+def judged(entries: Mapping[str, dict[str, Any]], detector: Detector, suffix: str = "") -> dict[str, dict[str, Any]]:
+    """The entries by their names on a detector, each with the doubt that there is about it."""
+    doubt = {} if detector.doubt is None else {"doubt": detector.doubt}
+    return {detector.metric_name(name) + suffix: entry | doubt for name, entry in entries.items()}
 
 
 def _some(rows: Tensor, most: int) -> Tensor:

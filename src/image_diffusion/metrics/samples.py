@@ -13,6 +13,7 @@ from torch import Tensor
 
 from image_diffusion.core.arrays import read_arrays
 from image_diffusion.core.files import read_json, sha256_file
+from image_diffusion.core.verify import damaged
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -60,10 +61,12 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
         raise ValueError(f"{path} holds no samples. Set sample.num_samples.")
     if labels is not None and labels.shape != (len(images),):
         raise ValueError(f"{path} holds {len(images):,} samples but labels of shape {list(labels.shape)}.")
-    described, digest = path.with_suffix(".json"), sha256_file(path)
+    described = path.with_suffix(".json")
     protocol = read_json(described) if described.is_file() else {}
-    if protocol.get("files", {}).get(path.name, digest) != digest:
+    stated = protocol.pop("files", {}).get(path.name)
+    if stated is not None and damaged(path.parent, {path.name: stated}):
         raise ValueError(f"{path} is not the file that {described} describes. Run sample again.")
+    digest = stated or sha256_file(path)
     return Samples(images, None if labels is None else labels.astype(np.int64), classes or [], digest, protocol)
 
 

@@ -15,9 +15,9 @@ def sweep_curve(axis: str, points: Mapping[str, Mapping[str, Any]], headline: st
     """The curve over points, by value: what `evaluate` wrote of each.
 
     Returns {"axis", "headline", "best", "points"}: a point is {"value", "metrics"} with the entries of metrics.json;
-    best is the value where `headline` is lowest, compared as `reading` says, the first of equals; and "apart", whether
-    its interval lies below those of all others (None without intervals). Raises ValueError for points that were not
-    measured alike, or a headline that was not.
+    best is the value where `headline` is lowest, compared as `reading` says, the first of equals; "apart", whether its
+    interval lies below those of all others (None without intervals); and "doubt", why its number must not be believed.
+    Raises ValueError for points that were not measured alike, or a headline that was not.
     """
     protocols = {value: _compared(result["protocol"]) for value, result in points.items()}
     first = next(iter(protocols))
@@ -36,7 +36,9 @@ def sweep_curve(axis: str, points: Mapping[str, Mapping[str, Any]], headline: st
     apart = None
     if all(intervals):
         apart = all(intervals[best][1] < low for number, (low, _) in enumerate(intervals) if number != best)
-    return {"axis": axis, "headline": headline, "best": rows[best]["value"], "apart": apart, "points": rows}
+    doubt = rows[best]["metrics"][headline].get("doubt")
+    found = {"best": rows[best]["value"], "apart": apart, "doubt": doubt}
+    return {"axis": axis, "headline": headline, **found, "points": rows}
 
 
 def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from image_diffusion.core.files import atomic_folder
 from image_diffusion.networks.dit import TIME_CHANNELS, DiT
 from image_diffusion.networks.dit_weights import diffusers_names
 from image_diffusion.nn.sinusoid import sinusoid
@@ -151,13 +150,8 @@ def write_dit_pipeline(
     transformer = to_diffusers_transformer(network, scheduler.config.num_train_timesteps)
     pipeline: Any = DiTPipeline(transformer=transformer, vae=_scaled(vae, scale), scheduler=scheduler)
     pipeline.register_to_config(id2label={str(i): name for i, name in enumerate(classes)})
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        written = Path(temporary) / folder.name
+    with atomic_folder(folder) as written:
         pipeline.save_pretrained(written)
-        if folder.exists():
-            shutil.rmtree(folder)
-        written.rename(folder)
 
 
 def _label_table(network: DiT, tensors: dict[str, Tensor]) -> Tensor:

@@ -142,7 +142,7 @@ class System(Config, ABC):
 
     @abstractmethod
     def judge(self, given: ToJudge) -> dict[str, Any]:
-        """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}.
+        """What metrics.json holds: {"metrics", "curve", "classes", "protocol"}, and perhaps "doubt".
 
         Raises ValueError for what is missing or does not fit, before any long computation.
         """

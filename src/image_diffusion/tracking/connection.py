@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+
+from image_diffusion.core.exhausted import room_at
+from image_diffusion.core.secrets import hidden, without_password
 
 # Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
@@ -95,19 +97,22 @@ class Connection:
             return first
 
     def write(self, call: Callable[..., object], *values: Any, **named: Any) -> None:
-        """One write. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock, and a
-        database that somebody else holds longer than MLflow waits (20 s) is asked again."""
-        give_up = time.monotonic() + _LOCK_PATIENCE_S
+        """One write. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock."""
         with locked(self.lock) if self._local is not None else nullcontext():
-            while True:
-                try:
-                    call(*values, **named)
-                except MlflowException as error:
-                    busy = self._local is not None and "database is locked" in str(error)
-                    if not busy or time.monotonic() > give_up:
-                        raise
-                else:
-                    return
+            self._patiently(lambda: call(*values, **named))
+
+    def _patiently(self, call: Callable[[], object]) -> None:
+        """A database that somebody else holds for longer than it is waited for (5 s, or MLflow's 20) is asked again."""
+        give_up = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                call()
+            except Exception as error:
+                busy = self._local is not None and "database is locked" in str(error)
+                if not busy or time.monotonic() > give_up:
+                    raise
+            else:
+                return
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -138,8 +143,13 @@ class Connection:
 
     def _sentence(self, error: Exception) -> str:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = re.sub(r"://[^/\s@]*@", "://***@", lines[0])
-        return f"MLflow at {self.shown_uri} did not take the history: {reason[:300]}"
+        reason = hidden(re.sub(r"://[^/\s@]*@", "://***@", lines[0]))
+        told = f"MLflow at {self.shown_uri} did not take the history: {reason[:300]}"
+        if self._local is not None and "disk is full" in reason:
+            return f"{told}. {room_at(self._local)} Make room and run the same command again."
+        if self._local is not None and re.search("not a database|malformed", reason):
+            return f"{told}. Move {self._local} away and run the same command again: the journals fill a new one."
+        return told
 
 
 class TrackingError(OSError):
@@ -153,13 +163,6 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def without_password(uri: str) -> str:
-    """The URI without user name and password."""
-    parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, parts.path, "", "")) if host != parts.netloc else uri
 
 
 def create_database(path: Path) -> None:

@@ -258,6 +258,8 @@ def tags_of(each: PlannedRun, experiment: Path) -> dict[str, str]:
     }
     if "digest" in history.params:
         tags["manifest_digest"] = str(history.params["digest"])
+    if history.damaged:
+        tags["damaged_lines"] = ", ".join(history.damaged)
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
     return tags | {f"changed/{key}": str(value) for key, value in history.changed.items()}

@@ -27,6 +27,7 @@ from mlflow.entities import (
 )
 from PIL import Image as PillowImage
 
+from image_diffusion.core.errors import tell_once
 from image_diffusion.core.history import Image, Point
 from image_diffusion.tracking.connection import KEY, Connection
 
@@ -129,7 +130,11 @@ class Runs:
                 unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{image.key}/{image.step}/{image.time}")
                 name = f"{stem}{image.time}+{unique}"
                 others = [other for other in present if other.startswith(stem) and not other.startswith(name)]
-                if others or present.get(f"{name}.png") == image.path.stat().st_size:
+                sent = present.get(f"{name}.png")
+                if others or (sent is not None and sent == (_size(image.path) or sent)):
+                    continue
+                if fault := image.fault:
+                    tell_once(f"warning: {image.path} {fault}, and is not sent.")
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     small = Path(folder) / f"{name}+compressed.webp"
@@ -207,6 +212,11 @@ class Runs:
 
     def _upload(self, run_id: str, path: Path, folder: str) -> None:
         self._client.log_artifact(run_id, str(path), folder or None)
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None when it is missing."""
+    return path.stat().st_size if path.is_file() else None
 
 
 def _name(key: str) -> str:

@@ -26,7 +26,8 @@ def model_card(
     """
     metrics = [] if measured is None else [(key, e) for key, e in measured["metrics"].items() if e["value"] is not None]
     task = {"type": use.task}
-    found = [{"type": key, "name": key, "value": float(entry["value"])} for key, entry in metrics]
+    believed = [(key, entry) for key, entry in metrics if entry.get("doubt") is None]
+    found = [{"type": key, "name": key, "value": float(entry["value"])} for key, entry in believed]
     front: dict[str, Any] = {
         "library_name": "diffusers",
         "pipeline_tag": task["type"],
@@ -66,7 +67,7 @@ def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, A
     rows = []
     for key, entry in metrics:
         interval = " to ".join(f"{bound:.4g}" for bound in entry["interval"] or [])
-        rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", entry["note"]))
+        rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", entry.get("doubt") or entry["note"]))
     detector = measured["protocol"].get("detector", {}).get("name")
     how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
     return ["## Results", _table(("Metric", "Value", "95 % interval", "Images", ""), rows), *([how] if how else [])]

@@ -17,6 +17,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from image_diffusion.core.exhausted import writing
 from image_diffusion.core.files import digest, read_json, sha256_file, sync_folder, write_json
 
 FORMAT = 1
@@ -142,12 +143,13 @@ def differing_keys(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # the library tells a full disk in its own way
-        raise OSError(str(error)) from None
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with writing(path):
+        try:
+            safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        except SafetensorError as error:  # the library tells what the system said in its own way
+            raise OSError(str(error)) from None
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

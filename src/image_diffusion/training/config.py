@@ -37,7 +37,8 @@ class TrainConfig(Config):
     global_batch: int = Field(256, gt=0)
     """Examples of one update, over all processes."""
     microbatch: int | None = Field(None, gt=0)
-    """Examples a process computes at once; unset: its whole share. Follows from memory, changes no result."""
+    """Examples a process computes at once; unset: its whole share. Follows from memory. The result stays the same to
+    rounding, and to the bit with `deterministic: strict`, which computes `strict_chunk` at once."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of everything random: initial weights, order, flips, noise, timesteps, dropout."""
     optimizer: Optimizer = AdamW()
@@ -69,7 +70,7 @@ class TrainConfig(Config):
     """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
     processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
     strict_chunk: int = Field(8, gt=0)
-    """Examples computed at once with `deterministic: strict`; part of the result's last bits, as microbatch is not."""
+    """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """How often an example is mirrored."""
     init_from: str | None = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from image_diffusion.core.config import dump
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.verify import write_listing
 from image_diffusion.core.weights import read_model, read_weights, save_weights
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.determinism import switches
@@ -112,4 +113,6 @@ def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | Non
     elif state is not None:
         state.permit()
         shutil.rmtree(output / "raw", ignore_errors=True)
+    if state is not None:
+        write_listing(state.previews, "step-*")
     save(output, parts.weights(), record(step, None if config.weights == "raw" else config.average))

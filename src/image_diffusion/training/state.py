@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from image_diffusion.core.files import digest, read_json, write_json
+from image_diffusion.core.exhausted import room_at
+from image_diffusion.core.files import digest, read_json, remove_unfinished, write_json
 from image_diffusion.training.checkpoint import (
     Checkpoint,
     Damaged,
@@ -66,8 +67,10 @@ class State:
             self._root / "owner.json",
             {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
         )
-        for left in self.folder.glob(".*.tmp"):
+        for left in self._root.glob("*/.*.tmp"):  # also of a run before this one
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        for folder in (self._root, self._root.parent, self._root.parent / "raw", *self.previews.parent.glob("*")):
+            remove_unfinished(folder)
 
     def load(self) -> Checkpoint | None:
         """The newest good checkpoint; None when there is none. A damaged one is told, put aside, and passed over.
@@ -143,7 +146,7 @@ class State:
         except OSError as error:
             self._error = OSError(
                 f"The checkpoint of step {checkpoint.step:,} could not be written in {self.folder}: {error}. "
-                f"{self.advice} Make room and run the same command again."
+                f"{room_at(self.folder)} {self.advice} Make room and run the same command again."
             )
         except BaseException as error:  # raised where the training goes on
             self._error = error

@@ -25,5 +25,5 @@ def check_trained_by(folder: Path, config: Path | None) -> None:
     if differing := differing_keys({key: described.get(key) for key in trained}, trained):
         raise ValueError(
             f"{folder} holds weights of another training than {config} describes: {'; '.join(differing)}. "
-            f"Run the train stage again."
+            f"Remove {folder / 'model.json'} and run the train stage again."
         )

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from image_diffusion.core.files import digest, sha256_file, write_if_changed
+from image_diffusion.core.files import digest, read_json, sha256_file, write_json
 from image_diffusion.workflow.plans import STAGES, Plans
 
 PACKAGE = "image_diffusion"
@@ -35,11 +35,22 @@ def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
     for plan in [*plans.by_name.values(), *plans.latents.values()]:
         for stage in LONG_STAGES.keys() & plan.configs.keys():
             made, note = (results / form.format(**asdict(plan)) for form in LONG_STAGES[stage])
-            if not (note.is_file() and made.is_file()):
-                write_if_changed(note, code[stage])
-            elif note.read_text(encoding="utf-8") != code[stage]:
+            noted = _noted(note)
+            if noted is None and note.is_file() and made.is_file():
+                told.add(f"{note} was damaged: whether the code of {stage} has changed before now is not known.")
+            if noted is None or (noted != code[stage] and not made.is_file()):
+                write_json(note, {"code": code[stage]})
+            elif noted != code[stage]:
                 told.add(f"The code of {stage} has changed since. To make it again: rm -r {made.parent}")
     return sorted(told)
+
+
+def _noted(note: Path) -> str | None:
+    """The code that a note names; None where there is none or it is damaged."""
+    try:
+        return str(read_json(note)["code"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def stage_digests(source: Path) -> dict[str, str]:

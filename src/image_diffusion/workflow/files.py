@@ -26,8 +26,9 @@ class Files:
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
         """What `snakemake` makes when no file is named."""
         yield f"{self.results}/summary.html"
-        for name in self.plans.by_name:
+        for name, plan in self.plans.by_name.items():
             yield from self._made(name)
+            yield from self._data(plan)
             yield f"{self.results}/{name}/tracked.json"
             yield f"{self.results}/{name}/report/index.html"
 
@@ -47,6 +48,13 @@ class Files:
         paths += [f"sweep/{axis}/curve.json" for axis in plan.sweep]
         tokens = [f"{self._dataset(plan)}/{plan.tokens}/manifest.json"] if plan.tokens else []
         return [*(f"{self.results}/{name}/{path}" for path in paths), *tokens]
+
+    def _data(self, plan: Plan) -> list[str]:
+        """What a data set is read through. Snakemake makes what is missing only where it is asked for by name."""
+        parts = [*(["crops"] if plan.pairs is None or plan.pairs_of_images else []), plan.codec, plan.pairs]
+        made = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
+        has_detector = plan.pairs_of_detector if plan.pairs else plan.detector == "inpipe"
+        return [*made, *([f"{self._dataset(plan)}/detector/detector.json"] if has_detector else [])]
 
     # ---- The configurations of stages
 

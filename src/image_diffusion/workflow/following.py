@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from image_diffusion.core.secrets import STORE
 from image_diffusion.workflow.environment import with_package
 
 LOG = Path("logs", "follow.log")
@@ -23,7 +24,7 @@ class Following:
     """`follow`, where config.yaml asks for it."""
 
     tracking: Mapping[str, Any]
-    """The section `tracking` of config.yaml."""
+    """The section `tracking` of config.yaml. The store's URI, which can hold a password, goes by the environment."""
     source: Path
     """The folder that holds the package."""
     results: str
@@ -48,7 +49,7 @@ class Following:
             # sent.
             self.process = subprocess.Popen(
                 ["nice", *self._command()],
-                env=with_package(self.source),
+                env=self._environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -67,7 +68,7 @@ class Following:
             try:
                 done = subprocess.run(
                     self._command(),
-                    env=with_package(self.source),
+                    env=self._environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -81,9 +82,12 @@ class Following:
             told = f"MLflow did not take everything yet, as {LOG} says; the next run sends it."
             print(f"warning: {told}", file=sys.stderr)
 
+    def _environment(self) -> dict[str, str]:
+        return {**with_package(self.source), STORE: self.tracking["uri"]}
+
     def _command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "image_diffusion.follow", "--results", self.results),
-            *("--every", str(self.tracking["every_s"]), "--store", self.tracking["uri"]),
+            *("--every", str(self.tracking["every_s"])),
             *("--project", self.tracking["project"], "--experiments", *self.experiments),
         ]

@@ -1,12 +1,15 @@
-"""One Snakemake at a time in a folder, and the same command goes on after any death of the one before."""
+"""One Snakemake at a time in a folder and in its results; the same command goes on after any death of the last."""
 
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.workflow.queue import cancel_jobs
 
 
@@ -15,11 +18,10 @@ def take_over(folder: Path) -> TextIO:
 
     It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive:
     then its locks stay, and Snakemake says that the folder is locked and how to unlock it. Returns what holds our lock,
-    until it is closed.
+    until it is closed. Where that cannot be written, Snakemake ends with one clear line.
     """
     state = folder / ".snakemake"
-    state.mkdir(exist_ok=True)
-    mine = (state / "owner").open("a+")
+    mine = _opened(state / "owner")
     try:
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -37,3 +39,36 @@ def take_over(folder: Path) -> TextIO:
     mine.write(socket.gethostname())
     mine.flush()
     return mine
+
+
+def hold(results: Path) -> TextIO:
+    """Have a folder of results to ourselves until we end, whatever folder another Snakemake was started in.
+
+    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. On a file system without
+    locks everybody may.
+    """
+    mine = _opened(results / ".owner")
+    with suppress(OSError):
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine.seek(0)
+            raise SystemExit(
+                f"error: Another Snakemake works in {results}: {mine.read() or 'it has just begun'}. Wait until it has "
+                "ended, or set `results` in config/config.yaml to a folder of its own."
+            ) from None
+    mine.truncate(0)
+    mine.write(f"process {os.getpid()} on {socket.gethostname()}, started in {Path.cwd()}")
+    mine.flush()
+    return mine
+
+
+def _opened(path: Path) -> TextIO:
+    """A file that is made where it is missing, with its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
+        told = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
+        raise SystemExit(f"error: {told}") from None

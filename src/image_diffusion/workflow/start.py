@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.files import sha256_file
 from image_diffusion.core.lifeline import announce
+from image_diffusion.core.secrets import variable_of
 from image_diffusion.workflow.code import note_code
 from image_diffusion.workflow.environment import search_path
 from image_diffusion.workflow.files import Files
@@ -42,10 +44,12 @@ def start(
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
     whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. What Snakemake starts
-    on this machine ends when it does. A mistake ends Snakemake with one clear line.
+    on this machine ends when it does, and finds MLflow's store in its environment. A mistake ends Snakemake with one
+    clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
+    os.environ[variable_of(config["tracking"]["uri"])] = config["tracking"]["uri"]
     results = str(config.get("results", "results"))
     try:
         if moved(f"{results}/") != f"{results}/":
@@ -60,7 +64,7 @@ def start(
             for sentence in note_code(plans, Path(results), code):
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+        raise SystemExit(f"error: {sentence_on(error) or error}") from None
     return Known(
         results=results,
         plans=plans,

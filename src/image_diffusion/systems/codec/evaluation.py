@@ -24,7 +24,7 @@ from image_diffusion.metrics.frechet import frechet_between
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.lpips import Lpips
 from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each, check_finite
-from image_diffusion.metrics.panel import with_floor
+from image_diffusion.metrics.panel import judged, with_floor
 from image_diffusion.metrics.reconstruction import codebook_estimates, reconstruction_estimates
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
@@ -80,8 +80,7 @@ def evaluate_codec(
         estimates = reconstruction_estimates(original, decoded)
         if labels is not None and decoded.logits is not None:
             estimates["agreement"] = agreement(decoded.logits.argmax(dim=1), labels)
-        for name, entry in with_floor(estimates, estimates, floor).items():
-            entries[f"{detector.metric_name(name)}_{way}"] = entry
+        entries |= judged(with_floor(estimates, estimates, floor), detector, f"_{way}")
 
     if report is not None:
         _draw(network, images, quality, counts, report)
@@ -91,6 +90,7 @@ def evaluate_codec(
         how["lpips"] = settings.lpips.identity
     return {
         "metrics": entries,
+        "doubt": detector.doubt,
         "curve": [],
         "classes": {},
         "protocol": {**how, "digest": digest(how), "num_samples": n},

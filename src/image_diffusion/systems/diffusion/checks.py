@@ -45,6 +45,8 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
+    if settings.decoder is not None:
+        experiment.codec.check_decoder(f"{section}.decoder", settings.decoder)
     classes = experiment.data.source.known_classes()
     if scale != 1 and classes == [] and settings.weaker_weights is None:
         raise ValueError(

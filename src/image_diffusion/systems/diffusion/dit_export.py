@@ -31,6 +31,11 @@ def check_pipeline(system: DiTSystem, codec: Any) -> None:
         raise ValueError(
             "Diffusers' DiTPipeline works on latents, but this model works on pixels. Set export.format to none."
         )
+    if codec.type == "diffusers":
+        raise ValueError(
+            "Diffusers' DiTPipeline scales latents by one factor, but codec.type diffusers normalises each channel. "
+            "Set export.format to none, or use codec.type stability_vae."
+        )
     process = system.process
     whole = isinstance(process, Discrete) and process.respacing == "" and not process.rescale_timesteps
     if not whole and not isinstance(process, Flow):

@@ -74,7 +74,4 @@ def evaluate_enlarging(
     if report is not None and shown is not None:
         save_picture(image_grid(shown, min(_SHOWN, len(rows))), report / "enlarged.png")
     block = block_of_each(len(rows))
-    return {
-        name: mean_estimate(torch.cat(values), block).as_dict() | {"floor": None, "floor_n": None, "ratio": None}
-        for name, values in found.items()
-    }
+    return {name: mean_estimate(torch.cat(values), block).as_dict() for name, values in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,21 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
     data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
     if given.samples is None and settings.likelihood is None:
         raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
-    result: dict[str, Any] = {"metrics": {}, "curve": [], "classes": {}, "protocol": {}}
+    result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
     if given.samples is not None:
         if settings.against is not None and given.reference is None:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
         detector = settings.detector.build(given.detector, str(best_device()))
         samples = read_samples(given.samples, data.train.classes)
-        previews = {}
+        previews, left_out = {}, list[str]()
         if given.previews is not None and given.model is not None:
             run = given.previews / given.model.fingerprint
-            previews = read_previews(run, data.train.classes, given.model.num_steps)
+            previews, left_out = read_previews(run, data.train.classes, given.model.num_steps)
         result = evaluate_samples(samples, data, detector, settings, given.report, given.reference, previews)
+        for sentence in left_out:
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+        if left_out:
+            result["protocol"]["left_out"] = left_out
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
     if settings.likelihood is not None:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)

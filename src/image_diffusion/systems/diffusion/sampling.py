@@ -47,6 +47,10 @@ class SampleConfig(Config):
     """What a super-resolution network enlarges: {experiment: NAME} for the samples of another experiment, validation
     for the held-out images made small, so that the result can be compared with them, or a path of a samples.npz. Seed s
     takes image s modulo their number, and the image's label in place of `labels`."""
+    decoder: str | None = None
+    """Another autoencoder of the same latents that decodes them (a folder or a name on the Hub), such as the mse one of
+    Stable Diffusion for latents of its ema one, or a small one for previews; unset: the codec's own. Nothing is encoded
+    or trained again for it."""
     batch_size: int = Field(50, ge=1)
     """Images made at once. Does not change them."""
     images_per_job: int = Field(5000, ge=1)
@@ -98,6 +102,8 @@ class Generator:
                 f"Use 1, or train with system.objective.label_drop_probability above 0."
             )
         self._device = next(network.parameters()).device
+        if settings.decoder is not None:
+            codec = codec.with_decoder(settings.decoder, self._device)
         self._spec, self._system, self._codec = spec, system, codec
         self._sampler, self._seed = fitted(system, codec, settings).sampler, settings.seed
         self._precision, self._whole_batch = settings.precision, settings.batch_size if settings.compile else 0

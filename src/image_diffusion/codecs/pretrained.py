@@ -1,0 +1,106 @@
+"""Autoencoders that others trained: a folder in diffusers' layout, or a name on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from image_diffusion.core.files import digest, sha256_file
+
+_FILES = (
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model-*-of-*.safetensors",
+    "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model-*-of-*.bin",
+)
+"""Where diffusers looks for weights, in this order."""
+
+
+def folder_of(weights: str, subfolder: str | None = None) -> Path | None:
+    """The local folder that `weights` names; None for a name on the Hub."""
+    folder = Path(weights).expanduser()
+    return folder / (subfolder or "") if folder.is_dir() else None
+
+
+def settings_of(weights: str, subfolder: str | None, key: str) -> Mapping[str, Any]:
+    """The config.json of an autoencoder; of one on the Hub this file alone is fetched, once.
+
+    key: of the configuration, which errors name. Raises ValueError when it is neither here nor to be had.
+    """
+    folder = folder_of(weights, subfolder)
+    where = f"{weights}/{subfolder}" if subfolder else weights
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+            advice = f" Its folders {', '.join(inside)} do: name one." if inside else ""
+            raise ValueError(
+                f"{key} is {where}, which holds no config.json.{advice} Give the folder of an autoencoder."
+            )
+        text = (folder / "config.json").read_text(encoding="utf-8")
+    else:
+        text = _fetched(weights, subfolder, key)
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}/config.json is damaged: {error}. Copy it again.") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{where}/config.json is not the configuration of a network. Give the folder of one.")
+    return settings
+
+
+def load_pretrained(
+    network: Any, weights: str, subfolder: str | None, device: torch.device, dtype: torch.dtype, key: str
+) -> Any:
+    """An autoencoder of a class of diffusers, in evaluation mode. Raises ValueError when it is not to be had."""
+    folder = Path(weights).expanduser()
+    given = {} if subfolder is None else {"subfolder": subfolder}
+    try:
+        vae = network.from_pretrained(str(folder) if folder.is_dir() else weights, torch_dtype=dtype, **given)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise not_at_hand(weights, key, error) from None
+    return vae.to(device).eval().requires_grad_(False)
+
+
+def content_of(weights: str, subfolder: str | None) -> dict[str, Any]:
+    """Plain data that tells these weights from all others: of a folder by its content, wherever it lies; of a name on
+    the Hub by the name. Raises ValueError for a folder without weights."""
+    folder = folder_of(weights, subfolder)
+    if folder is None:
+        return {"weights": weights, "subfolder": subfolder}
+    files = next((found for pattern in _FILES if (found := sorted(folder.glob(pattern)))), None)
+    if files is None:
+        raise ValueError(f"{folder} holds no {_FILES[0]}. Give a folder that diffusers wrote.")
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    told = {name: value for name, value in settings.items() if not name.startswith("_") or name == "_class_name"}
+    stamps = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {"config": digest(told), "sha256": [_sha256(*stamp) for stamp in stamps]}
+
+
+@lru_cache
+def _sha256(path: Path, size: int, time: int) -> str:
+    return sha256_file(path)
+
+
+def _fetched(weights: str, subfolder: str | None, key: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        path = hf_hub_download(weights, "config.json", subfolder=subfolder)
+    except (OSError, ValueError) as error:
+        raise not_at_hand(weights, key, error) from None
+    return Path(path).read_text(encoding="utf-8")
+
+
+def not_at_hand(weights: str, key: str, error: Exception) -> ValueError:
+    """What is said when an autoencoder cannot be loaded."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(
+        f"The autoencoder '{weights}' could not be loaded: {reason} Without access to the Hugging Face Hub, copy "
+        f"the model's folder (config.json and diffusion_pytorch_model.safetensors) to this machine and set "
+        f"{key} to its path."
+    )

@@ -1,0 +1,510 @@
+"""Hours of faults without a person: after each of them the same command, and at the end the same bytes.
+
+    python tests/reliability/soak.py --seed 1 --minutes 120      (make soak SEED=1 MINUTES=120)
+
+In rounds, each from its own draws: the configuration or the images are edited; files under `results` are damaged or
+removed; the same command is started again and again while what it starts is killed, the disk fills up or the clock is
+wrong. Then nothing disturbs any more: the command ends well and everything promised is, byte for byte, what an
+undisturbed run in a folder of its own has made, which is done once for each configuration.
+
+A fault is *healed* when that is so without a word; *told* when a command that nothing disturbed any more first ended
+with a clear line. It is *silent* when a command ends well with other results: that stops the soak and keeps the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from soak_project import EDITS, EXPERIMENTS, LOGGED, NEEDS, ROOT, TOLD, Choice, found, remove, write_project
+from warm import CLOCK, Warm
+
+from image_diffusion.core.files import digest
+from image_diffusion.workflow.code import package_digest
+
+MADE_BY = {
+    "configure": ".resolved.json",
+    "crop": "datasets/*/crops/manifest.json",
+    "detect": "datasets/*/detector/detector.json",
+    "encode": "datasets/*/*[er]/manifest.json",
+    "embed": "datasets/*/pairs-*/manifest.json",
+    "agent": "*/train/model.json",
+    "train": "*/train/weights.safetensors",
+    "sample": "*/samples/samples.json",
+    "evaluate": "*/metrics.json",
+    "export": "*/diffusers/*.json",
+    "track": "*/tracked.json",
+    "report": "*/report/index.html",
+    "summary": "summary.html",
+}
+"""What each stage makes, under results."""
+STAGES = list(MADE_BY)
+CALM = 3
+"""Commands that nothing disturbs before a round must have ended well."""
+LONGEST_S = 1200.0
+CLEAR = re.compile(r"^(\[default\d+\]:)?(error|stopped): |No space left on device", re.MULTILINE)
+OUTPUTS = re.compile(r"/(samples|evaluation|diffusers)/")
+"""Folders in which nothing lies that the configuration does not ask for."""
+
+
+@dataclass
+class Fault:
+    """One fault. number: of the round. kind: what was done. where: to which file or process, and how."""
+
+    number: int
+    kind: str
+    where: str
+    told: bool = False
+
+
+@dataclass
+class Tally:
+    """What has become of the faults, by kind; and how often each stage was killed."""
+
+    injected: Counter[str] = field(default_factory=Counter)
+    healed: Counter[str] = field(default_factory=Counter)
+    told: Counter[str] = field(default_factory=Counter)
+    silent: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+    commands: int = 0
+
+    def table(self) -> str:
+        lines = [f"{'Fault':<28}{'injected':>10}{'healed':>10}{'told':>10}{'silent':>10}"]
+        for kind in sorted(self.injected):
+            counts = (self.injected[kind], self.healed[kind], self.told[kind], self.silent[kind])
+            lines.append(f"{kind:<28}" + "".join(f"{count:>10,}" for count in counts))
+        sums = (sum(each.values()) for each in (self.injected, self.healed, self.told, self.silent))
+        lines.append(f"{'all':<28}" + "".join(f"{count:>10,}" for count in sums))
+        lines.append("")
+        lines.append("Killed: " + ", ".join(f"{name} {self.kills[name]:,}" for name in ["snakemake", *STAGES]))
+        lines.append(f"{self.rounds:,} rounds, {self.commands:,} commands")
+        return "\n".join(lines)
+
+
+class WrongError(Exception):
+    """What must not be."""
+
+
+def with_needed(names: list[str]) -> list[str]:
+    """The experiments and those whose codecs they use."""
+    return sorted({*names, *(each for name in names for each in NEEDS.get(name, []))})
+
+
+class Soak:
+    """The rounds of one seed."""
+
+    def __init__(self, work: Path, warm: Warm, seed: int, names: list[str]) -> None:
+        """names: the experiments to choose from."""
+        self.work, self.warm, self.seed, self.names = work, warm, seed, names
+        self.disk = Disk(work / "disk")
+        self.project = work / "disk" / "project"
+        told = Path(__file__).with_name("soak_project.py").read_text()
+        self.references = work / "references" / digest([package_digest(ROOT / "src"), told])[:12]
+        self.tally = Tally()
+        self.open: list[Fault] = []
+        self.lengths: dict[str, float] = {}
+        """Seconds that a stage of this name has been seen to run."""
+        self.log = (work / "faults.jsonl").open("a", buffering=1)
+        self.choice = Choice(0, dict.fromkeys(with_needed(names), 0))
+
+    # ---- References
+
+    def expected(self, names: list[str]) -> dict[str, str]:
+        """What an undisturbed run of the experiments, and of those that they need, ends with."""
+        kept = {name: self.references / f"{name} {self.choice.only(name)}.json" for name in with_needed(names)}
+        if missing := [name for name, path in kept.items() if not path.exists()]:
+            folder = self.work / "reference"
+            remove(folder)
+            write_project(folder, self.choice, missing)
+            status, said = self.command(folder)
+            if status != 0:
+                raise WrongError(f"An undisturbed run of {missing} ({self.choice}) ended with {status}:\n{said}")
+            self.references.mkdir(parents=True, exist_ok=True)
+            for name in missing:
+                kept[name].write_text(json.dumps(found(folder, name)))
+        return {key: value for path in kept.values() for key, value in json.loads(path.read_text()).items()}
+
+    # ---- Rounds
+
+    def round(self, number: int) -> None:
+        """One round. The same seed and number draw the same, whatever came before."""
+        draw = random.Random(f"{self.seed} {number}")
+        names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 2, 3]))))
+        self._edit(draw, number, names)
+        disturbed = draw.randint(1, 3)
+        for turn in range(disturbed):
+            if turn and draw.random() < 0.3:
+                self._edit(draw, number, names)
+            for _ in range(draw.choice([0, 0, 1, 2, 4, 8])):
+                self._damage(draw, number, names)
+            self._ask_for_the_least_killed(draw, number)
+            self._disturbed_command(draw, number)
+        for _ in range(draw.choice([0, 1, 2, 4])):
+            self._damage(draw, number, names)
+        self._calm(number, names, self.expected(names))
+        self.tally.rounds += 1
+
+    def _calm(self, number: int, names: list[str], expected: dict[str, str]) -> None:
+        """The same command until it ends well, and then the comparison."""
+        for _ in range(CALM):
+            status, said = self.command(self.project)
+            if status == 0:
+                break
+            self._told(said)
+        else:
+            raise WrongError(f"Round {number}: the same command does not go on.\n{said[-4000:]}")
+        made = {key: value for name in with_needed(names) for key, value in found(self.project, name).items()}
+        wrong = sorted(path for path, sha256 in expected.items() if made.get(path) != sha256)
+        wrong = self._without_told(wrong, made)
+        extra = sorted(path for path in made.keys() - expected.keys() if OUTPUTS.search(path))
+        if wrong or extra:
+            for fault in self.open:
+                self.tally.silent[fault.kind] += 1
+            told = "\n".join(f"  {fault.kind}: {fault.where}" for fault in self.open)
+            raise WrongError(
+                f"Round {number} ended well, with other results ({', '.join(names)}; {self.choice}):\n"
+                f"differ: {wrong}\nof nobody: {extra}\nafter\n{told}\n{said[-3000:]}"
+            )
+        for fault in self.open:
+            (self.tally.told if fault.told else self.tally.healed)[fault.kind] += 1
+        self.open.clear()
+
+    def set_aside(self, number: int) -> Path:
+        """Keep the project as it is in another place, with its undisturbed run, and begin from nothing."""
+        kept = self.work / f"wrong-{self.seed}-{number}"
+        remove(kept)
+        self.disk.empty()
+        for folder in (self.project, self.work / "reference"):
+            if folder.exists():
+                shutil.copytree(folder, kept / folder.name, symlinks=True)
+        remove(self.project)
+        self.open.clear()
+        return kept
+
+    def _without_told(self, wrong: list[str], made: dict[str, str]) -> list[str]:
+        """The same without experiments whose journal tells that it is damaged: a person begins those anew."""
+        for name in self.names:
+            journals = f"results/{name}/journal/"
+            hit = [fault for fault in self.open if fault.where.startswith(journals)]
+            no_journal = any(made.get(f"{name}: what {stage} logged") == "nothing" for stage in ("train", "evaluate"))
+            told = any(made.get(f"{name}: what {stage} logged", "").startswith(TOLD) for stage in LOGGED)
+            if hit and (told or no_journal):
+                wrong = [path for path in wrong if not path.startswith(f"{name}: ")]
+                remove(self.project / "results" / name)
+                for fault in hit:
+                    fault.told = True
+        return wrong
+
+    def _told(self, said: str) -> None:
+        """A command that nothing disturbed ended with a mistake: was it clear?"""
+        if not CLEAR.search(said):
+            raise WrongError(f"No clear line:\n{said[-6000:]}")
+        clear = next(line for line in said.splitlines() if CLEAR.search(line))
+        self.note("told", clear)
+        for fault in self.open:
+            fault.told = True
+
+    def _inject(self, number: int, kind: str, where: str) -> None:
+        self.open.append(Fault(number, kind, where))
+        self.tally.injected[kind] += 1
+        self.note(kind, where, number)
+
+    def note(self, kind: str, where: str, number: int | None = None) -> None:
+        line = {"at": round(time.time(), 2), "seed": self.seed, "round": number, "kind": kind, "where": where}
+        self.log.write(json.dumps(line) + "\n")
+
+    # ---- Edits and damage
+
+    def _edit(self, draw: random.Random, number: int, names: list[str]) -> None:
+        """Perhaps another configuration, perhaps other images."""
+        edits = dict(self.choice.edits)
+        images = self.choice.images
+        for name in with_needed(names):
+            if draw.random() < 0.2:
+                edits[name] = draw.randrange(len(EDITS))
+        if draw.random() < 0.1:
+            images = draw.randrange(4)
+        changed = Choice(images, edits)
+        what = [f"experiment {name}" for name in edits if edits[name] != self.choice.edits[name]]
+        what += ["images"] * (images != self.choice.images)
+        self.choice = changed
+        write_project(self.project, changed, names)
+        for each in what:
+            self._inject(number, f"edit: {'images' if each == 'images' else 'configuration'}", f"{each}: {changed}")
+
+    def _damage(self, draw: random.Random, number: int, names: list[str]) -> None:
+        """Flip a bit of a file, cut it or remove it; half of the time its modification time is set back."""
+        results = self.project / "results"
+        used = {*with_needed(names), "datasets", "summary.html", ".resolved.json"}
+        files = [path for path in sorted(results.rglob("*")) if path.relative_to(results).parts[0] in used]
+        files = [path for path in files if path.is_file()]
+        if not files:
+            return
+        # A folder with many files is not hit more often than one with few.
+        folder = draw.choice(sorted({path.parent for path in files}))
+        path = draw.choice([each for each in files if each.parent == folder])
+        before = path.stat()
+        kind = draw.choice(["flip", "flip", "flip", "cut", "removal"])
+        where = str(path.relative_to(self.project))
+        if kind == "flip" and before.st_size:
+            bit = draw.randrange(8 * before.st_size)
+            with path.open("r+b") as file:
+                file.seek(bit // 8)
+                byte = file.read(1)[0]
+                file.seek(bit // 8)
+                file.write(bytes([byte ^ (1 << bit % 8)]))
+            where += f", bit {bit} of {8 * before.st_size}"
+        elif kind == "cut" and before.st_size:
+            os.truncate(path, size := draw.randrange(before.st_size))
+            where += f", to {size} of {before.st_size} bytes"
+        else:
+            kind = "removal"
+            path.unlink()
+        if path.exists() and draw.random() < 0.5:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            where += ", as if untouched"
+        self._inject(number, {"flip": "flipped bit", "cut": "cut file", "removal": "removed file"}[kind], where)
+
+    def _ask_for_the_least_killed(self, draw: random.Random, number: int) -> None:
+        """Remove what the stage that was killed least has made, so that it will run."""
+        stage = min(MADE_BY, key=lambda name: self.tally.kills[name])
+        files = sorted((self.project / "results").glob(MADE_BY[stage]))
+        if files and draw.random() < 0.7:
+            path = draw.choice(files)
+            path.unlink()
+            self._inject(number, "removed file", str(path.relative_to(self.project)))
+
+    # ---- Commands
+
+    def command(self, folder: Path) -> tuple[int, str]:
+        """Run the command undisturbed; its status, and what it said."""
+        with self._started(folder, {}) as (running, output):
+            self._watch(running)
+        return running.returncode, output.read_text(errors="replace")
+
+    @contextmanager
+    def _started(self, folder: Path, settings: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+        self.tally.commands += 1
+        output = self.work / "said.txt"
+        line = [str(self.warm.python), "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--cores", "1"]
+        outside = ("SNAKEMAKE_", "SLURM_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
+        environment |= {"OMP_NUM_THREADS": "1", **settings}
+        with output.open("wb") as log:
+            running = subprocess.Popen(
+                [*line, "--keep-going"],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+            try:
+                yield running, output
+            finally:
+                if running.poll() is None:
+                    os.killpg(running.pid, signal.SIGKILL)
+                    running.wait()
+
+    def _watch(self, running: subprocess.Popen[bytes]) -> None:
+        """Wait for the end, and see how long stages take."""
+        began: dict[tuple[int, str], float] = {}
+        until = time.monotonic() + LONGEST_S
+        while running.poll() is None:
+            self._seen(began)
+            if time.monotonic() > until:
+                raise WrongError(f"A command runs for more than {LONGEST_S:.0f} s.")
+            time.sleep(0.03)
+
+    def _seen(self, began: dict[tuple[int, str], float]) -> list[tuple[int, str]]:
+        """What runs now; the lengths of what has ended are noted."""
+        now, present = time.monotonic(), self.warm.running()
+        for each in present:
+            began.setdefault(each, now)
+        for gone in began.keys() - {*present}:
+            length = now - began.pop(gone)
+            self.lengths[gone[1]] = 0.7 * self.lengths.get(gone[1], length) + 0.3 * length
+        return present
+
+    def _disturbed_command(self, draw: random.Random, number: int) -> None:
+        """The same command, while something happens to it and to what it starts."""
+        settings: dict[str, str] = {}
+        shift = draw.choice([-86400, -3600, -30, 30, 3600, 86400]) if draw.random() < 0.1 else 0
+        if shift:
+            settings[CLOCK] = str(shift)
+            self._inject(number, "clock jump", f"{shift} s")
+        full = draw.random() < 0.1 and self.disk.fill(draw.randint(0, 600_000))
+        if full:
+            self._inject(number, "full disk", f"{self.disk.free()} bytes left")
+        began_at = time.time()
+        with self._started(self.project, settings) as (running, output):
+            self._strike(draw, number, running)
+        if full:
+            self.disk.empty()
+            said = output.read_text(errors="replace")
+            if "No space left" in said:
+                self.open[-1].told = True
+        if shift:
+            _shift_times(self.project, began_at, shift)
+
+    def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes]) -> None:
+        """Kill at random moments: everything, Snakemake alone, a stage, a rank. Half of the time the least killed."""
+        began: dict[tuple[int, str], float] = {}
+        patience = draw.randint(1, 12)
+        while running.poll() is None and patience:
+            wanted = min(STAGES, key=lambda name: self.tally.kills[name]) if draw.random() < 0.4 else None
+            # A moment of the wanted stage, or of whatever runs after a while.
+            until = time.monotonic() + (20 if wanted else draw.expovariate(0.7))
+            while running.poll() is None and time.monotonic() < until:
+                if wanted and any(name == wanted for _, name in self._seen(began)):
+                    break
+                time.sleep(0.01)
+            aim = wanted or next((name for _, name in reversed(self._seen(began)) if name != "snakemake"), "snakemake")
+            time.sleep(draw.uniform(0, self.lengths.get(aim, 0.5)))
+            if aim == "snakemake" and draw.random() < 0.8:  # there is more to kill when it has begun
+                continue
+            present = [each for each in self.warm.running() if each[1] != "follow"]
+            victims = [each for each in present if each[1] == aim] or present
+            if not victims or running.poll() is not None:
+                continue
+            patience -= 1
+            pid, name = draw.choice(victims)
+            kind = draw.choices(["a process", "group", "Snakemake"], [8, 1, 1])[0]
+            with suppress(ProcessLookupError):
+                if kind == "group":
+                    os.killpg(running.pid, signal.SIGKILL)
+                elif kind == "Snakemake" or name == "snakemake":
+                    kind, snakes = "Snakemake", [each for each, called in present if called == "snakemake"]
+                    os.kill(snakes[0] if snakes else running.pid, signal.SIGKILL)
+                else:
+                    kind = "a rank" if name == "train" else "a stage"
+                    os.kill(pid, signal.SIGKILL)
+                self.tally.kills["snakemake" if kind == "Snakemake" else name] += 1
+                self._inject(number, f"kill: {kind}", name)
+            if kind in ("group", "Snakemake"):
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(5)
+                if draw.random() < 0.5:
+                    time.sleep(draw.uniform(0, 0.5))
+                return
+        self._watch(running)
+
+
+class Disk:
+    """A file system of its own in memory, that can be full. Without the right to mount, nothing is."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._is_mounted = self._mount("mount", "-t", "tmpfs", "-o", "size=2g", "soak", str(folder))
+
+    def fill(self, left: int) -> bool:
+        """Leave so many bytes; whether that could be done."""
+        if not self._is_mounted:
+            return False
+        usage = shutil.disk_usage(self._folder)
+        return self._mount("mount", "-o", f"remount,size={usage.used + left}", str(self._folder))
+
+    def empty(self) -> None:
+        self._mount("mount", "-o", "remount,size=2g", str(self._folder))
+
+    def free(self) -> int:
+        return shutil.disk_usage(self._folder).free
+
+    def close(self) -> None:
+        if self._is_mounted:
+            self._mount("umount", str(self._folder))
+
+    @staticmethod
+    def _mount(*command: str) -> bool:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _shift_times(folder: Path, since: float, by_s: float) -> None:
+    """What was written since then has the times of a clock that is wrong."""
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            stat = path.lstat()
+            if (
+                stat.st_mtime >= since
+                and not path.is_symlink()
+                and "images" not in path.parts
+                and path.parts[-2] != "config"
+            ):
+                os.utime(path, (stat.st_atime, stat.st_mtime + by_s))
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def soak(
+    work: Path, seed: int, names: list[str], is_enough: Callable[[Tally], bool], keeps_going: bool = False
+) -> Tally:
+    """Rounds until it is enough. What was silent or not clear is kept and raises WrongError; keeps_going: it is set
+    aside, and the next round begins from nothing."""
+    subprocess.run(["umount", str(work / "disk")], capture_output=True, check=False)  # of one that was killed
+    for each in ("disk", "reference", "faults.jsonl"):
+        remove(work / each)
+    work.mkdir(parents=True, exist_ok=True)
+    tell(f"Seed {seed}, in {work}; every fault is in {work / 'faults.jsonl'}")
+    with Warm(work / "warm", ROOT / "src") as warm:
+        run = Soak(work, warm, seed, names)
+        number = 0
+        while not is_enough(run.tally):
+            try:
+                run.round(number)
+            except WrongError as wrong:
+                kept = run.set_aside(number)
+                tell(f"\n{run.tally.table()}\n\n{wrong}\n\nKept: {kept}. Again: make soak SEED={seed}")
+                if not keeps_going:
+                    raise
+            number += 1
+            if number % 10 == 0:
+                tell(f"\n{time.strftime('%H:%M:%S')}\n{run.tally.table()}")
+    run.disk.close()
+    tell(f"\n{run.tally.table()}")
+    return run.tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="what all draws follow from (0)")
+    parser.add_argument("--minutes", type=float, default=120, help="start no round after so long (120)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "soak"),
+        help="a folder to work in; references of this code stay",
+    )
+    parser.add_argument("--systems", nargs="+", default=list(EXPERIMENTS), choices=EXPERIMENTS, help="some of them")
+    parser.add_argument("--keep-going", action="store_true", help="set aside what is wrong, and go on from nothing")
+    arguments = parser.parse_args()
+    until = time.monotonic() + 60 * arguments.minutes
+    try:
+        work, go_on = arguments.work.resolve(), arguments.keep_going
+        soak(work, arguments.seed, arguments.systems, lambda tally: time.monotonic() > until, go_on)
+    except WrongError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

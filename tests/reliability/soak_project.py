@@ -1,0 +1,241 @@
+"""What the soak runs: every system on a handful of images, in a few configurations between which it is edited."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from image_diffusion.core.files import read_json
+from image_diffusion.core.history import read_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = 24
+
+DATA = {
+    "name": "dots",
+    "source": {"type": "folder", "path": "images"},
+    "resolution": 16,
+    "num_shards": 2,
+    "validation_fraction": 0.25,
+}
+TRAIN = {
+    "steps": 8,
+    "global_batch": 4,
+    "checkpoint": {"every_steps": 2},
+    "log_every_steps": 2,
+    "validate_every_steps": 4,
+    "validation_samples": 4,
+    "grid_every_steps": None,
+}
+SAMPLE = {"num_samples": 8, "sampler": {"type": "ddim", "num_steps": 2}, "batch_size": 4}
+RESOURCES = {"cpus_per_process": 1, "memory_mb": 2000, "runtime_min": 10}
+DIT = {"depth": 1, "width": 32, "num_heads": 2, "patch": 4}
+RIN = {"width": 8, "patch": 4, "depth": 1, "num_latents": 4, "latent_width": 8, "latent_depth": 1, "head_width": 8}
+DVAE = {"num_tokens": 8, "codebook_dim": 4, "num_layers": 2, "num_resnet_blocks": 0, "hidden_dim": 8}
+UNET = {
+    "channels": 32,
+    "multipliers": [1, 1],
+    "num_res_blocks": 1,
+    "attention_resolutions": [],
+    "num_heads": 1,
+}
+PREVIEW = {"num_samples": 4, "sampler": {"type": "ddim", "num_steps": 2}}
+
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "dit": {
+        "system": {"type": "dit", "network": DIT},
+        "train": TRAIN | {"grid_every_steps": 4},
+        "preview": PREVIEW,
+        "sample": SAMPLE | {"images_per_job": 4},
+        "resources": RESOURCES | {"processes_per_node": 2},
+    },
+    "iddpm": {"system": {"type": "iddpm", "network": UNET}, "train": TRAIN, "sample": SAMPLE},
+    "rin": {"system": {"type": "rin", "network": RIN}, "train": TRAIN, "sample": SAMPLE},
+    "autoencoder": {
+        "system": {"type": "autoencoder", "network": {"block_channels": [8, 8], "norm_groups": 4}},
+        "train": TRAIN,
+        "export": {"format": "diffusers"},
+    },
+    "latent": {
+        "codec": {"type": "trained", "experiment": "autoencoder"},
+        "system": {"type": "dit", "network": DIT | {"patch": 2}},
+        "train": TRAIN,
+        "sample": SAMPLE,
+        "export": {"format": "diffusers"},
+    },
+    "dvae": {"system": {"type": "dvae", "network": DVAE}, "encode": {"tokens": True}, "train": TRAIN},
+    "prior": {
+        "pairs": {"type": "hashed", "splits": {"train": 0.6, "validation": 0.2, "test": 0.2}, "num_tokens": 5},
+        "system": {
+            "type": "prior",
+            "network": {"depth": 1, "num_heads": 2, "head_width": 8, "max_text_len": 5, "ff_mult": 1},
+        },
+        "train": TRAIN | {"flip_probability": 0, "weights": "best", "keep_raw": True},
+        "prediction": {"num_steps": [2, 3], "num_candidates": 1},
+    },
+}
+NEEDS = {"latent": ["autoencoder"]}
+"""The experiments whose codecs others use."""
+DATA_OF = {
+    "dit": {"detector"},
+    "iddpm": {"detector"},
+    "rin": {"detector"},
+    "latent": {"detector", "autoencoder"},
+    "dvae": {"dvae-tokens"},
+    "prior": {"detector", "pairs-hashed"},
+}
+"""What experiments use of a data set beside its crops."""
+
+# What edits write into an experiment's file, section by section, in place of what stands there.
+EDITS: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"train": {"steps": 6}},
+    {"sample": {"num_samples": 12}},
+]
+NOT_COMPARED = {"journal", "state", "tracked.json", "source.json", "owner.json"}
+"""What holds times, paths or the ids of runs; journals are compared by what they say."""
+
+
+LOGGED = ("train", "sample", "evaluate")
+"""Stages that log."""
+TOLD = "told: "
+"""How what a journal says begins where the journal itself tells that it is not whole."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration. images: which state they are in. edits: which of `EDITS` each experiment has."""
+
+    images: int
+    edits: Mapping[str, int] = field(hash=False)
+
+    def only(self, name: str) -> Choice:
+        """The part of it that one experiment's results depend on."""
+        return Choice(self.images, {each: self.edits[each] for each in [*NEEDS.get(name, []), name]})
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {edit}" for name, edit in self.edits.items())
+        return f"images {self.images}, {told}"
+
+
+def experiment(name: str, choice: Choice) -> dict[str, Any]:
+    """The experiment's file as plain data."""
+    data = copy.deepcopy(EXPERIMENTS[name])
+    for section, values in EDITS[choice.edits[name]].items():
+        if section in data:
+            data[section] |= values
+    data["data"] = DATA | {"num_shards": 3 if choice.images == 2 else 2}
+    return {"resources": RESOURCES} | data
+
+
+def write_project(folder: Path, choice: Choice, names: Iterable[str], every_s: str = "") -> None:
+    """Configure a project, as a person does who edits what is there. every_s: of the section `tracking`."""
+    (folder / "config" / "experiments").mkdir(parents=True, exist_ok=True)
+    settings = (ROOT / "config" / "config.yaml").read_text().replace("every_s: 10", f"every_s: {every_s}")
+    settings = settings.replace("experiments: [demo]", f"experiments: [{', '.join(names)}]")
+    _write(folder / "config" / "config.yaml", settings)
+    for name in choice.edits:
+        _write(folder / "config" / "experiments" / f"{name}.yaml", yaml.safe_dump(experiment(name, choice)))
+    images = make_images(choice.images)
+    for path in (folder / "images").rglob("*.png"):
+        if str(path.relative_to(folder)) not in images:
+            path.unlink()
+    for file, pixels in images.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or not np.array_equal(np.asarray(Image.open(path)), pixels):
+            Image.fromarray(pixels).save(path)
+
+
+def make_images(state: int) -> dict[str, Any]:
+    """The images in one of their states: as they were; another in place of one; one more, in more files; one less."""
+    generator = np.random.default_rng(0)
+    images = {}
+    for number in range(IMAGES + 2):
+        lightness = 128 * (number % 2)
+        pixels = generator.integers(lightness, 128 + lightness, size=(16, 16, 3), dtype=np.uint8)
+        images[f"images/{'light' if number % 2 else 'dark'}/{number:03}.png"] = pixels
+    (*_, other), (*_, more) = list(images.items())[-2:]
+    usual = dict(list(images.items())[:IMAGES])
+    first = next(iter(usual))
+    match state:
+        case 1:
+            return usual | {first: other}
+        case 2:
+            return usual | {"images/light/more.png": more}
+        case 3:
+            return {name: pixels for name, pixels in usual.items() if name != first}
+    return usual
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def found(folder: Path, name: str) -> dict[str, str]:
+    """The sha256 of everything that is promised to be the same: of an experiment, and of the data that it uses."""
+    results, made = folder / "results", {}
+    data = {"crops"} | DATA_OF.get(name, set())
+    for path in sorted([*(results / name).rglob("*"), *(results / "datasets").glob("*/*/**/*")]):
+        part, *inside = path.relative_to(results).parts
+        is_ours = part == name or (part == "datasets" and inside[1] in data)
+        if is_ours and path.is_file() and not NOT_COMPARED & {*inside} and not _is_note(path.name):
+            made[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for stage in LOGGED:
+        made[f"{name}: what {stage} logged"] = _logged(folder, name, stage)
+        made[f"{name}: what MLflow lacks of {stage}"] = _not_tracked(folder, name, stage)
+    return made
+
+
+def _is_note(name: str) -> bool:
+    """Whether a file is a note for ourselves, is a page with times in it, or of what others have made."""
+    return name.startswith(".") or name == "index.html"
+
+
+def _logged(folder: Path, name: str, stage: str) -> str:
+    """What the journal of a stage says; or that it is not as it was written."""
+    history = read_journal(folder / "results" / name / "journal" / stage)
+    if history is None:
+        return "nothing"
+    if history.damaged or history.status != "finished":
+        return f"{TOLD}{history.status}, {history.damaged}"
+    return hashlib.sha256(json.dumps(_points(folder, name, stage)).encode()).hexdigest()
+
+
+def _not_tracked(folder: Path, name: str, stage: str) -> str:
+    """Which of the points of a stage's journal are not in MLflow."""
+    tracked = read_json(folder / "results" / name / "tracked.json")["runs"]
+    with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
+        query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
+        held = {row for run in tracked if run["stage"] == stage for row in database.execute(query, (run["run_id"],))}
+    return str([point for point in _points(folder, name, stage) if point not in held])
+
+
+def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]:
+    """The points of a stage's journal, timings left out."""
+    history = read_journal(folder / "results" / name / "journal" / stage)
+    return [] if history is None else sorted({(p.key, p.step, p.value) for p in history.points if _is_kept(p.key)})
+
+
+def _is_kept(key: str) -> bool:
+    return not any(part in ("speed", "system") for part in key.split("/"))
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or a file, if it is there."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_file():
+        path.unlink()

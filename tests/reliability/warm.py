@@ -1,0 +1,282 @@
+"""Processes that begin as copies of one that has imported everything, in milliseconds instead of seconds.
+
+`Warm` makes a folder with a `python`. What is started with it runs in a process of its own, forked from a server that
+has imported PyTorch, MLflow, diffusers and Snakemake: a module (`-m`) or a script, in the working directory, with the
+environment, the standard files and in the process group of whoever has called. `python` waits for it, hands signals on
+and ends as it has ended, by the same signal too; it is killed when `python` is. The real Python does anything else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+CLOCK = "SOAK_CLOCK_S"
+"""The environment variable for seconds by which the clock of a process is wrong."""
+READY_S = 300.0
+
+CLIENT = """#!{python} -SE
+import json, os, signal, socket, struct, sys
+
+def real():
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+
+arguments = sys.argv[1:]
+while arguments[:1] == ["-u"]:
+    del arguments[0]
+if not arguments or (arguments[0] != "-m" and not arguments[0].endswith(".py")):
+    real()
+server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+server.connect({address!r})
+request = json.dumps([arguments, os.getcwd(), dict(os.environ), os.getpgrp()]).encode()
+socket.send_fds(server, [struct.pack("<I", len(request))], [0, 1, 2])
+server.sendall(request)
+child = int(server.recv(16) or b"0")
+if not child:
+    sys.exit(1)
+
+def hand_on(number, frame):
+    try:
+        os.kill(child, number)
+    except ProcessLookupError:
+        pass
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, hand_on)
+answer = server.recv(16)
+code = int(answer) if answer else -signal.SIGKILL
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+PRELOADED = [
+    "snakemake.cli",
+    "snakemake.executors.local",
+    "snakemake.persistence",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "torch.distributed.elastic.multiprocessing.api",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "scipy.special",
+    "scipy.linalg.lapack",
+    "sklearn.linear_model",
+    "sklearn.pipeline",
+    "sklearn.preprocessing",
+    "pandas",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "diffusers.models.transformers.dit_transformer_2d",
+    "diffusers.schedulers.scheduling_ddim",
+    "diffusers.schedulers.scheduling_dpmsolver_multistep",
+    "diffusers.pipelines.dit.pipeline_dit",
+    "mlflow",
+    "mlflow.models",
+    "mlflow.types",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_store",
+]
+
+
+class Warm:
+    """A context: the server runs. `python` is what to start things with."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        """folder: for the socket and `python`. source: the folder that holds the package."""
+        self.folder, self._source = folder, source
+        self.python = folder / "bin" / "python"
+
+    def __enter__(self) -> Warm:
+        self.python.parent.mkdir(parents=True, exist_ok=True)
+        address = str(self.folder / "socket")
+        Path(address).unlink(missing_ok=True)
+        client = CLIENT.format(python=sys.executable, address=address)
+        for name in ("python", "python3"):
+            (self.python.parent / name).write_text(client)
+            (self.python.parent / name).chmod(0o755)
+        path = os.pathsep.join([str(self._source), *filter(None, [os.environ.get("PYTHONPATH")])])
+        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, address, str(self.python)], env={**os.environ, **one, "PYTHONPATH": path}
+        )
+        until = time.monotonic() + READY_S
+        while not Path(address).exists():
+            assert self._process.poll() is None and time.monotonic() < until, "the server did not start"
+            time.sleep(0.05)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pid, _ in self.running():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.terminate()
+        self._process.wait()
+
+    def running(self) -> list[tuple[int, str]]:
+        """The processes that run now, and the last word of the module or script of each."""
+        found = []
+        for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
+            with suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("~"):
+                    found.append((int(pid), name[1:]))
+        return found
+
+
+def serve(address: str, python: str) -> NoReturn:
+    """Answer requests until we are stopped."""
+    import importlib
+    import pkgutil
+
+    import image_diffusion
+
+    outside = dict(os.environ)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with whoever has started it
+    for module in pkgutil.walk_packages(image_diffusion.__path__, "image_diffusion."):
+        importlib.import_module(module.name)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a process with threads cannot be forked safely"
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in outside}
+    gc.collect()
+    gc.freeze()  # what is shared stays shared
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(f"{address}.new")
+    listening.listen(64)
+    Path(f"{address}.new").rename(address)
+    wake, alarm = os.pipe()
+    os.set_blocking(alarm, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+    clients: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([listening, wake, *clients.values()], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+        for child, client in list(clients.items()):
+            if client in ready:  # it has nothing more to say: it is gone
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+                clients.pop(child).close()
+        while True:
+            try:
+                child, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not child:
+                break
+            ended = clients.pop(child, None)
+            if ended is not None:
+                with suppress(OSError), ended:
+                    ended.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        if listening in ready:
+            client, _ = listening.accept()
+            try:
+                size, files, _, _ = socket.recv_fds(client, 4, 3)
+                request = b""
+                while len(request) < int.from_bytes(size, "little"):
+                    more = client.recv(1 << 20)
+                    if not more:
+                        raise OSError("the caller is gone")
+                    request += more
+            except OSError:
+                client.close()
+                continue
+            child = os.fork()
+            if child == 0:
+                for each in (listening, client, *clients.values()):
+                    each.close()
+                os.close(wake)
+                os.close(alarm)
+                _begin(json.loads(request), files, python, set_by_imports)
+            for each in files:
+                os.close(each)
+            with suppress(OSError):
+                client.sendall(str(child).encode())
+            clients[child] = client
+
+
+def _begin(
+    request: tuple[list[str], str, dict[str, str], int], files: list[int], python: str, set_by_imports: dict[str, str]
+) -> NoReturn:
+    """Become what was asked for."""
+    arguments, folder, environment, group = request
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        os.setpgid(0, group)
+    except OSError:  # it is of another session
+        os.setsid()
+    for number, each in enumerate(files):
+        os.dup2(each, number)
+        os.close(each)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(set_by_imports | environment)
+    sys.executable = python
+    _shift_clock(float(environment.get(CLOCK, "0")))
+    is_module = arguments[0] == "-m"
+    name, sys.argv = (arguments[1], arguments[1:]) if is_module else (arguments[0], list(arguments))
+    said = Path(name).stem if not is_module else name.rpartition(".")[2]
+    ctypes.CDLL(None).prctl(15, f"~{said}".encode(), 0, 0, 0)  # PR_SET_NAME
+    # Where Python looks for modules, as it would have found out itself.
+    paths = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:] = [
+        folder if is_module else str(Path(name).parent),
+        *paths,
+        *(p for p in sys.path[1:] if p not in paths),
+    ]
+    code = 1
+    try:
+        try:
+            if is_module:
+                if not hasattr(sys.modules.get(name), "__path__"):  # of a package its __main__ is run
+                    sys.modules.pop(name, None)
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
+            code = 0
+        except SystemExit as exit:
+            if isinstance(exit.code, str):
+                print(exit.code, file=sys.stderr)
+            code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def _shift_clock(by_s: float) -> None:
+    """The wall clock of this process is wrong by so many seconds."""
+    if by_s:
+        now, now_ns = time.time, time.time_ns
+        time.time = lambda: now() + by_s
+        time.time_ns = lambda: now_ns() + int(by_s * 1e9)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

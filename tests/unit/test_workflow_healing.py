@@ -1,0 +1,118 @@
+"""What is wrong with a result is found by what its stage has written about it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from image_diffusion.core import verify
+from image_diffusion.core.files import sha256_file, write_bytes, write_json, write_page
+from image_diffusion.core.verify import describe, write_checksums, write_listing
+from image_diffusion.workflow import healing
+from image_diffusion.workflow.healing import Damage
+
+STORE = "sqlite:///mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little of everything, whole."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train/weights.safetensors", "train/raw/weights.safetensors", "samples/samples.npz", "diffusers/a/b"):
+        write_bytes(Path(name), name.encode())
+    for folder in (Path("train"), Path("train/raw")):
+        sha256 = sha256_file(folder / "weights.safetensors")
+        write_json(folder / "model.json", {"sha256": sha256, "train": {"keep_raw": True}, "fingerprint": "f"})
+    write_json(Path("samples/samples.json"), {"files": describe(Path("samples"), [Path("samples/samples.npz")])})
+    write_checksums(Path("diffusers"))
+    write_page(Path("report/index.html"), "<p>ü</p>\n")
+    with closing(sqlite3.connect("mlflow.db")) as database, database:
+        database.execute("CREATE TABLE runs (run_uuid TEXT, artifact_uri TEXT)")
+        database.execute("INSERT INTO runs VALUES ('one', ?)", [Path("mlruns/one one").absolute().as_uri()])
+    Path("mlruns/one one").mkdir(parents=True)
+    write_json(Path("tracked.json"), {"runs": [{"run_id": "one", "files": 1}]})
+
+
+RESULTS = ["train/model.json", "samples/samples.json", "diffusers", "report/index.html", "tracked.json"]
+
+
+def test_whole_results_have_no_fault() -> None:
+    assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
+
+
+FAULTS: dict[str, tuple[str, Callable[[], object], str]] = {
+    "weights": ("train/model.json", lambda: Path("train/weights.safetensors").write_bytes(b"x"), "not what was wr"),
+    "raw": ("train/model.json", lambda: Path("train/raw/weights.safetensors").unlink(), "is missing"),
+    "samples": ("samples/samples.json", lambda: Path("samples/samples.npz").unlink(), "samples.npz is missing"),
+    "seal": ("samples/samples.json", lambda: Path("samples/samples.json").write_text('{"files": {}, "seal": 1}'), "is"),
+    "not complete": ("train/model.json", lambda: write_json(Path("train/model.json"), {}), "it is not complete"),
+    "export": ("diffusers", lambda: Path("diffusers/a/b").write_bytes(b"x"), "diffusers/a/b is not what was written"),
+    "no sums": ("diffusers", lambda: Path("diffusers/SHA256SUMS").unlink(), "No such file"),
+    "page": ("report/index.html", lambda: Path("report/index.html").write_text("<p>u</p>"), "not what was written"),
+    "no store": ("tracked.json", lambda: Path("mlflow.db").unlink(), "mlflow.db is not there"),
+    "no database": ("tracked.json", lambda: Path("mlflow.db").write_bytes(b"x" * 4096), "file is not a database"),
+    "no files": ("tracked.json", lambda: Path("mlruns/one one").rmdir(), "the files of 1 of its 1 runs are not there"),
+    "fewer runs": (
+        "tracked.json",
+        lambda: write_json(Path("tracked.json"), {"runs": [{"run_id": each, "files": 0} for each in ("one", "two")]}),
+        "lacks 1 of its 2 runs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_once(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path, spoil, message = FAULTS[fault]
+    spoil()
+    damage = Damage(STORE)
+    assert damage.among([path]) and damage.among(["nowhere", path])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"{path} is made again: ") and message in said
+
+
+def test_a_server_is_not_asked() -> None:
+    Path("mlflow.db").unlink()
+    assert Damage("http://127.0.0.1:1").fault_of(Path("tracked.json")) is None
+
+
+def test_a_start_hashes_so_much_and_the_next_start_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(healing, "AT_ONCE_BYTES", 10)
+    for name in "abc":
+        write_bytes(Path("big") / name, name.encode() * 8)
+    files = {name: sha256_file(Path("big") / name) for name in "abc"}
+    write_json(Path("big/curve.json"), {"files": files | {"c": "0" * 64}})
+    for left in (2, 1, 0):
+        fault = Damage(STORE).fault_of(Path("big/curve.json"))
+        said = capsys.readouterr().err
+        assert said.count("0.0 GB in big were not looked through") == (left > 0)
+        assert (fault is None) == (left > 0)
+
+
+def test_nothing_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
+    for path in RESULTS:
+        Damage(STORE).fault_of(Path(path))
+    monkeypatch.setattr(verify, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
+    assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
+
+
+def test_a_preview_that_is_damaged_is_told_and_trains_nothing_again(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("train/previews/f")
+    for name in ("step-0000001.npz", "step-0000001.png"):
+        write_bytes(folder / name, name.encode())
+    write_listing(folder, "step-*")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None and not capsys.readouterr().err
+    (folder / "step-0000001.npz").write_bytes(b"x")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None
+    assert (
+        f"note: the previews in {folder} are not as they were drawn: step-0000001.npz is not" in capsys.readouterr().err
+    )
+    (folder / "listing.json").write_bytes(b"x")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None and "is damaged" in capsys.readouterr().err

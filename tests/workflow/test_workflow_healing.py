@@ -1,0 +1,102 @@
+"""What is damaged or removed behind Snakemake is made again by the same command, and ends as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from projects import Project
+
+AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
+AFTER_TRAIN = {"train", *AFTER_SAMPLE}
+EVERYTHING = {"crop", "detect", *AFTER_TRAIN}
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file, and set its times back as far as one can."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    with path.open("r+b") as file:  # the same file, of the same size
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def cut(path: Path) -> None:
+    before = path.stat()
+    os.truncate(path, before.st_size // 2)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def forget_runs(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM runs")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
+    "a bit of a shard": ("datasets/dots-16/crops/shard-00001.tar", flip, EVERYTHING),
+    "a shard removed": ("datasets/dots-16/crops/shard-00000.tar", Path.unlink, EVERYTHING),
+    "a record removed": ("datasets/dots-16/crops/shard-00000.json", Path.unlink, EVERYTHING),
+    "the index": ("datasets/dots-16/crops/index.npy", flip, EVERYTHING),
+    "a manifest": ("datasets/dots-16/crops/manifest.json", flip, EVERYTHING),
+    "a sheet": ("datasets/dots-16/crops/sheet.png", flip, EVERYTHING),
+    "the detector": ("datasets/dots-16/detector/detector.safetensors", flip, {"detect", *AFTER_SAMPLE} - {"sample"}),
+    "weights": ("micro/train/weights.safetensors", cut, AFTER_TRAIN),
+    "what describes the weights": ("micro/train/model.json", flip, AFTER_TRAIN),
+    "samples": ("micro/samples/samples.npz", flip, AFTER_SAMPLE),
+    "how they were made": ("micro/samples/samples.json", flip, AFTER_SAMPLE),
+    "a picture of them": ("micro/samples/grid.png", flip, AFTER_SAMPLE),
+    "metrics": ("micro/metrics.json", flip, AFTER_SAMPLE - {"sample"}),
+    "a picture of the evaluation": ("micro/evaluation/classes.png", flip, AFTER_SAMPLE - {"sample"}),
+    "what was tracked": ("micro/tracked.json", flip, {"track"}),
+    "a store that was removed": ("../mlflow.db", Path.unlink, {"track"}),
+    "a store that was emptied": ("../mlflow.db", forget_runs, {"track"}),
+    "a page": ("micro/report/index.html", flip, {"report"}),
+    "the summary": ("summary.html", cut, {"summary"}),
+    "a plan": ("micro/config/plan.json", flip, set()),
+    "a configuration": ("micro/config/train.yaml", flip, set()),
+    "what was resolved": (".resolved.json", flip, set()),
+    "the note of the source": ("datasets/dots-16/source.json", cut, set()),
+}
+
+
+def test_each_damage_is_seen(finished: Project) -> None:
+    for what, (name, damage, expected) in DAMAGES.items():
+        path = finished / "results" / name
+        before, times = path.read_bytes(), path.stat()
+        damage(path)
+        planned = finished.planned()
+        assert planned == expected, what
+        path.write_bytes(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert finished.planned() == set()
+
+
+def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Project) -> None:
+    cut(finished / "results/datasets/dots-16/.source-cache.json")
+    for name, damage, _ in DAMAGES.values():
+        path = finished / "results" / name
+        if path.exists():  # one damage may have removed it
+            damage(path)
+    said = finished.run()
+    assert "results/datasets/dots-16/crops/manifest.json is made again: " in said
+    assert "Nothing to be done" in finished.run()
+    assert results(finished) == results(made)
+    with closing(sqlite3.connect(finished / "mlflow.db")) as database:
+        sent = {run for (run,) in database.execute("SELECT run_uuid FROM runs")}
+    runs = json.loads((finished / "results/micro/tracked.json").read_text())["runs"]
+    assert {run["run_id"] for run in runs} == sent
+    assert {run["stage"] for run in runs} == {"crop", "train", "sample", "evaluate"}
+
+
+def results(project: Project) -> dict[str, bytes]:
+    """What the workflow promises to be the same: everything but what holds times, paths or runs of MLflow."""
+    root = project / "results"
+    told = {"journal", "tracked.json", ".verified.json", "source.json", ".source-cache.json", "owner.json"}
+    told |= {"summary.html", "index.html"}
+    files = (path for path in root.rglob("*") if path.is_file() and not told & {*path.relative_to(root).parts})
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}

@@ -1,0 +1,26 @@
+# All rules but the first. (Snakemake takes no default target from what is included, so both Snakefiles have `all`.)
+from snakemake.utils import min_version
+
+min_version("9.27.0")
+
+
+report: "../report/workflow.rst"
+
+
+configfile: "config/config.yaml"
+
+
+include: "start.smk"
+include: "data.smk"
+include: "detector.smk"
+include: "embed.smk"
+include: "doctor.smk"
+include: "train.smk"
+include: "sample.smk"
+include: "checkpoint.smk"
+include: "evaluate.smk"
+include: "sweep.smk"
+include: "export.smk"
+include: "track.smk"
+include: "follow.smk"
+include: "report.smk"
