@@ -132,12 +132,18 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
         assert told.endswith(". Remove it and start again.") and "\n" not in told
 
 
-def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(tmp_path: Path) -> None:
+def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = Path.cwd(), tmp_path / "clone"
+    other.mkdir()
     with hold(tmp_path / "results"):
+        hold(tmp_path / "results").close()  # of one folder: Snakemake itself keeps the files of the two apart
+        monkeypatch.chdir(other)
         with pytest.raises(SystemExit) as told:
             hold(tmp_path / "results")
         assert str(told.value).startswith(
             f"error: Another Snakemake works in {tmp_path / 'results'}: process {os.getpid()} "
         )
-        assert f"started in {Path.cwd()}. Wait until it has ended, or set `results`" in str(told.value)
+        assert f"started in {first}. Wait until it has ended, or set `results`" in str(told.value)
     hold(tmp_path / "results").close()

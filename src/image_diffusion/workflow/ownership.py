@@ -42,7 +42,8 @@ def take_over(folder: Path) -> TextIO:
 
 
 def hold(results: Path) -> TextIO:
-    """Have a folder of results to ourselves until we end, whatever folder another Snakemake was started in.
+    """Have a folder of results to ourselves until we end, whatever other folder another Snakemake was started in. Of
+    two in one folder Snakemake's own locks keep the files apart, so that a checkpoint is sampled beside its training.
 
     Where another one works in it, or it cannot be written, Snakemake ends with one clear line. On a file system without
     locks everybody may.
@@ -53,14 +54,21 @@ def hold(results: Path) -> TextIO:
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             mine.seek(0)
+            other = mine.read()
+            if other.endswith(_started_here()):
+                return mine
             raise SystemExit(
-                f"error: Another Snakemake works in {results}: {mine.read() or 'it has just begun'}. Wait until it has "
+                f"error: Another Snakemake works in {results}: {other or 'it has just begun'}. Wait until it has "
                 "ended, or set `results` in config/config.yaml to a folder of its own."
             ) from None
     mine.truncate(0)
-    mine.write(f"process {os.getpid()} on {socket.gethostname()}, started in {Path.cwd()}")
+    mine.write(f"process {os.getpid()} on {socket.gethostname()}{_started_here()}")
     mine.flush()
     return mine
+
+
+def _started_here() -> str:
+    return f", started in {Path.cwd()}"
 
 
 def _opened(path: Path) -> TextIO:
