@@ -150,6 +150,11 @@ def test_several_averages_keep_their_own_rate() -> None:
     assert list(averages.vectors) == ["ema-0.5", "ema-0.9"]
 
 
+def test_widths_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"name an average twice: ema-0\.05, ema-0\.05\. Give each once"):
+        PowerEma(widths=(0.05, 0.05 + 1e-12))
+
+
 def held(config: ExponentialEma | PowerEma, steps: int) -> list[float]:
     """How much of each average is the initial weights, by averaging: those are one, all later ones zero."""
     weights = torch.ones(1, dtype=torch.float64)
