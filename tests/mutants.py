@@ -318,7 +318,7 @@ def _keep(items: list[pytest.Item]) -> bool:
 
 
 def _in_process(work: Callable[[], bool], limit_s: float) -> str:
-    """ "killed" when the work, in a process forked from this one, says so or raises; or "survived", or "timed out"."""
+    """What becomes of a mutant by work in a process forked from this one: killed, survived, timed out, or broken."""
     folder = tempfile.mkdtemp()
     child = os.fork()
     if child == 0:
