@@ -15,10 +15,12 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -99,14 +101,14 @@ class Warm:
     """A context: the server runs. `python` is what to start things with."""
 
     def __init__(self, folder: Path, source: Path) -> None:
-        """folder: for the socket and `python`. source: the folder that holds the package."""
+        """folder: for `python`. source: the folder that holds the package."""
         self.folder, self._source = folder, source
         self.python = folder / "bin" / "python"
 
     def __enter__(self) -> Warm:
         self.python.parent.mkdir(parents=True, exist_ok=True)
-        address = str(self.folder / "socket")
-        Path(address).unlink(missing_ok=True)
+        self._sockets = Path(tempfile.mkdtemp(prefix="warm-"))  # the path of a socket has 108 bytes at most
+        address = str(self._sockets / "socket")
         client = CLIENT.format(python=sys.executable, address=address)
         for name in ("python", "python3"):
             (self.python.parent / name).write_text(client)
@@ -130,6 +132,7 @@ class Warm:
                 os.kill(pid, signal.SIGKILL)
         self._process.terminate()
         self._process.wait()
+        shutil.rmtree(self._sockets)
 
     def running(self) -> list[tuple[int, str]]:
         """The processes that run now, and the last word of the module or script of each."""
