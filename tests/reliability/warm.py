@@ -138,10 +138,8 @@ class Warm:
         """The processes that run now, and the last word of the module or script of each."""
         found = []
         for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
-            with suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name.startswith("~"):
-                    found.append((int(pid), name[1:]))
+            with suppress(FileNotFoundError):
+                found.append((int(pid), (self._sockets / pid).read_text()))
         return found
 
 
@@ -187,6 +185,7 @@ def serve(address: str, python: str) -> NoReturn:
                 break
             if not child:
                 break
+            (Path(address).parent / str(child)).unlink()
             ended = clients.pop(child, None)
             if ended is not None:
                 with suppress(OSError), ended:
@@ -213,9 +212,15 @@ def serve(address: str, python: str) -> NoReturn:
                 _begin(json.loads(request), files, python, set_by_imports)
             for each in files:
                 os.close(each)
+            (Path(address).parent / str(child)).write_text(_name(json.loads(request)[0]))
             with suppress(OSError):
                 client.sendall(str(child).encode())
             clients[child] = client
+
+
+def _name(arguments: list[str]) -> str:
+    """The last word of a module, or the stem of a script."""
+    return arguments[1].rpartition(".")[2] if arguments[0] == "-m" else Path(arguments[0]).stem
 
 
 def _begin(
@@ -239,8 +244,6 @@ def _begin(
     _shift_clock(float(environment.get(CLOCK, "0")))
     is_module = arguments[0] == "-m"
     name, sys.argv = (arguments[1], arguments[1:]) if is_module else (arguments[0], list(arguments))
-    said = Path(name).stem if not is_module else name.rpartition(".")[2]
-    ctypes.CDLL(None).prctl(15, f"~{said}".encode(), 0, 0, 0)  # PR_SET_NAME
     # Where Python looks for modules, as it would have found out itself.
     paths = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:] = [
