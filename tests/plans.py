@@ -30,7 +30,9 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "makes_samples": True,
         "sample_jobs": 1,
         "global_batch": 8,
+        "pairs_beside": False,
         "pairs_of_images": False,
+        "pairs_of_source": False,
         "pairs_of_detector": False,
         "detector": "inpipe",
         "headline": "inpipe_fd",
@@ -41,7 +43,8 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         | {"crop": "results/datasets/dots-16/config/crop.yaml"},
     }
     nothing = ["codec", "codec_experiment", "small_images", "small_images_experiment", "against", "against_experiment"]
-    return Plan(**{**dict.fromkeys([*nothing, "tokens", "pairs", "captions"]), **plan, **changes})
+    nothing += ["start_experiment", "tokens", "pairs", "captions", "prompts"]
+    return Plan(**{**dict.fromkeys(nothing), **plan, **changes})
 
 
 def plans_of(*plans: Plan) -> Plans:

@@ -36,6 +36,11 @@ def _built(name: str) -> Any:
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         return AutoencoderKL(**_CONVOLUTIONS, latent_channels=4, scaling_factor=0.25)
+    if name == "sd":  # the shape of Stable Diffusion 1's: 8 pixels along an edge to one
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        return AutoencoderKL(**_CONVOLUTIONS | blocks | {"block_out_channels": (4, 4, 4, 4)}, latent_channels=4)
     if name == "kl16":
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 

@@ -19,7 +19,7 @@ from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
 from image_diffusion.core.files import to_json, write_if_changed
-from image_diffusion.core.types import SamplesOf
+from image_diffusion.core.types import SamplesOf, WeightsOf
 from image_diffusion.data.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.experiment import (
@@ -37,20 +37,24 @@ from image_diffusion.systems.given import Others
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
+START = "train.init_from.experiment"
 
 
 def built_on(experiment: Experiment) -> dict[str, str]:
     """The experiments that have to be made before this one, by the key that names them."""
     codec, inputs = experiment.codec, experiment.system.inputs(experiment)
+    start = experiment.train.init_from
     return {
         **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
         **({SMALL_IMAGES: inputs.small_images.experiment} if isinstance(inputs.small_images, SamplesOf) else {}),
         **({AGAINST: inputs.against.experiment} if isinstance(inputs.against, SamplesOf) else {}),
+        **({START: start.experiment} if isinstance(start, WeightsOf) else {}),
     }
 
 
 def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
-    """Experiments by name, and those that they build on: that train their codecs, that make what they enlarge.
+    """Experiments by name, and those that they build on: that train their codecs or what they start from, that
+    make what they enlarge.
 
     Raises ValueError for the first that cannot work.
     """
@@ -69,8 +73,13 @@ def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
             waiting.append(other)
     for path, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
+        start = others.get(START)
+        start_codec = found[built_on(start)[CODEC]][1] if start is not None and CODEC in built_on(start) else None
         try:
-            check_experiment(experiment, Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST)))
+            check_experiment(
+                experiment,
+                Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST), start, start_codec),
+            )
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     _check_shared_data(found)
@@ -101,6 +110,12 @@ def caption_table(pairs: PairsConfig | None) -> str | None:
     return captions.path if isinstance(captions, TableCaptions) else None
 
 
+def prompt_file(experiment: Experiment) -> str | None:
+    """The file that prompts are read from, where there is one."""
+    prompts = getattr(experiment.sample, "prompts", None)
+    return prompts if isinstance(prompts, str) else None
+
+
 def encode_stage(experiment: Experiment) -> EncodeStage:
     """What `encode` runs with, for an experiment that has a codec."""
     assert experiment.encode is not None
@@ -115,6 +130,7 @@ def train_stage(name: str, experiment: Experiment) -> TrainStage:
         system=experiment.system,
         train=experiment.train,
         preview=experiment.preview,
+        encoder=dump(experiment.pairs)["encoder"] if experiment.system.reads_beside and experiment.pairs else None,
     )
 
 
@@ -123,7 +139,13 @@ def embed_stage(experiment: Experiment) -> EmbedStage:
     assert experiment.pairs is not None
     data = experiment.data
     source = data.source if experiment.pairs.needs_source else None
-    return EmbedStage(name=data.name, num_shards=data.num_shards, pairs=experiment.pairs, source=source)
+    return EmbedStage(
+        name=data.name,
+        num_shards=data.num_shards,
+        pairs=experiment.pairs,
+        source=source,
+        max_bad_fraction=data.max_bad_fraction,
+    )
 
 
 def write_stages(name: str, experiment: Experiment, results: Path) -> None:
@@ -169,11 +191,15 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "small_images_experiment": others.get(SMALL_IMAGES),
         "against": inputs.against if isinstance(inputs.against, str) else None,
         "against_experiment": others.get(AGAINST),
+        "start_experiment": others.get(START),
         "tokens": tokens,
         "pairs": pairs.name if pairs is not None else None,
+        "pairs_beside": system.reads_beside is not None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
+        "pairs_of_source": pairs is not None and pairs.needs_source,
         "pairs_of_detector": isinstance(pairs, HashedPairs),
         "captions": caption_table(pairs),
+        "prompts": prompt_file(experiment),
         "makes_samples": samples is not None,
         "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,

@@ -8,9 +8,7 @@ An image's path decides its shard, so a run over changed images writes only the 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
-import io
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,7 +23,7 @@ from PIL import features
 
 from image_diffusion.core.command import run
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json, write_text
+from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
@@ -45,6 +43,7 @@ from image_diffusion.data.records import (
     record_path,
     remove_surplus,
     write_index,
+    write_quarantine,
     write_record,
 )
 from image_diffusion.data.source import remember
@@ -89,7 +88,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
         + [each for record in records for each in record.quarantined],
         key=lambda each: each.path,
     )
-    _write_quarantine(output / "quarantine.csv", bad)
+    write_quarantine(output / "quarantine.csv", bad)
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
@@ -238,14 +237,6 @@ def _judge_alpha(config: DataConfig, records: list[ShardRecord]) -> None:
             f"data.channels is {config.channels}, but every one of the {total:,} images has an alpha channel. Set "
             f"data.channels to {config.channels + 1} to keep it, or data.background to the colour to put behind them."
         )
-
-
-def _write_quarantine(path: Path, bad: list[Quarantined]) -> None:
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["path", "reason", "sha256"])
-    table.writerows([each.path, each.reason, each.sha256] for each in bad)
-    write_text(path, text.getvalue())
 
 
 def _manifest(

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the configuration of the stage train, YAML")
     parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
     parser.add_argument("--codec-weights", type=Path, help="weights of the experiment that trained the codec")
+    parser.add_argument("--pairs", type=place, help="manifest.json of what the system reads beside its data")
     parser.add_argument("--sample", type=Path, help="the configuration of the stage sample, to count it in")
     parser.add_argument("--nodes", type=int, default=1, help="machines that will train together (1)")
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each (1)")
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
     arguments = parser.parse_args()
 
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.pairs)
     per_node = arguments.processes_per_node
     processes = arguments.nodes * per_node
     if arguments.tflops is not None:

@@ -5,7 +5,8 @@
 
 writes the average of one rate (or width, or the weights as trained: raw) at a step whose checkpoint was kept
 (`checkpoint.keep_every`); without --step at the last one, without --average the one that was written. Without
---weights the training need not have ended: its newest checkpoint can be sampled while it goes on.
+--weights the training need not have ended: its newest checkpoint can be sampled while it goes on. Nothing but
+checkpoints is then read, and the training does not notice.
 
     python -m image_diffusion.ema --state results/x/train/state/0123456789abcdef \\
         --weights results/x/train/weights.safetensors --width 0.15 --output results/x/ema-0.15/weights.safetensors
@@ -33,11 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.ema", description=__doc__.split("\n")[0])
     parser.add_argument("--state", type=Path, required=True, help="state folder of the run, or of all runs")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: it may go on")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml of a run that may go on, to tell it from others")
     parser.add_argument("--average", metavar="RATE", help="the number of a rate or a width that was kept, or raw")
     parser.add_argument("--step", type=int, help="step of the training whose weights are written; unset: the last")
     parser.add_argument("--width", type=float, help="another relative width sigma_rel, between 0 and 0.28")
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     arguments = parser.parse_args()
+    if arguments.weights is not None and arguments.trained_by is not None:
+        raise ValueError("--weights and --trained-by both tell which run is meant. Leave out one of the two.")
     if arguments.width is not None:
         if arguments.step is not None or arguments.average is not None:
             raise ValueError("--width makes an average of its own, at the last step. Leave out --step and --average.")
@@ -45,7 +49,7 @@ def main() -> None:
     elif arguments.weights is not None:
         tensors, model = weights_at(arguments.state, arguments.weights.parent, arguments.step, arguments.average)
     else:
-        tensors, model = weights_in(arguments.state, arguments.step, arguments.average)
+        tensors, model = weights_in(arguments.state, arguments.step, arguments.average, arguments.trained_by)
     described = {key: value for key, value in model.items() if key not in ("format", "sha256")}
     save_weights(arguments.output.parent, tensors, described)
     print(f"ema: {model['ema'] or 'the weights as trained'} at step {model['step']:,} is in {arguments.output}")

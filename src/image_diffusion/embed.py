@@ -17,7 +17,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.pairs import write_pairs
 from image_diffusion.experiment import EmbedStage
-from image_diffusion.systems.embedding.pairs import Given
+from image_diffusion.systems.embedding.given import Given
 
 
 def main() -> None:
@@ -36,12 +36,14 @@ def main() -> None:
         given = Given(crops, stage.source, stage.num_shards, arguments.detector, best_device())
         pairs = stage.pairs.build(given)
         splits = stage.pairs.splits
-        manifest, written = write_pairs(pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent)
-        journal.metrics({"pairs": manifest["num_samples"]}, step=0)
-    tokens = f" and {pairs.num_tokens} tokens" if pairs.num_tokens else ""
+        manifest, written = write_pairs(
+            pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent, stage.max_bad_fraction
+        )
+        journal.metrics({"pairs": manifest["num_samples"], "pairs_quarantined": manifest["quarantined"]}, step=0)
+        journal.artifact(arguments.output.parent / "quarantine.csv")
     print(
-        f"embed: {manifest['num_samples']:,} pairs of {pairs.dim} dimensions{tokens} in {len(manifest['shards'])} "
-        f"shards ({written} written)"
+        f"embed: {manifest['num_samples']:,} {pairs.kind} of {' x '.join(map(str, pairs.shape))} numbers in "
+        f"{len(manifest['shards'])} shards ({written} written), {manifest['quarantined']:,} quarantined"
     )
 
 

@@ -100,7 +100,7 @@ class Experiment(Config):
             if unused := sorted(others & data.keys()):
                 raise ValueError(_no_use(unused, kind))
             for name, section in kind.sections.items():
-                if section.default is None and name not in data:
+                if section.default is None and not section.optional and name not in data:
                     raise ValueError(
                         f"{name} is missing, and a system of type {name_of(kind)} needs it. Add a section, such as "
                         f"{name}: {section.example}."
@@ -131,6 +131,9 @@ def experiment_of(system: type[System]) -> type[Experiment]:
     fields: dict[str, Any] = {"system": (system, ...), "train": (_train_of(system), ...)}
     for name, section in system.sections.items():
         about = None if name in Experiment.model_fields else section.kind.__doc__
+        if section.optional:
+            fields[name] = (section.kind | None, Field(None, description=about))
+            continue
         fields[name] = (section.kind, Field(... if section.default is None else section.default, description=about))
     return create_model(f"Experiment of {name_of(system)}", __base__=Experiment, **fields)
 
@@ -154,22 +157,26 @@ class EncodeStage(Config):
 
 
 class EmbedStage(Config):
-    """What `embed` runs with. source: where files are, for pairs or captions that are read from there."""
+    """What `embed` runs with. source: where files are, for pairs or captions that are read from there.
+    max_bad_fraction: as in the section data."""
 
     name: str
     num_shards: int
     pairs: PairsConfig
     source: Source | None
+    max_bad_fraction: float = 0.1
 
 
 class TrainStage(Config):
-    """What `train` runs with. preview: of a system that has such a section."""
+    """What `train` runs with. preview: of a system that has such a section. encoder: of the captions that the system
+    reads beside its data, as `pairs.encoder` says it."""
 
     experiment: str
     codec: CodecConfig
     system: AnySystem
     train: TrainConfig
     preview: SerializeAsAny[Config] | None = None
+    encoder: dict[str, Any] | None = None
 
     @field_validator("preview", mode="before")
     @classmethod

@@ -48,7 +48,8 @@ def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> li
     return [slice(start, min(start + batch_size, num_samples)) for start in mine]
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
+    """given: the arguments of the command; None: those of the process."""
     parser = argparse.ArgumentParser(prog="python -m image_diffusion.sample", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, sample.yaml")
     parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
@@ -64,10 +65,11 @@ def main() -> None:
     parser.add_argument(
         "--part", type=command.part_of, help="which images to make: 2/8 is part 2 of 0 to 7; unset: all"
     )
+    parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
     parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
     parser.add_argument("--output", type=Path, required=True, help="samples.npz, or a part's .npz, to write")
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
 
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
@@ -76,6 +78,8 @@ def main() -> None:
             f"A system of type {model.system.type} makes no images. Sample an experiment whose system does."
         )
     settings = load_sections(arguments.config, ["sample"], model.system.sections)["sample"]
+    if arguments.shown:
+        settings = settings.model_copy(update={"num_samples": min(settings.num_samples, settings.grid_images)})
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
     made = model.system.maker(ToSample(model, settings, codec, load_model, arguments.small_images))
 
@@ -97,7 +101,8 @@ def main() -> None:
         stream_samples(arguments.output, told(batches_made, progress), settings.num_samples, made.labels)
         images = read_arrays(arguments.output)["arr_0"]
         shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
-        save_picture(image_grid(shown, grid_columns(len(shown), len(model.classes))), output / "grid.png")
+        columns = grid_columns(len(shown), len(model.classes))
+        save_picture(image_grid(shown, columns, made.titles[: len(shown)]), output / "grid.png")
         pictures = made.pictures()
         for name, picture in pictures.items():
             save_picture(picture, output / f"{name}.png")

@@ -22,7 +22,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Batch, DataSpec, WeightsOf
 from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.experiment import TrainStage
@@ -41,12 +41,23 @@ def main() -> None:
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
+    parser.add_argument(
+        "--init-from", type=Path, help="weights.safetensors to start from, of the experiment that train.init_from names"
+    )
+    parser.add_argument("--pairs", type=place, help="manifest.json of what the system reads beside its data")
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights)
-    run(training.build, training.stage.train, training.model, training.data, output, arguments.journal)
+    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.pairs)
+    config = training.stage.train
+    start: Path | None = arguments.init_from.parent if arguments.init_from else None
+    if isinstance(config.init_from, WeightsOf) and start is None:
+        raise ValueError(
+            f"train.init_from names the experiment {config.init_from.experiment}. Give its weights.safetensors as "
+            f"--init-from."
+        )
+    run(training.build, config, training.model, training.data, output, arguments.journal, start)
 
 
 @dataclass(frozen=True)
@@ -74,15 +85,20 @@ class Training:
         return self.task(self.network())
 
 
-def prepare_training(config: Path, data: Path | str, codec_weights: Path | None) -> Training:
-    """Put together what the stage of a file trains on the data of a manifest.
+def prepare_training(
+    config: Path, data: Path | str, codec_weights: Path | None, pairs: Path | str | None = None
+) -> Training:
+    """Put together what the stage of a file trains on the data of a manifest. pairs: the manifest of what the system
+    reads beside them.
 
-    Raises ValueError where configuration, data and codec do not fit one another.
+    Raises ValueError where configuration, data, pairs and codec do not fit one another.
     """
     stage = load(TrainStage, config)
     folder = folder_of(data)
     training = open_shards(folder, "train", in_background=True)
     validation = open_shards(folder, "validation", in_background=True)
+    for split in (training, validation):
+        join_pairs(stage, split, pairs)
     if training.num_samples < stage.train.global_batch:
         raise ValueError(
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "
@@ -103,11 +119,14 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
         found: Codec = stage.codec.build(weights, scale, best_device(), torch.float32)
         return found
 
-    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-        return system.batch(stored, label, streams, spec, codec)
+    def prepare(stored: Tensor, label: Tensor, streams: Streams, *beside: Tensor) -> Batch:
+        batch = system.batch(stored, label, streams, spec, codec)
+        for each in beside:
+            batch = system.with_beside(batch, each)
+        return batch
 
     shown = ToPreview(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
-    preview = system.preview(shown)
+    preview = system.preview(shown) if stage.train.grid_every_steps is not None else None
 
     def task(network: nn.Module) -> Task:
         objective = system.build_objective(spec)
@@ -119,7 +138,32 @@ def prepare_training(config: Path, data: Path | str, codec_weights: Path | None)
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": scale},
         "classes": training.classes,
     }
+    if training.beside is not None:
+        model["pairs"] = training.beside.manifest["pairs"]
     return Training(stage, spec, decoder, task, model, {"digest": training.digest})
+
+
+def join_pairs(stage: TrainStage, data: Shards, pairs: Path | str | None) -> None:
+    """Join to the data what the system reads beside them. Raises ValueError where that is missing or another."""
+    kind = stage.system.reads_beside
+    if (kind is None) != (pairs is None):
+        raise ValueError(
+            f"A {stage.system.type} reads nothing beside its data. Leave --pairs out."
+            if kind is None
+            else f"The {stage.system.type} reads {kind} beside its data. Name their manifest.json: --pairs."
+        )
+    if kind is None or pairs is None:
+        return
+    found = open_shards(folder_of(pairs), "all", in_background=True)
+    if found.manifest["kind"] != kind:
+        raise ValueError(f"{folder_of(pairs)} holds {found.manifest['kind']}, not {kind}. Name the {kind}: --pairs.")
+    wanted, written = stage.encoder, found.manifest["pairs"].get("encoder")
+    if wanted is not None and wanted != written:
+        raise ValueError(
+            f"The {kind} in {folder_of(pairs)} were encoded by {written}, but the experiment names {wanted}. Run embed "
+            f"again, or set pairs.encoder to the one that encoded them."
+        )
+    data.join(found)
 
 
 def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) -> Codec:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from image_diffusion.core.files import sha256_file
 from image_diffusion.metrics.frechet import frechet_distance
 from image_diffusion.metrics.inception import Inception
 from image_diffusion.metrics.kernel import kernel_distance
@@ -128,4 +129,5 @@ def test_inception_graph_with_random_weights(tmp_path: Path, monkeypatch: pytest
     original(images[1:2])
     expected = taps[0][0, :7].permute(1, 2, 0).flatten()  # channels last, as ADM's mu_s and sigma_s
     torch.testing.assert_close(seen.spatial[1], expected, rtol=1e-4, atol=1e-5)
+    assert detector.identity["sha256"] == sha256_file(tmp_path / "weights.pth")
     assert detector.metric_name("fd") == "fid" and detector.metric_name("kd") == "kid"

@@ -172,7 +172,7 @@ class Soak:
             raise WrongError(f"Round {number}: the same command does not go on.\n{said[-4000:]}")
         made = {key: value for name in with_needed(names) for key, value in found(self.project, name).items()}
         wrong = sorted(path for path, sha256 in expected.items() if made.get(path) != sha256)
-        wrong = self._without_told(wrong, made)
+        wrong = self._without_told(wrong, made, said)
         extra = sorted(path for path in made.keys() - expected.keys() if OUTPUTS.search(path))
         if wrong or extra:
             for fault in self.open:
@@ -198,13 +198,19 @@ class Soak:
         self.open.clear()
         return kept
 
-    def _without_told(self, wrong: list[str], made: dict[str, str]) -> list[str]:
-        """The same without experiments whose journal tells that it is damaged: a person begins those anew."""
+    def _without_told(self, wrong: list[str], made: dict[str, str], said: str) -> list[str]:
+        """The same without experiments whose journal tells that it is damaged, or of whose previews that was said: a
+        person begins those anew."""
         for name in self.names:
             journals = f"results/{name}/journal/"
             hit = [fault for fault in self.open if fault.where.startswith(journals)]
             no_journal = any(made.get(f"{name}: what {stage} logged") == "nothing" for stage in ("train", "evaluate"))
             told = any(made.get(f"{name}: what {stage} logged", "").startswith(TOLD) for stage in LOGGED)
+            previews = f"results/{name}/train/previews/"
+            if f"note: the previews in {previews}" in said:
+                drawn = [fault for fault in self.open if fault.where.startswith(previews)]
+                hit, told = hit + drawn, told or bool(drawn)
+                wrong = [path for path in wrong if not path.startswith(f"{name}/") or not drawn]
             if hit and (told or no_journal):
                 wrong = [path for path in wrong if not path.startswith(f"{name}: ")]
                 remove(self.project / "results" / name)

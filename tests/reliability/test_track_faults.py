@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tracked import check_whole, contents, forked, make_experiment, status_of, track
 
 from image_diffusion.core import command
@@ -22,6 +23,7 @@ from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
 from image_diffusion.follow import follow
+from image_diffusion.tracking.connection import TrackingError
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
 
@@ -32,6 +34,12 @@ def test_everything_arrives_once_and_a_replay_adds_nothing(finished: Path, sent:
     check_whole(held, finished)
     assert track(f"sqlite:///{database}", finished) == tracked
     assert contents(database) == held
+
+
+def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"x" * 4096)
+    with pytest.raises(TrackingError, match=rf"not a database\. Move {tmp_path}/mlflow\.db away and run the"):
+        Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "project")
 
 
 def test_killed_at_any_instant_it_is_made_whole_by_the_next_call(

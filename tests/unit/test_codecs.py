@@ -1,10 +1,12 @@
 """Codecs: images survive the way to latents and back, and the wrong codec is refused."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
 
 from image_diffusion.codecs.codec import from_uint8, to_uint8
 from image_diffusion.codecs.rgb import Rgb
@@ -12,9 +14,10 @@ from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.config import dump
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.core.weights import save_weights
 from image_diffusion.networks.autoencoder import AutoencoderConfig
+from image_diffusion.objectives.autoencoding import Autoencoding
 from image_diffusion.systems.autoencoder import AutoencoderSystem
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -116,3 +119,17 @@ def test_images_that_do_not_fit_are_told_before_any_work(codec: StabilityVae, im
 def test_pixels_have_no_latents() -> None:
     with pytest.raises(ValueError, match="nothing to encode|has no latents"):
         Rgb().encode(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+
+
+def test_a_small_autoencoders_loss_is_its_error_and_the_divergence_of_its_latents() -> None:
+    """KL(N(m, v) || N(0, 1)) = (m^2 + v - 1 - log v) / 2 (Kingma and Welling 2014, appendix B)."""
+    x = torch.rand(3, 3, 4, 4)
+
+    def network(images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert noise.shape == (3, 2, 2, 2)
+        return images + 0.5, torch.full_like(noise, 2.0), torch.full_like(noise, math.log(3.0))
+
+    losses = Autoencoding(0.1, (2, 2, 2))(network, Batch(x, {}, streams(3)))
+    divergence = (4 + 3 - 1 - math.log(3.0)) / 2
+    torch.testing.assert_close(losses.parts, {"mse": torch.full((3,), 0.25), "kl": torch.full((3,), divergence)})
+    torch.testing.assert_close(losses.loss, torch.full((3,), 0.25 + 0.1 * divergence))

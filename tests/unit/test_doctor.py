@@ -27,7 +27,7 @@ from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
-from image_diffusion.training.forecast import Deadline, Forecast, forecast
+from image_diffusion.training.forecast import Deadline, Forecast, forecast, memory_limit
 from image_diffusion.training.parts import Task
 
 
@@ -156,6 +156,11 @@ def test_calls_of_the_network_are_those_that_every_sampler_makes(
     denoiser = system.denoiser(network, grid, {"label": torch.tensor([1])}, guide)
     settings.sampler(denoiser, grid, torch.randn(1, 4, 4, 4), streams)
     assert system.evaluations(settings) == pytest.approx(rows, abs=1)
+
+
+def test_the_memory_that_may_be_used_is_what_was_asked_for_or_the_machines() -> None:
+    assert memory_limit(device_memory=False, requested_mb=2048) == 2
+    assert memory_limit(device_memory=False, requested_mb=None) == psutil.virtual_memory().total / 2**30
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core.lifeline import VARIABLE, announce, mark
-from image_diffusion.training.launch import Layout, command_line
+from image_diffusion.training.launch import Layout, command_line, main
 
 MODULE = ["image_diffusion.train", "--config", "train.yaml"]
 IN_SLURM = {"SLURM_JOB_ID": "40123"}
@@ -52,6 +52,18 @@ def test_a_single_process_prints_where_it_was_started() -> None:
 def test_no_processes_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="--processes-per-node must be at least 1; got 0"):
         layout(1, 0)
+
+
+def test_the_launcher_becomes_the_command_with_the_threads_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setenv(VARIABLE, "another")  # and so put back in the end
+    monkeypatch.setattr(os, "execvpe", lambda *given: started.append(given))
+    monkeypatch.setattr(sys, "argv", ["launch", "--threads-per-process", "3", "--logs", "logs", "--", "program", "x"])
+    main()
+    ((program, line, environment),) = started
+    assert program == line[0] == sys.executable and line[-3:] == ["--module", "program", "x"]
+    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+    assert environment[VARIABLE] == f"another {mark()}"
 
 
 def launch(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

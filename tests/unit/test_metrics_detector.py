@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.metrics.detector import load_detector
-from image_diffusion.metrics.detector_training import DetectorTraining, _shifted, train_detector
+from image_diffusion.metrics.detector import Classifier, load_detector
+from image_diffusion.metrics.detector_training import DetectorTraining, _shifted, _Task, train_detector
 from image_diffusion.metrics.features import detect
 
 
@@ -101,6 +101,19 @@ def test_without_classes_it_learns_rotations(tmp_path: Path):
     assert description["labels"] == "rotation" and description["classes"] == []
     assert description["accuracy"] > 0.45  # guessing: 0.25
     assert load_detector(tmp_path).classes == []
+
+
+def test_images_are_turned_by_what_is_asked_about_them():
+    images = random_images(12, classes=0)
+    pixels, turns = _Task(images, None, 0, "cpu")._ask(images, np.arange(12), np.random.default_rng(0), 0)
+    assert set(turns.tolist()) == {0, 1, 2, 3}
+    for before, after, turn in zip(images.images, pixels, turns.tolist(), strict=True):
+        assert after.equal(torch.rot90(before, turn, (1, 2)))
+
+
+def test_convolutions_leave_the_bias_to_the_normalisation_after_them():
+    network = Classifier(3, 10, 32)
+    assert not [name for name, each in network.named_modules() if isinstance(each, nn.Conv2d) and each.bias is not None]
 
 
 def test_shift_moves_pixels_and_mirrors_the_border():

@@ -14,6 +14,7 @@ from image_diffusion.metrics.intervals import jackknife
 from image_diffusion.metrics.kernel import kernel_distance
 from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.metrics.neighbours import manifold_estimates
+from image_diffusion.metrics.panel import _some
 from image_diffusion.metrics.score import inception_score, inception_score_estimate
 from image_diffusion.metrics.two_sample import two_sample_test
 
@@ -143,3 +144,11 @@ def test_too_few_samples_are_told():
         kernel_distance(randn(1, 4), randn(50, 4))
     with pytest.raises(ValueError, match="at least 4 samples"):
         two_sample_test(randn(2, 4), randn(50, 4))
+
+
+def test_of_many_rows_the_same_few_are_drawn_each_time() -> None:
+    rows = torch.arange(100.0).unsqueeze(1)
+    assert _some(rows, 100) is rows
+    few = _some(rows, 7).flatten()
+    assert len(few) == 7 and (few.diff() > 0).all() and few.equal(_some(rows, 7).flatten())
+    assert not few.equal(rows[:7].flatten())

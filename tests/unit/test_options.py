@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import image_diffusion
+from image_diffusion.__main__ import COMMANDS
 from image_diffusion.experiment import schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -27,7 +28,7 @@ in place of these defaults stands beside its original's in [systems.md](systems.
 VERBS = sorted(
     path.stem
     for path in Path(image_diffusion.__file__).parent.glob("*.py")
-    if "def main(" in path.read_text(encoding="utf-8")
+    if "def main(" in path.read_text(encoding="utf-8") and path.stem != "__main__"
 )
 
 
@@ -108,6 +109,10 @@ def _text(value: Any) -> str:
 
 def _line(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def test_every_command_goes_by_the_one_name() -> None:
+    assert sorted(COMMANDS) == VERBS
 
 
 def test_the_page_shows_every_option_and_its_default() -> None:

@@ -15,6 +15,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import read_arrays, save_samples
 from image_diffusion.core.config import dump, to_yaml
 from image_diffusion.core.files import atomic_write, write_json
+from image_diffusion.core.history import read_journal
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.verify import describe
 from image_diffusion.core.weights import save_weights
@@ -262,6 +263,26 @@ def test_samples_that_another_run_described_are_refused(tmp_path: Path) -> None:
     (tmp_path / "one/samples.npz").write_bytes((tmp_path / "two/samples.npz").read_bytes())
     with pytest.raises(ValueError, match=r"samples\.npz is not the file that .*samples\.json describes\. Run sample"):
         read_samples(tmp_path / "one/samples.npz")
+
+
+def test_only_what_the_grid_shows_is_made_when_asked_and_the_journal_says_what_the_weights_have_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_model(tmp_path / "train")
+    (tmp_path / "sample.yaml").write_text(to_yaml({"sample": dump(settings(num_samples=9, grid_images=4))}))
+    made = {}
+    for name, options in (("all", ()), ("shown", ("--shown",))):
+        npz = tmp_path / name / "samples.npz"
+        run(
+            monkeypatch, sample, "--config", tmp_path / "sample.yaml", "--weights", weights, "--output", npz,
+            "--journal", tmp_path / name / "journal", *options,
+        )  # fmt: skip
+        with np.load(npz) as arrays:
+            made[name] = arrays["arr_0"]
+    assert len(made["all"]) == 9 and np.array_equal(made["shown"], made["all"][:4])
+    history = read_journal(tmp_path / "all/journal/sample")
+    assert history is not None
+    assert ("examples_seen", 1, 1.0) in {(point.key, point.step, point.value) for point in history.points}
 
 
 def test_a_weaker_network_of_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,12 @@ PRIOR = {"system": {"type": "prior"}, "pairs": {"type": "hashed"}, "train": {"st
 RIN = {"system": {"type": "rin", "network": {"patch": 4}}}
 DVAE = {"system": {"type": "dvae", "network": {"num_layers": 2}}}
 DIT = {"system": SMALL_DIT}
+TEXT = {
+    "system": SMALL_DIT | {"condition": {"type": "text"}},
+    "pairs": {"type": "captions"},
+    "preview": {"prompts": ["a seven"]},
+    "sample": {"prompts": ["a seven"]},
+}
 
 
 def told(folder: Path, sections: dict[str, Any]) -> str:
@@ -44,7 +50,28 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (PRIOR | {"preview": {"num_samples": 4}}, "preview is set, but a system of type prior has no use for it"),
         (PRIOR | {"evaluate": {"detector": {"type": "inpipe"}}}, "evaluate is set, but a system of type prior"),
         (DIT | {"prediction": {"num_candidates": 1}}, "prediction is set, but a system of type dit has no use for it"),
-        (DIT | {"pairs": {"type": "hashed"}}, "pairs is set, but a system of type dit has no use for it"),
+        (DVAE | {"pairs": {"type": "hashed"}}, "pairs is set, but a system of type dvae has no use for it"),
+        (DIT | {"pairs": {"type": "captions"}}, "pairs is set, but system.condition.type is label: nothing reads"),
+        (DIT | {"sample": {"prompts": ["a seven"]}}, "sample.prompts or sample.negative_prompt is set, but"),
+        (
+            DIT | {"system": SMALL_DIT | {"condition": {"type": "text"}}},
+            "system.condition.type is text, but pairs is missing: where are the captions?",
+        ),
+        (TEXT | {"pairs": {"type": "hashed"}}, "pairs.type"),
+        (TEXT | {"sample": {}}, "sample.prompts is missing: the network is told words"),
+        (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
+        (TEXT | {"sample": TEXT["sample"] | {"labels": ["3"]}}, "sample.labels is set, but the network is told words"),
+        (TEXT | {"preview": {"num_samples": 4}}, "preview.prompts is missing"),
+        (TEXT | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not measured"),
+        (
+            TEXT | {"system": TEXT["system"] | {"condition": {"type": "text", "caption_weights": [0, 0]}}},
+            "would draw no caption",
+        ),
+        (
+            TEXT | {"system": TEXT["system"] | {"condition": {"type": "text", "caption_weights": [1, 1]}}},
+            "caption_weights has 2 numbers, but pairs.num_captions is 1",
+        ),
+        (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin"),
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
         (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
         (DVAE | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but a system of type dvae"),

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from image_diffusion import ema
 from image_diffusion.core.config import to_yaml
 from image_diffusion.core.errors import Stopped
+from image_diffusion.core.files import write_bytes
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, Losses
+from image_diffusion.core.verify import damaged, read_listing
 from image_diffusion.core.weights import read_model, read_weights
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.kept import weights_in
@@ -187,6 +189,30 @@ def test_a_checkpoint_can_be_had_while_the_training_goes_on(tmp_path: Path, monk
             ema.main()
 
 
+def test_the_run_is_known_by_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several runs that have no weights yet, with the average that it will write."""
+    settings = {"ema": {"type": "exponential", "rates": [0.9, 0.5]}, "weights": 0.5}
+    wanted = start(tmp_path, **settings)
+    train = read_model(tmp_path / "train")["train"]
+    start(tmp_path, seed=1, **settings)
+    (tmp_path / "train/weights.safetensors").unlink()
+    stage = tmp_path / "train.yaml"
+    stage.write_text(to_yaml({"train": train, "system": MODEL["system"], "codec": MODEL["codec"]["config"]}))
+    command = ["ema", "--state", str(tmp_path / "train/state"), "--output", str(tmp_path / "out/weights.safetensors")]
+    monkeypatch.setattr(sys, "argv", [*command, "--trained-by", str(stage)])
+    ema.main()
+    tensors, model = read_weights(tmp_path / "out")
+    assert model["ema"] == "ema-0.5" and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    stage.write_text(to_yaml({"train": train | {"seed": 2}, "system": MODEL["system"], "codec": {"type": "rgb"}}))
+    with pytest.raises(
+        ValueError, match=r"no checkpoint of the training that .*train\.yaml describes: that of \w+ differ"
+    ):
+        ema.main()
+    monkeypatch.setattr(sys, "argv", [*command, "--trained-by", str(stage), "--weights", "x/weights.safetensors"])
+    with pytest.raises(ValueError, match="--weights and --trained-by both tell which run is meant"):
+        ema.main()
+
+
 def test_several_averages_have_to_be_chosen_from(tmp_path: Path) -> None:
     start(tmp_path, ema={"type": "exponential", "rates": [0.9, 0.5]})
     with pytest.raises(ValueError, match=r"holds the averages ema-0\.5, ema-0\.9\. Name the number of one, or raw\."):
@@ -228,10 +254,14 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
         shown.append(network.state_dict()["hidden.weight"].clone())
         picture = tmp_path / f"{step}.png"
         picture.write_bytes(b"picture")
+        write_bytes(folder / f"step-{step:07d}.npz", b"%d" % step)
         return {"samples": picture}
 
     weights = start(tmp_path, task={"grid": grid}, grid_every_steps=6)
     assert len(shown) == 3
+    (drawn,) = tmp_path.glob("**/previews/*")
+    assert [*read_listing(drawn)] == [f"step-{step:07d}.npz" for step in (0, 6, 12)]
+    assert damaged(drawn, read_listing(drawn)) == []
     assert torch.equal(shown[-1], weights["hidden.weight"])
     history = read_journal(tmp_path / "journal/train")
     assert history is not None

@@ -1,5 +1,6 @@
 """The digest of a stage's code: what runs counts, how it is worded does not."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,15 @@ def test_a_module_nobody_imports_does_not_count(tmp_path: Path) -> None:
 def test_a_missing_module_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="There is no module"):
         code_digest("image_diffusion.nothing", package(tmp_path))
+
+
+RULES = sorted((Path(__file__).parents[2] / "workflow/rules").glob("*.smk"))
+
+
+def test_every_rule_of_a_stage_that_is_made_again_carries_the_digest_of_its_code() -> None:
+    commands = []
+    for rule in "\n".join(path.read_text() for path in RULES).split("\nrule ")[1:]:
+        for stage in re.findall(r"python -m image_diffusion\.(sample|evaluate|sweep|ema|export|detect) ", rule):
+            assert f'code=code["{stage}"]' in rule, rule.split(":")[0]
+            commands.append(stage)
+    assert {"sample", "evaluate", "sweep", "ema", "export", "detect"} == set(commands)

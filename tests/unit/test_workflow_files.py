@@ -97,9 +97,21 @@ def test_pairs_of_embeddings() -> None:
     assert made.pair_options(job) == ["--data", f"{DATA}/crops/manifest.json", "--detector", f"{DATA}/detector"]
     assert made.real_data(ONE) == made.training_data(ONE) == f"{DATA}/hashed/manifest.json"
     assert made.detector(ONE) == []
-    given = files(a_plan(pairs="files"))
+    given = files(a_plan(pairs="files", pairs_of_source=True))
     assert given.pair_sources({"dataset": "dots-16", "pairs": "files"}) == [f"{DATA}/source.json"]
     assert given.pair_options({"dataset": "dots-16", "pairs": "files"}) == []
+
+
+def test_captions_are_read_beside_the_data_and_follow_the_source() -> None:
+    captions = {"pairs": "captions-hashed", "pairs_beside": True, "pairs_of_images": True, "pairs_of_source": True}
+    made = files(a_plan(**captions, prompts="prompts.txt"))
+    job = {"dataset": "dots-16", "pairs": "captions-hashed"}
+    assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", f"{DATA}/source.json"]
+    assert made.real_data(ONE) == made.training_data(ONE) == f"{DATA}/crops/manifest.json"
+    assert made.pairs_beside_option(ONE) == ["--pairs", f"{DATA}/captions-hashed/manifest.json"]
+    assert made.detector(ONE) == f"{DATA}/detector/detector.json" and made.prompts(ONE) == "prompts.txt"
+    plain = files(a_plan())
+    assert plain.pairs_beside_option(ONE) == plain.pairs_beside(ONE) == plain.prompts(ONE) == []
 
 
 def test_a_stage_reads_its_configuration_and_those_of_the_stages_before() -> None:

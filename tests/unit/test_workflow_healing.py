@@ -11,7 +11,7 @@ import pytest
 
 from image_diffusion.core import verify
 from image_diffusion.core.files import sha256_file, write_bytes, write_json, write_page
-from image_diffusion.core.verify import describe, write_checksums
+from image_diffusion.core.verify import describe, write_checksums, write_listing
 from image_diffusion.workflow import healing
 from image_diffusion.workflow.healing import Damage
 
@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_bytes(Path(name), name.encode())
     for folder in (Path("train"), Path("train/raw")):
         sha256 = sha256_file(folder / "weights.safetensors")
-        write_json(folder / "model.json", {"sha256": sha256, "train": {"keep_raw": True}})
+        write_json(folder / "model.json", {"sha256": sha256, "train": {"keep_raw": True}, "fingerprint": "f"})
     write_json(Path("samples/samples.json"), {"files": describe(Path("samples"), [Path("samples/samples.npz")])})
     write_checksums(Path("diffusers"))
     write_page(Path("report/index.html"), "<p>ü</p>\n")
@@ -101,3 +101,18 @@ def test_nothing_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         Damage(STORE).fault_of(Path(path))
     monkeypatch.setattr(verify, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
     assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
+
+
+def test_a_preview_that_is_damaged_is_told_and_trains_nothing_again(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("train/previews/f")
+    for name in ("step-0000001.npz", "step-0000001.png"):
+        write_bytes(folder / name, name.encode())
+    write_listing(folder, "step-*")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None and not capsys.readouterr().err
+    (folder / "step-0000001.npz").write_bytes(b"x")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None
+    assert (
+        f"note: the previews in {folder} are not as they were drawn: step-0000001.npz is not" in capsys.readouterr().err
+    )
+    (folder / "listing.json").write_bytes(b"x")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None and "is damaged" in capsys.readouterr().err

@@ -123,20 +123,28 @@ def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> Non
     (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
     (tmp_path / "two").mkdir()
     (tmp_path / "two/.snakemake").touch()
-    for name, path in {"one": ".snakemake/owner", "two": ".snakemake"}.items():
+    (tmp_path / "three/.owner").mkdir(parents=True)
+    for name, path in {"one": ".snakemake/owner", "two": ".snakemake", "three": ".owner"}.items():
         with pytest.raises(SystemExit) as error:
-            take_over(tmp_path / name)
+            hold(tmp_path / name) if name == "three" else take_over(tmp_path / name)
         told = str(error.value)
         assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
         assert told.endswith(". Remove it and start again.") and "\n" not in told
 
 
-def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(tmp_path: Path) -> None:
+def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "there")
     with hold(tmp_path / "results"):
+        hold(tmp_path / "results").close()  # of the same folder: Snakemake's own locks keep the two apart
+        monkeypatch.chdir(tmp_path / "here")
         with pytest.raises(SystemExit) as told:
             hold(tmp_path / "results")
         assert str(told.value).startswith(
             f"error: Another Snakemake works in {tmp_path / 'results'}: process {os.getpid()} "
         )
-        assert f"started in {Path.cwd()}. Wait until it has ended, or set `results`" in str(told.value)
+        assert f"started in {tmp_path / 'there'}. Wait until it has ended, or set `results`" in str(told.value)
     hold(tmp_path / "results").close()

@@ -134,6 +134,10 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     following.start()
     process = following.process
     assert process is not None and process.poll() is None
+    second = Following(following.tracking, following.source, "results", ["one"])  # of a second Snakemake
+    second.start()
+    second.end()
+    assert second.process is None and process.poll() is None
     following.end()
     assert process.poll() is not None
     asked = ["--results", "results", "--every", "5", "--project", "p", "--experiments", "one"]

@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 from projects import Project, make_project
 
+from image_diffusion.core.history import read_journal
+
 pytestmark = pytest.mark.slow
 
-SWEEP = {"checkpoint": [4, 8], "num_steps": [1]}
+SWEEP = {"checkpoint": [4, 8], "num_steps": [1], "ema": ["raw", 0.5, 0.9]}
 SAMPLE = {"num_samples": 16, "sampler": {"type": "ddim", "num_steps": 2}, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project whose samples were made by two jobs, and two curves over them. Its tests do not change it."""
+    """A project whose samples were made by two jobs, and three curves over them. Its tests do not change it."""
     project = make_project(tmp_path_factory.mktemp("swept") / "project")
     project.edit(lambda experiment: experiment.update(sweep=SWEEP, sample=SAMPLE | {"images_per_job": 8}))
     project.edit(lambda experiment: experiment.update(preview=SAMPLE))
     faster = {
         "grid_every_steps": 4,
-        "ema": {"type": "exponential", "rates": [0.5]},
+        "ema": {"type": "exponential", "rates": [0.5, 0.9]},
         "optimizer": {"type": "adamw", "lr": 0.01},
     }
     project.edit(lambda experiment: experiment["train"].update(faster))
@@ -46,7 +48,7 @@ def test_jobs_side_by_side_leave_one_file_and_nothing_to_do(swept: Project) -> N
 
 
 def test_a_curve_has_a_point_for_each_value_and_a_best_one(swept: Project) -> None:
-    for axis, values in (("checkpoint", ["4", "8"]), ("num_steps", ["1"])):
+    for axis, values in (("checkpoint", ["4", "8"]), ("num_steps", ["1"]), ("ema", ["raw", "0.5", "0.9"])):
         curve = json.loads((swept / f"results/micro/sweep/{axis}/curve.json").read_text())
         assert [point["value"] for point in curve["points"]] == values
         found = {point["value"]: point["metrics"]["inpipe_fd"]["value"] for point in curve["points"]}
@@ -67,12 +69,26 @@ def test_a_point_with_the_settings_of_the_samples_has_their_numbers_and_an_earli
         for name in ("inpipe_fd", "inpipe_kd", "inpipe_agreement"):
             assert curve[step][name] == pytest.approx(at_step[name], rel=1e-9)
     assert early["inpipe_fd"] != last["inpipe_fd"]
+    averages = [metrics(result / f"sweep/ema/{value}/metrics.json") for value in ("raw", "0.5", "0.9")]
+    assert averages[1] == last, "the average that was written"
+    assert len({each["inpipe_fd"] for each in averages}) == 3
+    named = [
+        json.loads((result / f"sweep/ema/{value}/weights/model.json").read_text())["ema"] for value in ("raw", "0.9")
+    ]
+    assert named == [None, "ema-0.9"]
 
 
 def test_the_best_value_is_tracked(swept: Project) -> None:
     runs = {run["name"]: run for run in json.loads((swept / "results/micro/tracked.json").read_text())["runs"]}
     assert {"sweep-checkpoint micro", "sweep-num_steps micro"} <= set(runs)
     assert runs["sweep-checkpoint micro"]["status"] == "finished" and runs["sweep-checkpoint micro"]["images"] == 1
+
+
+def test_numbers_of_images_carry_what_the_weights_have_seen(swept: Project) -> None:
+    for stage in ("sample", "evaluate"):
+        history = read_journal(swept / "results/micro/journal" / stage)
+        assert history is not None
+        assert ("examples_seen", 8, 64.0) in {(point.key, point.step, point.value) for point in history.points}
 
 
 def test_another_value_makes_its_point_and_nothing_else_again(swept: Project) -> None:

@@ -7,6 +7,7 @@ rule doctor:
         config=files.config("train"),
         data=files.training_data,
         codec=files.codec_weights,
+        pairs=files.pairs_beside,
     output:
         forecast=f"{results}/{{experiment}}/doctor.json",
     log:
@@ -26,8 +27,9 @@ rule doctor:
         nodes=machine.nodes,
         processes=machine.processes,
         codec=files.codec_option,
+        pairs=files.pairs_beside_option,
         sample=files.sample_config_option,
     shell:
         "exec env OMP_NUM_THREADS={resources.cpus_per_task} logged {log:q} python -m image_diffusion.doctor"
-        " --config {input.config:q} --data {input.data:q} {params.codec:q} {params.sample:q} --nodes {params.nodes}"
+        " --config {input.config:q} --data {input.data:q} {params.codec:q} {params.pairs:q} {params.sample:q} --nodes {params.nodes}"
         " --processes-per-node {params.processes} --memory-mb {resources.mem_mb} --output {output.forecast:q}"

@@ -2,11 +2,12 @@
 # modules: as a module, the runs are in MLflow when their experiment has ended.
 from pathlib import Path
 
+from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.following import Following
 from image_diffusion.workflow.ownership import hold
 from image_diffusion.workflow.queue import tell_of_unseen_jobs
 
-following = Following(config["tracking"], root / "src", results, plans.by_name)
+following = Following(config["tracking"], package_beside(root), results, plans.by_name)
 held = []
 
 

@@ -11,6 +11,7 @@ rule sample_part:
         model=f"{results}/{{experiment}}/train/model.json",
         codec=files.codec_weights,
         small_images=files.small_images,
+        prompts=files.prompts,
     output:
         images=temp(f"{results}/{{experiment}}/samples/part-{{part}}-of-{{parts}}.npz"),
     log:
@@ -47,6 +48,7 @@ rule sample:
         model=f"{results}/{{experiment}}/train/model.json",
         codec=files.codec_weights,
         small_images=files.small_images,
+        prompts=files.prompts,
         parts=files.sampled_parts,
     output:
         samples=f"{results}/{{experiment}}/samples/samples.npz",

@@ -4,9 +4,10 @@ from pathlib import Path
 
 # The folder of the workflow: that of this file, wherever Snakemake was started and whoever uses the rules.
 root = Path(workflow.current_basedir.get_path_or_uri(secret_free=False)).parents[1]
-if not (root / "src").is_dir():
+source = root.parents[1] if root.parts[-2:] == ("image_diffusion", "project") else root / "src"
+if not (source / "image_diffusion").is_dir():
     raise SystemExit(f"error: There are rules in {root}, but no package. Clone the repository, and name its Snakefile.")
-sys.path.insert(0, str(root / "src"))
+sys.path.insert(0, str(source))
 
 
 include: "owner.smk"
@@ -31,5 +32,6 @@ wildcard_constraints:
     pairs=plans.pattern("pairs"),
     axis=r"\w+",
     value=r"[^/]+",
+    step=r"\d+|latest",
     part=r"\d+",
     parts=r"\d+",

@@ -35,6 +35,7 @@ rule sweep_sample:
         weights=files.swept_weights,
         codec=files.codec_weights,
         small_images=files.small_images,
+        prompts=files.prompts,
     output:
         samples=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.npz",
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",

@@ -8,6 +8,8 @@ rule train:
         before=files.configs_before("train"),
         data=files.training_data,
         codec=files.codec_weights,
+        start=files.initial_weights,
+        pairs=files.pairs_beside,
     output:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
@@ -35,9 +37,11 @@ rule train:
         threads=machine.cpus,
         logs="logs/{experiment}/train",
         codec=files.codec_option,
+        start=files.initial_weights_option,
+        pairs=files.pairs_beside_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
         " --processes-per-node {params.processes} --threads-per-process {params.threads} --logs {params.logs:q}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
-        " --output {output.weights:q} --journal {params.journal:q}"
+        " {params.start:q} {params.pairs:q} --output {output.weights:q} --journal {params.journal:q}"

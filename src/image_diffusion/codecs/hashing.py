@@ -24,24 +24,29 @@ VERSION = 1
 
 
 class HashingText:
-    """Captions -> embeddings of norm 1. dim: their dimension. num_tokens: encodings given of the words of a caption."""
+    """Captions -> embeddings of norm 1. dim: their dimension. num_tokens: encodings given of the words of a caption.
+    context: the encoding of a word also tells which word is in front of it, as "in blue" is not "on blue"."""
 
-    def __init__(self, dim: int, num_tokens: int = 0) -> None:
-        self.dim, self.num_tokens = dim, num_tokens
+    def __init__(self, dim: int, num_tokens: int = 0, context: bool = False) -> None:
+        self.dim, self.num_tokens, self._context = dim, num_tokens, context
         self.identity: dict[str, Any] = {"type": "hashing", "version": VERSION, "dim": dim, "num_tokens": num_tokens}
+        if context:
+            self.identity["context"] = True
 
     def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
         """N captions -> text embeddings float32 [N, dim], and encodings [N, num_tokens, dim]: one a word, rows of zeros
-        after the last, words past the last row left out. Raises ValueError for a caption without any word."""
+        after the last, words past the last row left out. A caption without any word is zeros."""
         texts, tokens = torch.zeros(len(captions), self.dim), torch.zeros(len(captions), self.num_tokens, self.dim)
         for i, caption in enumerate(captions):
             words = words_of(caption)
             if not words:
-                raise ValueError(f"The caption {caption!r} has no word. Give every pair a caption.")
+                continue
             directions = self._directions(words)  # [number of words, dim]
             both = self._directions([" ".join(pair) for pair in pairwise(words)])
             texts[i] = F.normalize(directions.sum(0) + both.sum(0), dim=0)
             shown = min(len(words), self.num_tokens)
+            if self._context:
+                directions[1:] += both
             tokens[i, :shown] = F.normalize(directions[:shown], dim=1)
         return texts, tokens
 

@@ -101,6 +101,14 @@ def dump(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def differing_keys(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, each with both values: "train.optimizer.lr (0.0002 here, 0.0001 there)"."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        return [d for key in keys for d in differing_keys(ours.get(key), theirs.get(key), f"{prefix}{key}.")]
+    return [] if ours == theirs else [f"{prefix[:-1]} ({ours!r} here, {theirs!r} there)"]
+
+
 def to_yaml(data: Any) -> str:
     """Plain data as YAML, keys in their given order: the same data always gives the same bytes."""
     return plain_yaml.to_text(data)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from image_diffusion.core.files import atomic_write
@@ -14,6 +15,7 @@ from image_diffusion.core.files import atomic_write
 _SMALLEST = 64  # pixels along an edge of an image in a grid, at least
 _GAP = 2  # pixels between images
 _BETWEEN = 128  # their grey
+_TITLED, _LINE, _LETTER, _LINES = 112, 15, 6, 4  # pixels of a titled image, a line and a letter; lines at most
 
 
 def grid_columns(num_images: int, num_classes: int) -> int:
@@ -21,8 +23,11 @@ def grid_columns(num_images: int, num_classes: int) -> int:
     return num_classes if 1 < num_classes <= 12 else math.ceil(num_images**0.5)
 
 
-def image_grid(images: Tensor, columns: int) -> Image.Image:
-    """Uint8 [N, C, H, W] side by side, `columns` in a row; small images are enlarged by a whole number."""
+def image_grid(images: Tensor, columns: int, titles: list[str] | None = None) -> Image.Image:
+    """Uint8 [N, C, H, W] side by side, `columns` in a row; small images are enlarged by a whole number. titles: what
+    stands under each of them."""
+    if titles:
+        return _titled(images, columns, titles)
     count, channels, height, width = images.shape
     rows = -(-count // columns)
     factor = -(-_SMALLEST // height)
@@ -33,6 +38,23 @@ def image_grid(images: Tensor, columns: int) -> Image.Image:
     tiled = canvas.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
     array = tiled.reshape(rows * height, columns * width, channels).numpy()
     return Image.fromarray(array[:, :, 0] if channels == 1 else array)
+
+
+def _titled(images: Tensor, columns: int, titles: list[str]) -> Image.Image:
+    """The same with room for words below each image."""
+    pictures = [image_grid(image[None], 1) for image in images]
+    width, height = pictures[0].size
+    wide = max(width, _TITLED)
+    lines = [textwrap.wrap(title, max(1, wide // _LETTER))[:_LINES] for title in titles]
+    below = _LINE * max(map(len, lines)) + _GAP
+    rows = -(-len(pictures) // columns)
+    canvas = Image.new("RGB", (columns * (wide + _GAP), rows * (height + below)), "white")
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_LINE - 5)
+    for i, (picture, title) in enumerate(zip(pictures, lines, strict=True)):
+        x, y = (i % columns) * (wide + _GAP), (i // columns) * (height + below)
+        canvas.paste(picture.convert("RGB"), (x + (wide - width) // 2, y))
+        draw.multiline_text((x + wide // 2, y + height), "\n".join(title), "black", font, "ma", align="center")
+    return canvas
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:

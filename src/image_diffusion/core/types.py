@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
 from image_diffusion.core.config import Config
@@ -14,6 +14,13 @@ from image_diffusion.core.streams import Streams
 
 class SamplesOf(Config):
     """The samples of another experiment, which is made first."""
+
+    experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of its file in the same folder, without .yaml."""
+
+
+class WeightsOf(Config):
+    """The trained weights of another experiment, which is trained first."""
 
     experiment: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of its file in the same folder, without .yaml."""
@@ -28,6 +35,13 @@ class DataSpec(Config):
     """Height and width of x, in its own pixels; 1 for embeddings."""
     num_classes: int = 0
     """Number of classes; 0 for unconditional data."""
+    conditions: dict[str, tuple[int, ...]] = Field({})
+    """Shapes of what a network is told of an image beside its class, by name. Zeros stand for nothing told."""
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        return {name: value for name, value in written.items() if name != "conditions" or value}
 
 
 @dataclass(frozen=True)
@@ -35,8 +49,9 @@ class Batch:
     """What an objective is given.
 
     x: float32 [B, C, H, W] in the space the network works in. cond: what the network is conditioned on, by name:
-    "label" int64 [B], "low_res" float32 [B, C, h, w], … . streams: the random numbers of these samples. step: the
-    number of the update that the batch is for, from 1; of the last one done, in validation; 0 outside training.
+    "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim], … . streams: the random numbers
+    of these samples. step: the number of the update that the batch is for, from 1; of the last one done, in validation;
+    0 outside training.
     """
 
     x: Tensor

@@ -63,9 +63,13 @@ def write_checksums(folder: Path) -> None:
 
 
 def write_listing(folder: Path, pattern: str) -> None:
-    """Write listing.json: the sha256 of the files in a folder whose names fit a pattern, where there are any."""
+    """Note the sha256 of the files in a folder whose names fit a pattern, where there are any, in its listing.json."""
     if files := sorted(folder.glob(pattern)):
-        write_json(folder / _LISTING, {"files": describe(folder, files)})
+        try:
+            listed = read_listing(folder)
+        except (ValueError, KeyError, TypeError):  # told by those who read it
+            listed = {}
+        write_json(folder / _LISTING, {"files": dict(sorted({**listed, **describe(folder, files)}.items()))})
 
 
 def read_listing(folder: Path) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,26 @@ class Examples:
     """Samples as the shards hold them.
 
     stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data.
-    sample: int64 [B], the sample's number in its split; with the epoch it keys all its random numbers.
+    sample: int64 [B], the sample's number in its split; with the epoch it keys all its random numbers. beside: what a
+    set that was joined holds of them, [B, …]; nothing without one.
     """
 
     stored: Tensor
     label: Tensor
     epoch: Tensor
     sample: Tensor
+    beside: tuple[Tensor, ...] = ()
 
     def split(self, size: int) -> list[Examples]:
         """The same examples, at most `size` at a time, in their order."""
-        columns = (self.stored, self.label, self.epoch, self.sample)
-        return [Examples(*parts) for parts in zip(*(torch.split(each, size) for each in columns), strict=True)]
+        columns = (self.stored, self.label, self.epoch, self.sample, *self.beside)
+        return [_examples(parts) for parts in zip(*(torch.split(each, size) for each in columns), strict=True)]
+
+
+def _examples(columns: Sequence[Tensor]) -> Examples:
+    """Examples from their columns, in the order in which they stand there."""
+    stored, label, epoch, sample, *beside = columns
+    return Examples(stored, label, epoch, sample, tuple(beside))
 
 
 @dataclass(frozen=True)
@@ -104,15 +112,16 @@ class Batches:
         if self.flip_probability > 0 and len(samples):
             flip = Streams(self.seed, epoch, sample).event("flip", self.flip_probability).numpy()
         label = torch.from_numpy(self.dataset.labels[samples])
+        beside = self.dataset.gather_beside(samples)
         if staging is not None:
-            return staging.put(self.dataset, samples, flip, (label, epoch, sample))
-        return self._placed(Examples(self.dataset.gather(samples, flip), label, epoch, sample))
+            return staging.put(self.dataset, samples, flip, (label, epoch, sample, *beside))
+        return self._placed(Examples(self.dataset.gather(samples, flip), label, epoch, sample, beside))
 
     def _placed(self, examples: Examples) -> Examples:
         if self.device is None or self.device.type == "cpu":
             return examples
-        columns = (examples.stored, examples.label, examples.epoch, examples.sample)
-        return Examples(*(each.to(self.device) for each in columns))
+        columns = (examples.stored, examples.label, examples.epoch, examples.sample, *examples.beside)
+        return _examples([each.to(self.device) for each in columns])
 
 
 class _Staging:
@@ -148,4 +157,4 @@ class _Staging:
         current.wait_event(copied)
         for each in moved:
             each.record_stream(current)
-        return Examples(*moved)
+        return _examples(moved)

@@ -1,4 +1,7 @@
-"""Captions of images: made from their classes, read from a table, or from files beside the images."""
+"""Captions of images: made from their classes, read from a table, or such as come with the images.
+
+An image may have several, or none. Who reads them says what becomes of an image without one (`data.pairs`).
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,35 @@ from pydantic import Field, field_validator
 from image_diffusion.core.config import Config
 from image_diffusion.data.records import Sample
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.folder import Folder
-from image_diffusion.data.sources.table import read_columns
-from image_diffusion.data.sources.webdataset import Webdataset
+from image_diffusion.data.sources.table import captions_of_rows, read_columns
 
 
 class ClassCaptions(Config):
-    """A caption for each class."""
+    """Captions for each class."""
 
     type: Literal["classes"] = "classes"
     """Captions made from class names."""
-    template: str = "a photo of a {}"
-    """The caption, with {} for the name of the class."""
+    template: str | tuple[str, ...] = "a photo of a {}"
+    """The caption, with {} for the name of the class; or a list of them."""
 
     @field_validator("template")
     @classmethod
-    def _names_the_class(cls, value: str) -> str:
-        if value.count("{}") != 1:
-            raise ValueError(f"{value!r} must hold {{}} once, where the name of the class goes.")
+    def _names_the_class(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for each in several(value):
+            if each.count("{}") != 1:
+                raise ValueError(f"{each!r} must hold {{}} once, where the name of the class goes.")
         return value
 
-    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[str]:
-        """The caption of each sample. Raises ValueError without classes."""
+    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
+        """The captions of each sample. Raises ValueError without classes."""
         if not classes:
             raise ValueError(
                 "pairs.captions.type is classes, but the data have no classes. Put images into class folders, or set "
                 "it to beside or table."
             )
-        names = [self.template.replace("{}", name.replace("_", " ")) for name in classes]
+        names = [
+            [template.replace("{}", name.replace("_", " ")) for template in several(self.template)] for name in classes
+        ]
         return [names[sample.label or 0] for sample in samples]
 
 
@@ -49,63 +53,53 @@ class TableCaptions(Config):
     type: Literal["table"] = "table"
     """Captions from a table."""
     path: str = Field(min_length=1)
-    """The table: `.csv` with a header line, or `.parquet`."""
+    """The table: `.csv` with a header line, or `.parquet`. An image may have several rows."""
     path_column: str = "path"
     """Name of the column of images, named as in the data set: the path within its folder, or tar and key."""
-    caption_column: str = "caption"
-    """Name of the column of captions."""
+    caption_column: str | tuple[str, ...] = "caption"
+    """Name of the column of captions; or a list of names, for several captions an image."""
 
-    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[str]:
-        """The caption of each sample. Raises ValueError, naming the first, where one is missing."""
-        known = _read(self.path, self.path_column, self.caption_column)
-        return _complete([known.get(sample.path) for sample in samples], samples, self.path)
+    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
+        """The captions of each sample. Raises ValueError for a table that cannot be read."""
+        known = _read(self.path, self.path_column, several(self.caption_column))
+        return [known.get(sample.path, []) for sample in samples]
 
 
 class BesideCaptions(Config):
-    """Captions in files beside the images, as img2dataset writes them."""
+    """Captions that come with the images."""
 
     type: Literal["beside"] = "beside"
-    """A `.txt` beside each image, or the key "caption" of a `.json`; for the sources folder and webdataset."""
+    """For the sources folder and webdataset a `.txt` beside each image, a caption a line, or the key "caption" of a
+    `.json`, as img2dataset writes them; for the sources table and huggingface a column of the same data."""
+    column: str | tuple[str, ...] = "caption"
+    """Name of that column; or a list of names, for several captions an image."""
 
-    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[str]:
-        """The caption of each sample. Raises ValueError, naming the first, where one is missing."""
-        if not isinstance(source, Folder | Webdataset):
-            raise ValueError(
-                "pairs.captions.type is beside, but only the sources folder and webdataset have files beside their "
-                "images. Set it to classes or table."
-            )
-        known = _beside(source)
-        found = [
-            known.get(sample.path, known.get(PurePosixPath(sample.path).with_suffix("").as_posix()))
+    def of(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
+        """The captions of each sample. Raises ValueError for a source that has none, or one that cannot be read."""
+        assert source is not None
+        known = _beside(source, several(self.column))
+        return [
+            known.get(sample.path) or known.get(PurePosixPath(sample.path).with_suffix("").as_posix()) or []
             for sample in samples
         ]
-        return _complete(found, samples, source.path)
 
 
 Captions = Annotated[ClassCaptions | TableCaptions | BesideCaptions, Field(discriminator="type")]
 
 
-def _complete(captions: list[str | None], samples: Sequence[Sample], where: str) -> list[str]:
-    """The captions, if there is one for each sample."""
-    missing = [sample.path for sample, caption in zip(samples, captions, strict=True) if caption is None]
-    if missing:
-        raise ValueError(
-            f"{where} has no caption for {len(missing):,} of {len(samples):,} images, the first is {missing[0]}. Give "
-            f"every image a caption, or take it out of the data set."
-        )
-    return [caption for caption in captions if caption is not None]
+def several(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One name or several -> several."""
+    return (names,) if isinstance(names, str) else names
 
 
 @lru_cache(maxsize=1)
-def _beside(source: Folder | Webdataset) -> dict[str, str]:
-    return source.captions()
+def _beside(source: Source, columns: tuple[str, ...]) -> dict[str, list[str]]:
+    return source.captions_beside(columns)
 
 
 @lru_cache(maxsize=1)
-def _read(path: str, path_column: str, caption_column: str) -> dict[str, str]:
+def _read(path: str, path_column: str, caption_columns: tuple[str, ...]) -> dict[str, list[str]]:
     table = Path(path)
     if not table.is_file():
         raise ValueError(f"pairs.captions.path: {table} does not exist. Give a .csv or .parquet file.")
-    columns = read_columns(table, path_column, caption_column)
-    rows = zip(columns[path_column], columns[caption_column], strict=True)
-    return {path: caption for path, caption in rows if caption.strip()}
+    return captions_of_rows(read_columns(table, path_column, *caption_columns), path_column, caption_columns)

@@ -58,7 +58,7 @@ class Manifest(Config):
 
     format: Literal[1]
     """Version of shards and manifest."""
-    kind: Literal["crops", "latents", "tokens", "pairs"]
+    kind: Literal["crops", "latents", "tokens", "pairs", "captions"]
     """What a sample is."""
     name: str
     """Of the data set."""
@@ -71,7 +71,7 @@ class Manifest(Config):
     precision: str | None = None
     """What the codec computed in."""
     pairs: dict[str, Any] | None = None
-    """What decides pairs of embeddings."""
+    """What decides pairs of embeddings, or encoded captions."""
     classes: list[str]
     """Names by number; empty without classes."""
     validation_fraction: float = Field(ge=0, lt=1)
@@ -99,7 +99,7 @@ class Manifest(Config):
     flags: dict[str, int] = Field(default_factory=dict)
     """What was noted of images, and how often."""
     quarantined: int = 0
-    """Files that gave no crop."""
+    """Files that gave no crop, or pairs that were left out."""
     ignored: int = 0
     """Hidden files."""
     statistics: Statistics | None = None

@@ -1,7 +1,9 @@
 """Pairs of embeddings -> shards: one stored sample [2 + L, dim] is an image, its caption, and the caption's L tokens.
+Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images.
 
-Rows of tokens that a caption does not have are zeros. The shards, records and manifest are those of crops and latents;
-a pair's split follows from the hash of its id alone.
+Rows of tokens that a caption does not have are zeros, as are captions that an image does not have. The shards, records
+and manifest are those of crops and latents; a pair's split follows from the hash of its id alone. What has no caption,
+or an embedding that nothing can be learned from, is left out and listed in quarantine.csv.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ from image_diffusion.core.files import digest, remove_unfinished, sha256_file, w
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.records import (
     FORMAT,
+    Quarantined,
     Sample,
     ShardRecord,
     describe_shards,
     index_of,
     kept,
+    key_prefix,
     record_hashes,
     remove_surplus,
     write_indices,
+    write_quarantine,
     write_record,
 )
-from image_diffusion.data.tar import Layout
+from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, chunk_samples, write_shard
 
 IMAGE, TEXT, TOKENS = 0, 1, 2
@@ -62,17 +67,32 @@ class Splits(Config):
 class PairSet(Protocol):
     """What makes the pairs of a set, a shard at a time.
 
-    identity: plain data; together with what a shard is made from it decides every number. dim: of an embedding.
-    num_tokens: rows of token encodings, L. num_shards: of the set.
+    kind: of the shards. identity: plain data; together with what a shard is made from it decides every number. shape:
+    of one pair, its last number the dimension of an embedding. parts: what the first rows of a pair are, none of which
+    may be zeros; the others are tokens, and captions beyond the first. num_shards: of the set.
     """
 
-    identity: dict[str, Any]
-    dim: int
-    num_tokens: int
-    num_shards: int
+    @property
+    def kind(self) -> Literal["pairs", "captions"]: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_shards(self) -> int: ...
 
     def samples(self, shard: int) -> list[Sample]:
         """The pairs of a shard; the hash of each one's id stands in `sha256`. Raises ValueError."""
+        ...
+
+    def missing(self, shard: int) -> list[Quarantined]:
+        """What would be a pair of the shard, and lacks something."""
         ...
 
     def made_from(self, shard: int) -> str:
@@ -80,19 +100,26 @@ class PairSet(Protocol):
         ...
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
-        """Pairs start … stop - 1 of a shard, float32 [n, 2 + L, dim]. Raises ValueError."""
+        """Pairs start … stop - 1 of a shard, float32 [n, *shape]. Raises ValueError."""
         ...
 
 
 def write_pairs(
-    pairs: PairSet, name: str, splits: Splits, dtype: Literal["float16", "float32"], output: Path
+    pairs: PairSet,
+    name: str,
+    splits: Splits,
+    dtype: Literal["float16", "float32"],
+    output: Path,
+    max_bad_fraction: float = 0.0,
 ) -> tuple[dict[str, Any], int]:
-    """Write shards, records, index.npy and manifest.json; returns the manifest and how many shards were written.
+    """Write shards, records, quarantine.csv, index.npy and manifest.json; returns the manifest and how many shards were
+    written.
 
-    Shards that already hold what they should are kept. Raises ValueError for a number that is not finite, an embedding
-    of zeros, or an empty set.
+    Shards that already hold what they should are kept. A pair that lacks a caption, or with an embedding that is zeros
+    or not finite, is left out. Raises ValueError where those are more than `max_bad_fraction` of all, for a number that
+    is too large for the dtype, or an empty set.
     """
-    layout = Layout(("npy",), (TOKENS + pairs.num_tokens, pairs.dim), dtype, labelled=False)
+    layout = Layout(("npy",), pairs.shape, dtype, labelled=False)
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)
     (output / "manifest.json").unlink(missing_ok=True)  # while shards change, nobody may take the set for whole
@@ -109,19 +136,22 @@ def write_pairs(
             indices.append(index_of(record))
             records.append(replace(record, samples=[]))  # a set may have hundreds of millions
             progress.advance()
-    if not sum(record.num_samples for record in records):
-        raise ValueError(f"{output} would hold no pair. Look at the data set they are made from.")
+    bad = [each for record in records for each in record.quarantined]
+    write_quarantine(output / "quarantine.csv", bad)
+    count = sum(record.num_samples for record in records)
+    _judge(bad, count, max_bad_fraction, output)
     remove_surplus(output, pairs.num_shards)
     write_indices(output / "index.npy", indices)
     manifest = {
         "format": FORMAT,
-        "kind": "pairs",
+        "kind": pairs.kind,
         "name": name,
         "pairs": pairs.identity,
         "classes": [],
         "validation_fraction": splits.validation,
         "test_fraction": splits.test,
         **describe_shards(layout, records),
+        "quarantined": len(bad),
         "index": sha256_file(output / "index.npy"),
         "files": record_hashes(output, len(records)),
     }
@@ -129,46 +159,73 @@ def write_pairs(
     return manifest, written
 
 
+def _judge(bad: list[Quarantined], good: int, max_bad_fraction: float, output: Path) -> None:
+    """Raise ValueError when too little is left."""
+    total = good + len(bad)
+    if not total:
+        raise ValueError(f"{output} would hold no pair. Look at the data set they are made from.")
+    if bad and (not good or len(bad) / total > max_bad_fraction):
+        raise ValueError(
+            f"{len(bad):,} of {total:,} pairs ({len(bad) / total:.1%}) are of no use, more than data.max_bad_fraction "
+            f"= {max_bad_fraction:g}. The first is {bad[0].path}: {bad[0].reason}. See {output / 'quarantine.csv'}; "
+            f"repair or remove them, or raise the limit."
+        )
+
+
 def _write(pairs: PairSet, shard: int, layout: Layout, made_from: str, output: Path) -> ShardRecord:
-    samples = pairs.samples(shard)
-    sha256, size, count = write_shard(output, shard, layout, _chunks(pairs, shard, layout, samples))
+    samples, bad = list[Sample](), pairs.missing(shard)
+    sha256, size, count = write_shard(output, shard, layout, _chunks(pairs, shard, layout, samples, bad))
     assert count == len(samples)
-    record = ShardRecord(shard, made_from, sha256, size, count, {}, samples, {"numpy": np.__version__})
+    record = ShardRecord(shard, made_from, sha256, size, count, {}, samples, {"numpy": np.__version__}, bad)
     write_record(output, record)
     return record
 
 
-def _chunks(pairs: PairSet, shard: int, layout: Layout, samples: list[Sample]) -> Iterator[Chunk]:
-    size = min(256, chunk_samples(layout))
-    for start in range(0, len(samples), size):
-        stop = min(start + size, len(samples))
+def _chunks(
+    pairs: PairSet, shard: int, layout: Layout, samples: list[Sample], bad: list[Quarantined]
+) -> Iterator[Chunk]:
+    """The pairs of a shard, some at a time; notes each as a sample or as bad."""
+    found, size = pairs.samples(shard), min(256, chunk_samples(layout))
+    for start in range(0, len(found), size):
+        stop = min(start + size, len(found))
         rows = pairs.rows(shard, start, stop)
         if rows.shape != (stop - start, *layout.shape):
             raise ValueError(
-                f"Pairs of {samples[start].path} have shape {list(rows.shape[1:])}, not {list(layout.shape)}: the "
+                f"Pairs of {found[start].path} have shape {list(rows.shape[1:])}, not {list(layout.shape)}: the "
                 f"embeddings of images, captions and tokens must have one dimension. Use those of one model."
             )
         with np.errstate(over="ignore"):  # told below, by name
             stored = rows.astype(layout.dtype)
-        _check(stored, rows, samples[start:stop])
-        yield {"npy": stored}, np.zeros(stop - start, dtype=np.int64)
+        faults = _faults(stored, rows, found[start:stop], pairs.parts)
+        for sample, fault in zip(found[start:stop], faults, strict=True):
+            if fault is not None:
+                bad.append(Quarantined(sample.path, fault, sample.sha256))
+            else:
+                samples.append(replace(sample, key=f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"))
+        good = np.array([fault is None for fault in faults])
+        yield {"npy": stored[good]}, np.zeros(good.sum(), dtype=np.int64)
 
 
-def _check(stored: NDArray[np.generic], rows: NDArray[np.float32], samples: list[Sample]) -> None:
-    finite = np.isfinite(stored).all(axis=2)  # [n, 2 + L]
-    if not finite.all():
-        sample, row = (int(each[0]) for each in np.nonzero(~finite))
-        fault = "is too large for float16" if np.isfinite(rows[sample, row]).all() else "is not finite"
-        advice = "Set pairs.dtype to float32" if "large" in fault else "Remove that pair, or make it again"
-        raise ValueError(f"The {_part(row)} embedding of pair {samples[sample].path} {fault}. {advice}.")
-    empty = ~stored[:, :TOKENS].any(axis=2)  # [n, 2]
-    if empty.any():
-        sample, row = (int(each[0]) for each in np.nonzero(empty))
+def _faults(
+    stored: NDArray[np.generic], rows: NDArray[np.float32], samples: list[Sample], parts: tuple[str, ...]
+) -> list[str | None]:
+    """What is wrong with each pair, if anything. Raises ValueError for a number too large for what is stored."""
+    n, dim = len(stored), stored.shape[-1]
+    flat, plain = stored.reshape(n, -1, dim), rows.reshape(n, -1, dim)
+    finite, given = np.isfinite(flat).all(axis=2), np.isfinite(plain).all(axis=2)  # [n, R]
+    if (too_large := given & ~finite).any():
+        sample, row = (int(each[0]) for each in np.nonzero(too_large))
         raise ValueError(
-            f"The {_part(row)} embedding of pair {samples[sample].path} is all zeros. Remove that pair, or make it "
-            f"again."
+            f"The {_part(row, parts)} embedding of pair {samples[sample].path} is too large for float16. Set "
+            f"pairs.dtype to float32."
         )
+    empty = ~flat[:, : len(parts)].any(axis=2)  # [n, P]
+    found: list[str | None] = [None] * n
+    for faulty, fault in ((empty, "is all zeros"), (~finite, "is not finite")):
+        for sample, row in zip(*np.nonzero(faulty), strict=True):
+            found[sample] = f"its {_part(row, parts)} embedding {fault}"
+    return found
 
 
-def _part(row: int) -> str:
-    return {IMAGE: "image", TEXT: "text"}.get(row, "token")
+def _part(row: int, parts: tuple[str, ...]) -> str:
+    return parts[row] if row < len(parts) else "token"

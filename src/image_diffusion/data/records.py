@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.core.files import atomic_write, digest, read_json, sha256_file, write_json
+from image_diffusion.core.files import atomic_write, digest, read_json, sha256_file, write_json, write_text
 from image_diffusion.core.verify import describe
 from image_diffusion.data.tar import Layout
 
@@ -171,6 +173,15 @@ def content_digest(manifest: dict[str, Any]) -> str:
 def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
     """The sha256 of every record, by its name."""
     return describe(folder, [record_path(folder, shard) for shard in range(num_shards)])
+
+
+def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
+    """Write what gave no sample, and why, as a table for people."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["path", "reason", "sha256"])
+    table.writerows([each.path, each.reason, each.sha256] for each in bad)
+    write_text(path, text.getvalue())
 
 
 def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[int]:

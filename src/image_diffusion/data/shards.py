@@ -40,7 +40,7 @@ class Shards:
 
     num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
     shape, dtype: of one stored sample. manifest: the set's manifest. digest: changes when any sample,
-    its order or its split does.
+    its order or its split does. beside: another set that has been joined to it, sample by sample.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Shards:
     ) -> None:
         self.manifest, self._inspection = manifest, inspection
         self.digest = content_digest(manifest)
+        self.beside: Shards | None = None
         self.shape = tuple(manifest["shape"])
         self.dtype = _DTYPES[manifest["dtype"]]
         self.classes: list[str] = manifest["classes"]
@@ -60,6 +61,7 @@ class Shards:
         chosen = _in_split(index["content"], *fractions, split)
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
+        self._content: NDArray[np.uint64] = index["content"][chosen]
 
         # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
         # table with a row for each block, most of them never asked for, and a gather is one selection of rows.
@@ -98,6 +100,29 @@ class Shards:
             mirrored = torch.from_numpy(np.flatnonzero(flip))
             out[mirrored] = out[mirrored].flip(-1)
         return out
+
+    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """What the set that was joined holds of these samples; nothing without one."""
+        return () if self.beside is None else (self.beside.gather(indices),)
+
+    def join(self, other: Shards) -> Shards:
+        """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each. Returns
+        itself. Both hold the samples of a shard in one order. Raises ValueError where they have none in common."""
+        mine, theirs = _common(self, other)
+        if self.num_samples and not len(mine):
+            raise ValueError(
+                f"The {other.manifest['kind']} are of other images than the {self.manifest['kind']}: they have none in "
+                f"common. Make both from the same crops."
+            )
+        self._take(mine)
+        other._take(theirs)
+        self.beside, self.digest = other, digest([self.digest, other.digest])
+        return self
+
+    def _take(self, rows: NDArray[np.int64]) -> None:
+        """Keep some of the samples, by number."""
+        self.labels, self._content, self._shard = self.labels[rows], self._content[rows], self._shard[rows]
+        self._row, self.num_samples = self._row[rows], len(rows)
 
     def hold(self) -> Shards:
         """Read every sample into memory once and gather from there. Returns itself."""
@@ -232,6 +257,26 @@ def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype)
     numbers = region[lead : len(region) - (len(region) - lead) % dtype.itemsize].view(dtype)
     step = BLOCK // dtype.itemsize
     return numbers.as_strided((max(0, (len(numbers) - numel) // step + 1), numel), (step, 1))
+
+
+def _common(first: Shards, second: Shards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers of the samples that two sets share, in the order of the first."""
+    _, mine, theirs = np.intersect1d(_keys(first), _keys(second), assume_unique=True, return_indices=True)
+    order = np.argsort(mine)
+    return mine[order], theirs[order]
+
+
+def _keys(shards: Shards) -> NDArray[np.void]:
+    """What tells each sample from all others: its shard, its content, and how many equal ones the shard has before."""
+    number, content, count = shards._shard, shards._content, shards.num_samples
+    order = np.lexsort((content, number))  # stable
+    begins = np.ones(count, dtype=np.bool_)
+    begins[1:] = (number[order][1:] != number[order][:-1]) | (content[order][1:] != content[order][:-1])
+    position = np.arange(count)
+    keys = np.empty(count, dtype=[("shard", "<i8"), ("content", "<u8"), ("nth", "<i8")])
+    keys["shard"], keys["content"] = number, content
+    keys["nth"][order] = position - np.maximum.accumulate(np.where(begins, position, 0))
+    return keys
 
 
 def _short(identity: dict[str, Any]) -> str:

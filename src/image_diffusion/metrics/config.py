@@ -38,6 +38,9 @@ class EvaluateConfig(Config):
     """Also search for each sample's nearest training images."""
     likelihood: LikelihoodConfig | None = None
     """Also measure the bits per dimension that the network gives to real images; unset: not."""
+    attributes: Literal["painted_digits"] | None = None
+    """Also measure whether images have what their prompts name: painted_digits, for digits of that source; unset:
+    not."""
     lpips: LpipsConfig | None = None
     """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
     batch_size: int = Field(256, ge=1)

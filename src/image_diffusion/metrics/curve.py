@@ -28,7 +28,7 @@ def read_previews(folder: Path, classes: list[str], num_steps: int) -> tuple[dic
     names = {path.name for path in folder.glob("step-*.npz")}
     previews, left_out = dict[int, Samples](), list[str]()
     try:
-        described = read_listing(folder)
+        described = {name: sha256 for name, sha256 in read_listing(folder).items() if name.endswith(".npz")}
     except (ValueError, KeyError, TypeError) as error:
         described = {}
         left_out.append(f"A preview that is missing is not noticed: {error}")

@@ -1,5 +1,11 @@
 """DiT: a transformer over patches, conditioned by adaLN-Zero (Peebles and Xie 2023, arXiv:2212.09748).
 
+Told in words, it attends to a caption's tokens in every block, and takes the caption's embedding where it takes the
+time. The tokens are keys and values beside those of the image, and no block changes them: the design of PRX (Photoroom
+2025, "Text-to-image architectural experiments"), which measured DiT with cross-attention, U-ViT, MMDiT, DiT-Air and
+this one side by side; DiT-Air (Chen et al. 2025, arXiv:2503.10618) likewise found tokens in one sequence to do as well
+as two streams with fewer parameters.
+
 Parameters have the names of the published weights (`networks/dit_weights.py` reads and writes those). Off by default:
 normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423).
 """
@@ -23,6 +29,8 @@ from image_diffusion.nn.patches import patchify, unpatchify
 from image_diffusion.nn.sinusoid import grid_positions, sinusoid
 
 TIME_CHANNELS = 256
+TEXT = "text"
+"""The name of a caption among what a network is told: its embedding and its tokens, [1 + L, dim]."""
 
 SizeName = Literal[
     "DiT-XL/2", "DiT-XL/4", "DiT-XL/8", "DiT-L/2", "DiT-L/4", "DiT-L/8",
@@ -128,7 +136,7 @@ class DiTConfig(Config):
 
 
 class DiT(nn.Module):
-    """x_t, t and label -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance.
+    """x_t, t and label or caption -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance.
 
     `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
     """
@@ -149,26 +157,34 @@ class DiT(nn.Module):
         self.t_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
         if spec.num_classes:
             self.y_embedder = LabelEmbedder(spec.num_classes + config.null_label, width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(depth))
+        reads = TEXT in spec.conditions
+        if reads:
+            self.text_embedder = TextEmbedder(spec.conditions[TEXT][-1], width)
+        self.blocks = nn.ModuleList(Block(config, reads) for _ in range(depth))
         self.final_layer = FinalLayer(config, patch * patch * out_channels)
         self._initialise()
 
-    def forward(self, x: Tensor, t: Tensor, /, label: Tensor | None = None) -> Tensor:
-        """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label).
+    def forward(self, x: Tensor, t: Tensor, /, label: Tensor | None = None, text: Tensor | None = None) -> Tensor:
+        """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
+        [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none).
 
         A network of unlabelled data takes no label. Raises ValueError when shapes do not fit the network.
         """
-        check_inputs(self.spec, x, label)
+        check_inputs(self.spec, x, label, **({} if text is None else {TEXT: text}))
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
         if label is not None:
             c = c + self.y_embedder(label)  # [B, D]
+        told: tuple[Tensor, ...] = ()
+        if text is not None:
+            embedding, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
+            c, told = c + embedding, (words, present(text, tokens.shape[1]))
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             tokens = (
-                checkpoint(block, tokens, c, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(block, tokens, c, *told, use_reentrant=False, preserve_rng_state=False)
                 if recompute
-                else block(tokens, c)
+                else block(tokens, c, *told)
             )  # [B, N, D]
         patches = self.final_layer(tokens, c)  # [B, N, p · p · C_out]
         return unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
@@ -192,21 +208,24 @@ class DiT(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each shifted, scaled and gated by the condition (adaLN-Zero, section 3.2)."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, reads: bool = False) -> None:
         super().__init__()
         _, width, num_heads, _ = config.shape
         hidden = round(width * config.mlp_ratio)
         self.norm1 = _norm(config, width)
-        self.attn = SelfAttention(width, num_heads, (lambda d: _head_norm(config, d)) if config.qk_norm else None)
+        self.attn = SelfAttention(
+            width, num_heads, (lambda d: _head_norm(config, d)) if config.qk_norm else None, context=reads
+        )
         self.norm2 = _norm(config, width)
         self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Tokens [B, N, D], condition [B, D] -> [B, N, D]."""
+    def forward(self, x: Tensor, c: Tensor, words: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Tokens [B, N, D], condition [B, D] -> [B, N, D]. words: a caption's tokens, [B, L, D]; mask: `present`."""
         modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
-        x = torch.addcmul(x, gate1, self.attn(torch.addcmul(shift1, self.norm1(x), 1 + scale1)))  # [B, N, D]
+        seen = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # [B, N, D]
+        x = torch.addcmul(x, gate1, self.attn(seen, words, mask))  # [B, N, D]
         return torch.addcmul(x, gate2, self.mlp(torch.addcmul(shift2, self.norm2(x), 1 + scale2)))  # [B, N, D]
 
 
@@ -268,6 +287,28 @@ class LabelEmbedder(nn.Module):
         """[B] -> [B, D]."""
         row: Tensor = self.embedding_table(label)
         return row
+
+
+class TextEmbedder(nn.Module):
+    """A caption's embedding and its tokens in the width of the network. Both are normalised first, since text encoders
+    differ in scale; zeros stay what every caption has in common."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.mlp = nn.Sequential(Linear(dim, width), nn.SiLU(), Linear(width, width))
+        self.tokens = Linear(dim, width)
+
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, 1 + L, dim] -> [B, D] and [B, L, D]."""
+        text = self.norm(text)
+        return self.mlp(text[:, 0]), self.tokens(text[:, 1:])
+
+
+def present(text: Tensor, num_patches: int) -> Tensor:
+    """Bool [B, L + N]: which tokens a caption [B, 1 + L, dim] has, and all those of the image."""
+    words = text[:, 1:].any(dim=2)
+    return torch.cat([words, words.new_ones(len(words), num_patches)], dim=1)
 
 
 def _norm(config: DiTConfig, width: int) -> nn.Module:

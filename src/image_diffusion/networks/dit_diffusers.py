@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from image_diffusion.core.files import atomic_folder
 from image_diffusion.networks.dit import TIME_CHANNELS, DiT
 from image_diffusion.networks.dit_weights import diffusers_names
-from image_diffusion.nn.sinusoid import sinusoid
+from image_diffusion.nn.sinusoid import grid_positions, sinusoid
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -59,6 +59,11 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
             f"Set export.format to none."
         )
     depth, width, num_heads, patch = config.shape
+    if not torch.allclose(network.pos_embed.cpu(), grid_positions(width, spec.resolution // patch)[None], atol=1e-5):
+        raise ValueError(
+            "The network's positions were interpolated from another resolution (train.init_from), but diffusers' DiT "
+            "computes its own. Set export.format to none."
+        )
     transformer = DiTTransformer2DModel(
         num_attention_heads=num_heads,
         attention_head_dim=width // num_heads,

@@ -1,9 +1,10 @@
-"""Self-attention over tokens (Vaswani et al. 2017), through PyTorch's fused kernel."""
+"""Self-attention over tokens (Vaswani et al. 2017), and over a context, through PyTorch's fused kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,22 +15,35 @@ class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(head width)) v over tokens [B, N, width], with biases.
 
     norm: builds the normalisation of each head's queries and keys from the head width; None for none
-    (Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters", section 2).
+    (Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters", section 2). context: tokens also
+    attend to those of another sequence of the same width, by keys and values of its own.
     """
 
-    def __init__(self, width: int, num_heads: int, norm: Callable[[int], nn.Module] | None = None) -> None:
+    def __init__(
+        self, width: int, num_heads: int, norm: Callable[[int], nn.Module] | None = None, context: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.qkv = Linear(width, 3 * width)
         self.q_norm = norm(width // num_heads) if norm else nn.Identity()
         self.k_norm = norm(width // num_heads) if norm else nn.Identity()
         self.proj = Linear(width, width)
+        if context:
+            self.context_kv = Linear(width, 2 * width)
+            self.context_k_norm = norm(width // num_heads) if norm else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, width] -> [B, N, width]."""
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """[B, N, width] -> [B, N, width]. context: [B, L, width]; mask: bool [B, L + N], which tokens there are, those
+        of the context first."""
         B, N, width = x.shape
         qkv = self.qkv(x).view(B, N, 3, self.num_heads, width // self.num_heads)  # [B, N, 3, heads, d]
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [B, heads, N, d]
-        out = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)  # [B, heads, N, d]
+        q, k = self.q_norm(q), self.k_norm(k)
+        if context is not None:
+            told = self.context_kv(context).view(B, -1, 2, self.num_heads, width // self.num_heads)
+            told_k, told_v = (each.transpose(1, 2) for each in told.unbind(2))  # each [B, heads, L, d]
+            k, v = torch.cat([self.context_k_norm(told_k), k], 2), torch.cat([told_v, v], 2)  # [B, heads, L + N, d]
+        mask = None if mask is None else mask[:, None, None, :]
+        out = F.scaled_dot_product_attention(q, k, v, mask)  # [B, heads, N, d]
         projected: Tensor = self.proj(out.transpose(1, 2).reshape(B, N, width))  # [B, N, width]
         return projected

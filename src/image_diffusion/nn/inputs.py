@@ -7,8 +7,8 @@ from torch import Tensor
 from image_diffusion.core.types import DataSpec
 
 
-def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None) -> None:
-    """Raise ValueError where x [B, C, H, W] or its label is not what a network was built for.
+def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **told: Tensor) -> None:
+    """Raise ValueError where x [B, C, H, W], its label or what else is told of it is not what a network was built for.
 
     spec: what it was built for; a network without classes takes no label, one with classes needs it.
     """
@@ -24,6 +24,17 @@ def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None) -> None:
             f"{'without' if label is None else 'with'} labels. "
             f"{'Give cond label, int64 [B].' if label is None else 'Leave them out.'}"
         )
+
+    expected_told, given = dict(spec.conditions), {name: tuple(each.shape[1:]) for name, each in told.items()}
+    if given != expected_told:
+        raise ValueError(
+            f"The network was built to be told {_told(expected_told)}, but was called with {_told(given)}. Use the "
+            f"text encoder it was trained with."
+        )
+
+
+def _told(shapes: dict[str, tuple[int, ...]]) -> str:
+    return " and ".join(f"{name} of {size_of(shape)}" for name, shape in sorted(shapes.items())) or "nothing more"
 
 
 def size_of(shape: tuple[int, ...]) -> str:

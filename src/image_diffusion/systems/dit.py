@@ -11,20 +11,27 @@ Defaults that differ from those of facebookresearch/DiT (docs/systems.md has all
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
+
 from image_diffusion.codecs.codec import Codec
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.data.shards import Shards
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.dit_weights import is_dit
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.systems.diffusion.asked import Asked
+from image_diffusion.systems.diffusion.conditions import Condition, LabelCondition
 from image_diffusion.systems.diffusion.dit_export import check_pipeline, latents_of, read_published, write_pipeline
 from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections
+from image_diffusion.systems.embedding.captions import CaptionPairs
+from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, all_but
 
 
 class DiTSystem(DiffusionSystem):
@@ -36,23 +43,61 @@ class DiTSystem(DiffusionSystem):
     """Size of the network."""
     objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     """What the network predicts, and how its error is weighed. Labels are dropped where the data have any."""
+    condition: Condition = LabelCondition()
+    """What the network is told of an image, beside the noise: its class, or words."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
+        "pairs": Section(CaptionPairs, None, example="{type: captions}", optional=True),
+        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "compile")),
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
 
     exports: ClassVar[tuple[str, ...]] = ("diffusers",)
+    class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
+    positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
+
+    @property
+    def reads_beside(self) -> str | None:
+        return self.condition.reads
 
     def check(self, experiment: Sections, others: Others) -> None:
+        if (self.reads_beside is None) != (experiment.section("pairs") is None):
+            raise ValueError(
+                "system.condition.type is text, but pairs is missing: where are the captions? Add a section, such as "
+                "pairs: {type: captions}."
+                if self.reads_beside
+                else "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the "
+                "condition to text."
+            )
+        if self.reads_beside:
+            self.condition.check_captions(experiment.section("pairs").num_captions)
         super().check(experiment, others)
-        if self.drops_labels and not self.network.null_label:
+        if self.reads_beside and experiment.section("evaluate").likelihood is not None:
+            raise ValueError("evaluate.likelihood is set, but is not measured of networks that are told words.")
+        if not self.reads_beside and self.drops_labels and not self.network.null_label:
             raise ValueError(
                 f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
                 f"system.network.null_label is false: no label stands for none. Set null_label to true, or drop none."
             )
         if experiment.section("export").format == "diffusers":
+            if self.reads_beside:
+                raise ValueError(
+                    "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to none."
+                )
             check_pipeline(self, experiment.codec)
+
+    def check_asked(self, section: str, settings: SampleConfig) -> None:
+        self.condition.check(section, settings)
+
+    def spec(self, data: Shards) -> DataSpec:
+        return self.condition.spec(super().spec(data), data.beside)
+
+    def with_beside(self, batch: Batch, beside: Tensor) -> Batch:
+        return replace(batch, cond=batch.cond | self.condition.told(beside, batch.streams))
+
+    def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
+        return self.condition.asked(settings, pairs, count)
 
     def build_network(self, spec: DataSpec) -> DiT:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""

@@ -26,13 +26,15 @@ class Section:
     """A section of an experiment that a system has.
 
     kind: what its keys are, a Config or an annotated union of some. default: what holds where it is left out; None: it
-    has to be written, for instance as `example`. keys: those of them that do something with this system; None: all.
+    has to be written, for instance as `example`, unless it is optional: there is then nothing. keys: those of them that
+    do something with this system; None: all.
     """
 
     kind: Any
     default: Config | None
     keys: frozenset[str] | None = None
     example: str = "{}"
+    optional: bool = False
 
 
 def all_but(kind: type[Config], *left_out: str) -> frozenset[str]:
@@ -112,11 +114,14 @@ class Others:
     """The experiments that one builds on, where it does.
 
     codec: trains its codec. small_images: makes what it enlarges. against: makes what its samples are compared with.
+    start: trains the weights that it starts from; start_codec: trains the codec of that.
     """
 
     codec: Sections | None = None
     small_images: Sections | None = None
     against: Sections | None = None
+    start: Sections | None = None
+    start_codec: Sections | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,8 @@ class Model:
 
     network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
     codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
-    the whole training. fingerprint: of its run, empty for weights from elsewhere.
+    the whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: what the manifest of the
+    shards beside its training data says of them; None where there were none.
     """
 
     network: nn.Module
@@ -138,6 +144,7 @@ class Model:
     sha256: str
     num_steps: int
     fingerprint: str
+    pairs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -217,12 +224,16 @@ class ToSample:
 class Maker(Protocol):
     """Makes the images of the stage `sample`, each from its own seed.
 
-    labels: of all images, int64 [N]; None without classes. described: what samples.json tells of them, in place of the
-    settings as they were written or beside them.
+    labels: of all images, int64 [N]; None without classes. titles: of all images, what is written under them in
+    pictures; empty: nothing is. described: what samples.json tells of them, in place of the settings as they were
+    written or beside them.
     """
 
     @property
     def labels(self) -> Tensor | None: ...
+
+    @property
+    def titles(self) -> list[str]: ...
 
     @property
     def described(self) -> dict[str, Any]: ...

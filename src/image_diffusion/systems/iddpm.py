@@ -50,9 +50,12 @@ class IddpmSystem(DiffusionSystem):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
+        "sample": Section(
+            SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250)), DiffusionSystem.sections["sample"].keys
+        ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
+    class_rows: ClassVar[tuple[str, ...]] = ("label_emb.weight",)
 
     @property
     def low_resolution(self) -> int | None:

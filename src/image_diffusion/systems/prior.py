@@ -32,7 +32,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
-from image_diffusion.systems.embedding.pairs import FilePairs, PairsConfig
+from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
 from image_diffusion.systems.embedding.published import check_fit, is_prior, named_tensors, published, spec_of
 from image_diffusion.systems.given import Described, Foreign, Others, Section, Sections, ToJudge
 from image_diffusion.systems.system import System
@@ -55,7 +55,7 @@ class PriorSystem(System):
     """Condition on the encodings of a caption's tokens too, where the pairs hold them."""
 
     sections: ClassVar[Mapping[str, Section]] = {
-        "pairs": Section(PairsConfig, None, example="{type: hashed}"),
+        "pairs": Section(EmbeddingPairs, None, example="{type: hashed}"),
         "prediction": Section(PredictionConfig, PredictionConfig()),
     }
     recipe: ClassVar[Mapping[str, Any]] = {

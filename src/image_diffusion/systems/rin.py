@@ -46,7 +46,9 @@ class RinSystem(DiffusionSystem):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "sample": Section(SampleConfig, SampleConfig(sampler=Ddim(num_steps=1000))),
+        "sample": Section(
+            SampleConfig, SampleConfig(sampler=Ddim(num_steps=1000)), DiffusionSystem.sections["sample"].keys
+        ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
         "optimizer": {"type": "adam", "lr": 1e-4, "betas": (0.9, 0.99)},
@@ -58,6 +60,8 @@ class RinSystem(DiffusionSystem):
             "warmup": {"type": "inverse_power", "update_after_step": 100},
         },
     }
+
+    class_rows: ClassVar[tuple[str, ...]] = ("label_embedding.weight",)
 
     def check(self, experiment: Sections, others: Others) -> None:
         if self.objective.prediction == "previous_x":

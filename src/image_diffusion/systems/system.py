@@ -38,6 +38,7 @@ from image_diffusion.systems.given import (
     ToPreview,
     ToSample,
 )
+from image_diffusion.systems.starting import Trained, fitted
 
 
 class System(Config, ABC):
@@ -59,6 +60,11 @@ class System(Config, ABC):
     """Sections that the stage `evaluate` runs with."""
     exports: ClassVar[tuple[str, ...]] = ()
     """Formats that `export` knows for it."""
+    class_rows: ClassVar[tuple[str, ...]] = ()
+    """Tensors of its network with a row for each class, and perhaps one more for none: other classes get other rows
+    when a training starts from its weights."""
+    positions: ClassVar[tuple[str, ...]] = ()
+    """Tensors [1, N, D] of its network with a row for each place of a square grid: interpolated for another one."""
 
     # ---- Before any work
 
@@ -67,14 +73,31 @@ class System(Config, ABC):
 
         The network is built of shapes alone, so that its own checks speak.
         """
-        images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
-        autoencoder = others.codec.system.latents if others.codec is not None else None
-        self.check_network(experiment.codec.spec(images, autoencoder))
+        spec = spec_of(experiment, others.codec)
+        self.check_network(spec)
+        if others.start is not None:
+            self.check_start(spec, others.start, others.start_codec)
 
     def check_network(self, spec: DataSpec) -> None:
         """Raise ValueError where the network does not fit the data."""
         with shapes_only():
             self.build_network(spec)
+
+    def check_start(self, spec: DataSpec, start: Sections, codec: Sections | None) -> None:
+        """Raise ValueError where training cannot start from the weights of another experiment. codec: trains its
+        codec."""
+        if start.system.type != self.type:
+            raise ValueError(
+                f"train.init_from.experiment trains a {start.system.type}, but this is a {self.type}. Name an "
+                f"experiment of the same system."
+            )
+        theirs = spec_of(start, codec)
+        with shapes_only():
+            ours, there = self.build_network(spec), start.system.build_network(theirs)
+        try:
+            fitted(ours, Trained(self, spec, None), there.state_dict(), Trained(start.system, theirs, None))
+        except ValueError as error:
+            raise ValueError(f"train.init_from.experiment: {error}") from None
 
     def check_flips(self, probability: float) -> None:
         """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability) and cannot be."""
@@ -87,6 +110,12 @@ class System(Config, ABC):
     def inputs(self, experiment: Sections) -> Inputs:
         """What sampling and judging are given beside the data."""
         return Inputs()
+
+    @property
+    def reads_beside(self) -> str | None:
+        """The kind of shards of the section `pairs` that it reads beside what it learns from; None: it reads none, or
+        learns from the pairs themselves."""
+        return None
 
     @property
     def latents(self) -> LatentShape | None:
@@ -114,6 +143,10 @@ class System(Config, ABC):
     @abstractmethod
     def build_objective(self, spec: DataSpec) -> Objective:
         """The objective. Raises ValueError where it does not fit the data."""
+
+    def with_beside(self, batch: Batch, beside: Tensor) -> Batch:
+        """The batch, and what the shards beside it (`reads_beside`) hold of the same samples, [B, …]."""
+        raise AssertionError(f"A {self.type} reads nothing beside its batches.")
 
     def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
         """What the objective is given of stored samples [B, …], labels int64 [B] and their random numbers."""
@@ -170,6 +203,13 @@ class System(Config, ABC):
         missing, unexpected or of another shape.
         """
         return None
+
+
+def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
+    """What the data of an experiment fix about its network, as of one class. codec: the experiment that trains its
+    codec. Raises ValueError when they do not fit."""
+    images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
+    return experiment.codec.spec(images, codec.system.latents if codec is not None else None)
 
 
 def name_of(system: type[System]) -> str:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from image_diffusion.core.exhausted import room_at
 from image_diffusion.core.secrets import hidden, without_password
 
 # Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
@@ -146,7 +147,12 @@ class Connection:
     def _sentence(self, error: Exception) -> str:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = hidden(re.sub(r"://[^/\s@]*@", "://***@", lines[0]))
-        return f"MLflow at {self.shown_uri} did not take the history: {reason[:300]}"
+        told = f"MLflow at {self.shown_uri} did not take the history: {reason[:300]}"
+        if self._local is not None and "disk is full" in reason:
+            return f"{told}. {room_at(self._local)} Make room and run the same command again."
+        if self._local is not None and re.search("not a database|malformed", reason):
+            return f"{told}. Move {self._local} away and run the same command again: the journals fill a new one."
+        return told
 
 
 class TrackingError(OSError):

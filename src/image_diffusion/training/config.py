@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config import Config, dump
+from image_diffusion.core.types import WeightsOf
 from image_diffusion.training.determinism import Mode
 from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.optimizer import AdamW, Optimizer
@@ -73,8 +74,12 @@ class TrainConfig(Config):
     """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """How often an example is mirrored."""
-    init_from: str | None = None
-    """A weights folder to start from, with a fresh optimizer; unset: random weights."""
+    init_from: WeightsOf | str | None = None
+    """Weights to start from, with a fresh optimizer: {experiment: NAME} for those of another experiment, or a weights
+    folder, as `export --read` makes of published ones. Other classes start from those of the same name, or from the
+    mean of all; another resolution interpolates positions. Unset: random weights."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as they are, by name: ["blocks.0.*", "t_embedder.*"]. A * stands for anything."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save what a run needs to go on."""
     log_every_steps: int = Field(100, gt=0)
@@ -166,6 +171,8 @@ class TrainConfig(Config):
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")
+        if not self.freeze:
+            free.add("freeze")
         told = {key: value for key, value in dump(self).items() if key not in free}
         if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
             told["deterministic"] = "off"

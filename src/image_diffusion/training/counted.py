@@ -56,7 +56,9 @@ def counted(
         parts = Parts(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
         fixed = memory.live
         ids = torch.zeros(share, dtype=torch.int64)
-        examples = Examples(torch.empty(share, *whole.data.shape, dtype=whole.data.dtype), ids, ids, ids)
+        sets = [whole.data, *([whole.data.beside] if whole.data.beside is not None else [])]
+        stored, *beside = (torch.empty(share, *each.shape, dtype=each.dtype) for each in sets)
+        examples = Examples(stored, ids, ids, ids, tuple(beside))
         memory.peak = memory.live
         for _ in range(2):
             parts.gradients(examples, partial(parts.losses, 1))

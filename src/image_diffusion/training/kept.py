@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from image_diffusion.core.config import differing_keys, read_yaml
 from image_diffusion.core.weights import read_weights
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, folder_name, read_checkpoint
+from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.ema import average_name
 
 
@@ -40,15 +43,18 @@ def weights_at(
 
 
 def weights_in(
-    state: Path, step: int | None = None, average: str | None = None
+    state: Path, step: int | None = None, average: str | None = None, trained_by: Path | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same of a run that may still go on: nothing but its checkpoints is read.
 
     state: the folder of one run, or of all where there is only one. average: unset, the only one that there is.
+    trained_by: the file train.yaml of the run, which tells it from others and names the average that will be written.
     Raises ValueError where the choice is not clear, or there is no such checkpoint or average.
     """
-    run = _only_run(state)
-    there = sorted(path for path in run.glob("step-*") if path.is_dir())
+    run = _only_run(state) if trained_by is None else _run_of(state, trained_by)
+    if trained_by is not None and average is None:
+        average = _written_by(trained_by)
+    there = _steps(run)
     folder = there[-1] if step is None else run / folder_name(step)
     if folder not in there:
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there)
@@ -70,6 +76,35 @@ def _only_run(state: Path) -> Path:
         found = f"holds the runs {', '.join(run.name for run in runs)}" if runs else "holds no checkpoint"
         raise ValueError(f"{state} {found}. Give the folder of one run: results/x/train/state/<fingerprint>.")
     return runs[0]
+
+
+def _run_of(state: Path, trained_by: Path) -> Path:
+    """The run that a file train.yaml describes; of several, on other data, the one that saved last."""
+    described = read_yaml(trained_by)
+    config: dict[str, Any] = json.loads(json.dumps(TrainConfig.model_validate(described["train"]).identity()))
+    wanted = {"train": config, "system": described["system"], "codec": described["codec"]}
+    saved = sorted((steps[-1].stat().st_mtime, run) for run in state.glob("*/") if (steps := _steps(run)))
+    others: list[str] = []
+    for _, run in reversed(saved):
+        identity = _checked(_steps(run)[-1])[1]
+        found = {"train": identity["train"], "system": identity["system"], "codec": identity["codec"]["config"]}
+        differing = differing_keys(wanted, found)
+        if not differing:
+            return run
+        others += [f"that of {run.name} differs in {'; '.join(differing)}"]
+    told = f": {others[0]}" if others else ""
+    raise ValueError(f"{state} holds no checkpoint of the training that {trained_by} describes{told}. Wait for one.")
+
+
+def _written_by(trained_by: Path) -> str:
+    """The average that a training of a file train.yaml writes, as it is named; of `best` the one that is tried."""
+    config = TrainConfig.model_validate(read_yaml(trained_by)["train"])
+    return "raw" if config.weights == "raw" or config.average is None else config.average
+
+
+def _steps(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted(path for path in run.glob("step-*") if path.is_dir())
 
 
 def _named(average: str) -> str | None:

@@ -38,6 +38,7 @@ def load_model(folder: Path) -> Model:
         sha256=model["sha256"],
         num_steps=model["train"]["steps"] if "train" in model else model["step"],
         fingerprint=model.get("fingerprint", ""),
+        pairs=model.get("pairs"),
     )
 
 

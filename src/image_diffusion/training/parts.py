@@ -51,15 +51,15 @@ class Remembers(Protocol):
 class Task:
     """What to train on what.
 
-    network: float32, anywhere. objective: batch -> losses. prepare: what the shards hold [B, …], labels [B] and the
-    random numbers of the batch -> what the objective is given. data, validation: the two splits. grid: the network,
-    with the averaged weights where there are any, and the step -> pictures and numbers by name; called in the first
-    process only.
+    network: float32, anywhere. objective: batch -> losses. prepare: what the shards hold [B, …], labels [B], the random
+    numbers of the batch and, where a set is joined to the data, what that holds -> what the objective is given. data,
+    validation: the two splits. grid: the network, with the averaged weights where there are any, and the step ->
+    pictures and numbers by name; called in the first process only.
     """
 
     network: nn.Module
     objective: Objective
-    prepare: Callable[[Tensor, Tensor, Streams], Batch]
+    prepare: Callable[..., Batch]
     data: Shards
     validation: Shards | None = None
     grid: Callable[[nn.Module, int, Path], Mapping[str, Path | float]] | None = None
@@ -149,7 +149,7 @@ class Parts:
 
     def _losses(self, objective: Objective, seed: int, step: int, examples: Examples) -> Losses:
         streams = Streams(seed, examples.epoch, examples.sample)
-        batch = self.task.prepare(examples.stored, examples.label, streams)
+        batch = self.task.prepare(examples.stored, examples.label, streams, *examples.beside)
         batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)), step=step)
         with self.precision.autocast():
             return objective(cast("Network", self.network), batch)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.verify import write_listing
 from image_diffusion.data.batches import Examples
 from image_diffusion.training.machine import Machine
 from image_diffusion.training.meter import means_of
@@ -159,6 +160,7 @@ class Reports:
             if self._state is not None:
                 self._state.permit()
                 found = self._stop.interruptible(partial(grid, network, step, self._state.previews))
+                write_listing(self._state.previews, f"step-{step:07d}*")
         numbers = {}
         for key, what in (found or {}).items():
             if isinstance(what, Path):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.core.config import dump
+from image_diffusion.core.config import dump, parse
 from image_diffusion.core.journal import Journal, NullJournal
-from image_diffusion.core.verify import write_listing
+from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_model, read_weights, save_weights
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.starting import Change, Trained, fitted, table
+from image_diffusion.systems.system import System
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import World, join
@@ -34,12 +38,14 @@ def run(
     data: dict[str, Any],
     output: Path,
     journal: Path | None = None,
+    start: Path | None = None,
 ) -> None:
     """Train, or go on training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
 
     build: what to train on what; called with PyTorch's generator seeded, for the initial weights. model: plain data
     that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
-    what the training data are. journal: the folder of journals; None: none is kept.
+    what the training data are. journal: the folder of journals; None: none is kept. start: the weights folder to start
+    from, where `init_from` names an experiment.
 
     The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
     Raises Stopped, ValueError or OSError as `loop.train` does.
@@ -50,16 +56,20 @@ def run(
         stack.enter_context(switches(config))
         torch.manual_seed(config.seed)
         task = build(world)
-        if world.is_main and config.init_from is not None:
-            _warm_start(task.network, Path(config.init_from))
+        if start is None and isinstance(config.init_from, str):
+            start = Path(config.init_from)
+        told = _warm_start(task.network, model, start) if world.is_main and start is not None else ""
+        _freeze(task.network, config.freeze)
         parts = Parts(task, config, world)
         if world.is_main and (advice := faster_in_bf16(config.precision, world.device)):
             print(advice, flush=True)
         state, checkpoint = None, None
         if world.is_main:
-            state = State(output / "state", _identity(config, model, data), config.checkpoint, config.steps)
+            state = State(output / "state", _identity(config, model, data, start), config.checkpoint, config.steps)
             state.claim()
             checkpoint = state.load()
+            if told and checkpoint is None:
+                print(told, flush=True)
         step, due = parts.restore(checkpoint)
         keeps = state is not None and journal is not None
         book: Journal | NullJournal = NullJournal()
@@ -78,21 +88,55 @@ def run(
         _write(parts, model, output, state)
 
 
-def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    start = None if config.init_from is None else read_model(Path(config.init_from))["sha256"]
-    identity = {"train": config.identity(), **model, "data": data, "init_from": start}
+def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:
+    sha256 = None if start is None else read_model(start)["sha256"]
+    identity = {"train": config.identity(), **model, "data": data, "init_from": sha256}
     plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
     return plain
 
 
-def _warm_start(network: nn.Module, folder: Path) -> None:
-    """Begin with the weights in a folder."""
-    tensors, _ = read_weights(folder)
+def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> str:
+    """Begin with the weights in a folder, as far as they fit; what does not, for the user. model: of the training."""
+    found, theirs = read_weights(folder)
+    changes: list[Change] = []
+    if any(theirs[key] != model[key] for key in ("system", "spec", "classes")):
+        there = _of(theirs, f"{folder}/model.json", named="train" in theirs)
+        try:
+            found, changes = fitted(network, _of(model, "train.yaml", named=True), found, there)
+        except ValueError as error:
+            raise ValueError(f"train.init_from is {folder}. {error}") from None
     try:
-        network.load_state_dict(tensors)
+        network.load_state_dict(found)
     except RuntimeError as error:
         words = " ".join(str(error).split())
         raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
+    other = "" if theirs["codec"] == model["codec"] else _other_latents(model["codec"], theirs["codec"])
+    told = [f"Starting from {folder}: {len(found) - len(changes)} of {len(found)} tensors as they are.{other}"]
+    return "\n".join([*told, *filter(None, [table(changes)])])
+
+
+def _of(model: dict[str, Any], where: str, *, named: bool) -> Trained:
+    """What weights are of. named: classes have names; those of weights that others published are numbers alone."""
+    system: System = parse(AnySystem, model["system"], where)
+    return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None)
+
+
+def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """A sentence on the space that weights were trained in, where it is another one."""
+    if ours["identity"] != theirs["identity"]:
+        return f" They were trained in the space of another codec, {theirs['identity']}."
+    return " Their latents were normalised otherwise." if ours != theirs else ""
+
+
+def _freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Take parameters out of the training. Raises ValueError for a pattern that is none's name."""
+    for pattern in patterns:
+        matched = [p for name, p in network.named_parameters() if fnmatchcase(name, pattern)]
+        if not matched:
+            names = ", ".join(dict(network.named_children()))
+            raise ValueError(f"train.freeze has {pattern}, which names no parameter. They begin with: {names}.")
+        for parameter in matched:
+            parameter.requires_grad_(False)
 
 
 def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | None) -> None:
@@ -113,6 +157,4 @@ def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | Non
     elif state is not None:
         state.permit()
         shutil.rmtree(output / "raw", ignore_errors=True)
-    if state is not None:
-        write_listing(state.previews, "step-*.npz")
     save(output, parts.weights(), record(step, None if config.weights == "raw" else config.average))

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from image_diffusion.core.config import differing_keys
 from image_diffusion.core.exhausted import room_at
 from image_diffusion.core.files import digest, read_json, remove_unfinished, write_json
 from image_diffusion.training.checkpoint import (
     Checkpoint,
     Damaged,
-    differing_keys,
     read_checkpoint,
     write_checkpoint,
 )

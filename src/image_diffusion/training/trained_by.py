@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.config import read_yaml
+from image_diffusion.core.config import differing_keys, read_yaml
 from image_diffusion.core.weights import read_model
-from image_diffusion.training.checkpoint import differing_keys
 
 
 def check_trained_by(folder: Path, config: Path | None) -> None:

@@ -33,7 +33,8 @@ def validation_sums(
         sample = torch.from_numpy(samples).to(world.device)
         label = torch.from_numpy(data.labels[samples]).to(world.device)
         stored = data.gather(samples).to(world.device)
-        examples = Examples(stored, label, torch.full_like(sample, _EPOCH), sample)
+        beside = tuple(each.to(world.device) for each in data.gather_beside(samples))
+        examples = Examples(stored, label, torch.full_like(sample, _EPOCH), sample, beside)
         for key, value in sums_of(losses_of(examples, i)).items():
             rows = sums.setdefault(key, value.new_zeros(len(starts), len(value)))
             rows[i // chunk] = value if (i // chunk) % world.size == world.rank else 0.0

@@ -6,6 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+SHIPPED = Path("image_diffusion", "project")
+"""Where an installed package holds the workflow, beside itself."""
+
+
+def package_beside(root: Path) -> Path:
+    """The folder that holds the package of a workflow. root: the folder of the workflow, as cloned or as installed."""
+    return root.parents[1] if root.parts[-2:] == SHIPPED.parts else root / "src"
+
 
 def search_path(root: Path, path: str) -> str:
     """PATH with what stages look for in front: the Python that runs Snakemake, and `logged`.

@@ -70,6 +70,8 @@ class Files:
             plan = self.plans.of(wildcards)
             base = plan.small_images_experiment if stage in ("sample", "evaluate") else None
             theirs = [self.plans.by_name[base].configs[each] for each in ("train", "sample")] if base else []
+            start = plan.start_experiment if stage == "train" else None
+            theirs += [self.plans.by_name[start].configs["train"]] if start else []
             return [plan.configs[each] for each in before if each in plan.configs] + theirs
 
         return configs
@@ -88,7 +90,7 @@ class Files:
     def data_folder(self, wildcards: Wildcards) -> str:
         """Where the training examples of an experiment lie."""
         plan = self.plans.of(wildcards)
-        return f"{self._dataset(plan)}/{plan.pairs or plan.codec or 'crops'}"
+        return f"{self._dataset(plan)}/{plan.learns_from_pairs or plan.codec or 'crops'}"
 
     def training_data(self, wildcards: Wildcards) -> str:
         """The manifest of what an experiment trains on: latents, crops, or pairs of embeddings."""
@@ -97,7 +99,7 @@ class Files:
     def real_folder(self, wildcards: Wildcards) -> str:
         """Where the real data lie that a model is compared with: crops, or the pairs of a prior."""
         plan = self.plans.of(wildcards)
-        return f"{self._dataset(plan)}/{plan.pairs or 'crops'}"
+        return f"{self._dataset(plan)}/{plan.learns_from_pairs or 'crops'}"
 
     def real_data(self, wildcards: Wildcards) -> str:
         """The manifest of those."""
@@ -109,6 +111,15 @@ class Files:
 
     def _dataset(self, plan: Plan) -> str:
         return f"{self.results}/datasets/{plan.dataset}"
+
+    def initial_weights(self, wildcards: Wildcards) -> Paths:
+        """What training starts from, where another experiment trains it."""
+        start = self.plans.of(wildcards).start_experiment
+        return f"{self.results}/{start}/train/weights.safetensors" if start else []
+
+    def initial_weights_option(self, wildcards: Wildcards) -> list[str]:
+        """How `train` is told where those lie."""
+        return _option("--init-from", self.initial_weights(wildcards))
 
     # ---- Codecs
 
@@ -131,10 +142,21 @@ class Files:
     # ---- Pairs of embeddings
 
     def pair_sources(self, wildcards: Wildcards) -> list[str]:
-        """What pairs are made from: crops and captions, or the note of files that others have embedded."""
+        """What pairs are made from: crops and captions, or the note of files that others have embedded. The note is
+        there for captions that come with the images, too: one may change where no image does."""
         plan = self.plans.of(wildcards)
-        name = "crops/manifest.json" if plan.pairs_of_images else "source.json"
-        return [f"{self._dataset(plan)}/{name}", *([plan.captions] if plan.captions else [])]
+        crops = [f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
+        note = [f"{self._dataset(plan)}/source.json"] if plan.pairs_of_source else []
+        return [*crops, *note, *([plan.captions] if plan.captions else [])]
+
+    def pairs_beside(self, wildcards: Wildcards) -> Paths:
+        """The manifest of the pairs that an experiment reads beside its data, where it does."""
+        plan = self.plans.of(wildcards)
+        return f"{self._dataset(plan)}/{plan.pairs}/manifest.json" if plan.pairs_beside else []
+
+    def pairs_beside_option(self, wildcards: Wildcards) -> list[str]:
+        """How `train` is told where those lie."""
+        return _option("--pairs", self.pairs_beside(wildcards))
 
     def pair_detector(self, wildcards: Wildcards) -> Paths:
         """The detector that looks at the images of pairs, where one does."""
@@ -160,6 +182,10 @@ class Files:
         """How `sample` is told where those lie."""
         held_out = self.plans.of(wildcards).small_images == "validation"
         return _option("--small-images", self.real_folder(wildcards) if held_out else self.small_images(wildcards))
+
+    def prompts(self, wildcards: Wildcards) -> Paths:
+        """The file that prompts are read from, where there is one."""
+        return self.plans.of(wildcards).prompts or []
 
     def sampled_parts(self, wildcards: Wildcards) -> list[str]:
         """What the jobs that share the images of a large set have made; one job alone leaves none."""
@@ -205,7 +231,7 @@ class Files:
     def detector(self, wildcards: Wildcards) -> Paths:
         """What the metrics look at images with, where it is made from the data set itself."""
         plan = self.plans.of(wildcards)
-        own = plan.detector == "inpipe" and not plan.pairs
+        own = plan.detector == "inpipe" and not plan.learns_from_pairs
         return f"{self._dataset(plan)}/detector/detector.json" if own else []
 
     def detector_option(self, wildcards: Wildcards) -> list[str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from image_diffusion.core.secrets import STORE
 from image_diffusion.workflow.environment import with_package
 
 LOG = Path("logs", "follow.log")
+LOCK = Path(".snakemake", "following")
 LAST_WORD_S = 60.0
 """Seconds that a store may take to answer when all has ended."""
 
@@ -28,10 +30,18 @@ class Following:
     results: str
     experiments: Iterable[str]
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _lock: TextIO | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start it. It ends when the pipe to it is closed, so also when we are killed."""
+        """Start it, unless another Snakemake in this folder has one. It ends when the pipe to it is closed, so also
+        when we are killed."""
         if not self.tracking.get("every_s"):
+            return
+        LOCK.parent.mkdir(exist_ok=True)
+        self._lock = LOCK.open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             return
         LOG.parent.mkdir(exist_ok=True)
         with LOG.open("wb") as log:
@@ -53,7 +63,8 @@ class Following:
         self.process.kill()  # it may be in the middle of something: sending is safe against that
         self.process.wait()
         self.process = None
-        with LOG.open("ab") as log:
+        assert self._lock is not None
+        with self._lock, LOG.open("ab") as log:
             try:
                 done = subprocess.run(
                     self._command(),

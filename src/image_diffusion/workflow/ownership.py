@@ -21,13 +21,7 @@ def take_over(folder: Path) -> TextIO:
     until it is closed. Where that cannot be written, Snakemake ends with one clear line.
     """
     state = folder / ".snakemake"
-    try:
-        state.mkdir(exist_ok=True)
-        mine = (state / "owner").open("a+")
-    except OSError as error:
-        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
-        told = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
-        raise SystemExit(f"error: {told}") from None
+    mine = _opened(state / "owner")
     try:
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -50,20 +44,38 @@ def take_over(folder: Path) -> TextIO:
 def hold(results: Path) -> TextIO:
     """Have a folder of results to ourselves until we end, whatever folder another Snakemake was started in.
 
-    Where another one works in it, Snakemake ends with one clear line. On a file system without locks everybody may.
+    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. One that was started in
+    our own folder may: Snakemake's locks keep the files of the two apart. On a file system without locks everybody may.
     """
-    results.mkdir(parents=True, exist_ok=True)
-    mine = (results / ".owner").open("a+")
+    mine = _opened(results / ".owner")
     with suppress(OSError):
         try:
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             mine.seek(0)
+            other = mine.read()
+            if other.endswith(_here()):
+                return mine
             raise SystemExit(
-                f"error: Another Snakemake works in {results}: {mine.read() or 'it has just begun'}. Wait until it has "
+                f"error: Another Snakemake works in {results}: {other or 'it has just begun'}. Wait until it has "
                 "ended, or set `results` in config/config.yaml to a folder of its own."
             ) from None
     mine.truncate(0)
-    mine.write(f"process {os.getpid()} on {socket.gethostname()}, started in {Path.cwd()}")
+    mine.write(f"process {os.getpid()}{_here()}")
     mine.flush()
     return mine
+
+
+def _here() -> str:
+    return f" on {socket.gethostname()}, started in {Path.cwd()}"
+
+
+def _opened(path: Path) -> TextIO:
+    """A file that is made where it is missing, with its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
+        told = sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
+        raise SystemExit(f"error: {told}") from None

@@ -49,16 +49,24 @@ class Plan:
     """A file of images that samples are compared with, in place of real ones."""
     against_experiment: str | None
     """The experiment whose samples those are."""
+    start_experiment: str | None
+    """The experiment whose weights it starts from."""
     tokens: str | None
     """The folder of the tokens that its own codec encodes the data set to."""
     pairs: str | None
     """The folder of its pairs of embeddings."""
+    pairs_beside: bool
+    """Whether those are read beside its data, in place of them otherwise."""
     pairs_of_images: bool
     """Whether those are made from crops."""
+    pairs_of_source: bool
+    """Whether files of the data's source are read for those."""
     pairs_of_detector: bool
     """Whether the detector of the data set looks at those."""
     captions: str | None
     """The table that captions are read from."""
+    prompts: str | None
+    """The file that prompts are read from."""
     makes_samples: bool
     """Whether `sample` makes anything."""
     sample_jobs: int
@@ -79,9 +87,15 @@ class Plan:
     """The resolved configuration of each stage it goes through."""
 
     @property
+    def learns_from_pairs(self) -> str | None:
+        """The folder of its pairs, where it learns from those alone."""
+        return None if self.pairs_beside else self.pairs
+
+    @property
     def builds_on(self) -> list[str]:
         """The experiments that are made before it."""
-        return [name for name in (self.codec_experiment, self.small_images_experiment, self.against_experiment) if name]
+        named = (self.codec_experiment, self.small_images_experiment, self.against_experiment, self.start_experiment)
+        return [name for name in named if name]
 
     def of_tokens(self) -> Plan:
         """By which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""

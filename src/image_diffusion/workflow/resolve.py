@@ -11,7 +11,7 @@ from typing import Any
 
 from image_diffusion.core.files import digest, read_json, sha256_file, write_json
 from image_diffusion.workflow.code import package_digest, stage_digests
-from image_diffusion.workflow.environment import with_package
+from image_diffusion.workflow.environment import package_beside, with_package
 from image_diffusion.workflow.plans import Plans, plan_file
 from image_diffusion.workflow.settings import check_settings
 
@@ -26,7 +26,7 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
     in. What was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and
     written: what has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
     """
-    results, source = Path(str(config.get("results", "results"))), root / "src"
+    results, source = Path(str(config.get("results", "results"))), package_beside(root)
     known = _read(results)
     plain = json.loads(json.dumps(config, default=str))  # YAML knows dates
     now: dict[str, Any] = {"config": digest(plain), "package": package_digest(source)}

@@ -86,6 +86,7 @@ class Drawn:
         self._network, self._temperature, self._codec = given.model.network, settings.temperature, given.codec
         self._seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
         self.labels = self._seeds % len(given.model.classes)
+        self.titles: list[str] = []
         self.described: dict[str, Any] = {}
 
     def __call__(self, rows: slice, temperature: float | None = None) -> Tensor:

@@ -8,7 +8,10 @@ from image_diffusion.data.sources.digits import Digits
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.huggingface import HuggingFace
+from image_diffusion.data.sources.painted import PaintedDigits
 from image_diffusion.data.sources.table import Table
 from image_diffusion.data.sources.webdataset import Webdataset
 
-Source = Annotated[Folder | Digits | Table | Webdataset | HuggingFace | Embeddings, Field(discriminator="type")]
+Source = Annotated[
+    Folder | Digits | PaintedDigits | Table | Webdataset | HuggingFace | Embeddings, Field(discriminator="type")
+]

@@ -112,17 +112,14 @@ class Embeddings(Config):
             found.append(Part(image, text, table, rows, dim))
         return found
 
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """There are no images. Raises ValueError."""
+        raise ValueError("data.source.type is embeddings: there are no images beside which captions could lie.")
+
     def captions(self, part: Part) -> list[str]:
-        """Every caption of a part. Raises ValueError, naming the first row, where one is missing."""
+        """The caption of every row of a part, empty where there is none."""
         assert part.metadata is not None
-        found = _column(part.metadata, self.caption_column)
-        missing = [row for row, caption in enumerate(found) if not caption.strip()]
-        if missing:
-            raise ValueError(
-                f"{part.metadata}: {len(missing):,} of {len(found):,} rows have no {self.caption_column}, the first is "
-                f"row {missing[0]}. Every pair needs a caption: remove those rows from every file of the part."
-            )
-        return found
+        return [text if text.strip() else "" for text in _column(part.metadata, self.caption_column)]
 
     def ids(self, part: Part, number: int) -> list[str]:
         """What names each pair of part number `number` for good. Raises ValueError where two have one name."""

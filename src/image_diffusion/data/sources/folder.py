@@ -16,7 +16,7 @@ from image_diffusion.data.sources.listing import (
     LARGEST_TEXT,
     Item,
     Listing,
-    caption_in,
+    captions_in,
     class_name,
     number_classes,
     plain_text,
@@ -84,20 +84,20 @@ class Folder(Config):
         """The bytes of one file. Raises OSError."""
         return read_image(Path(self.path) / str(item.address[0]))
 
-    def captions(self) -> dict[str, str]:
-        """The captions beside the images, by the name of the image without its extension: in `.txt`, or the key
-        "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
-        root, found = self._root(), {}
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """The captions beside the images, by the name of the image without its extension: the lines of `.txt`, or the
+        key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
+        root, found = self._root(), dict[str, list[str]]()
         for name in sorted(_beside_images(plain_text(name) for name in _Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
             try:
                 if (size := (Path(root) / name).stat().st_size) > LARGEST_TEXT:
                     raise ValueError(f"it has {size:,} bytes, and one has at most {LARGEST_TEXT:,}")
-                caption = caption_in((Path(root) / name).read_bytes(), extension[1:].lower())
+                captions = captions_in((Path(root) / name).read_bytes(), extension[1:].lower())
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{root}/{name} is no caption: {error}. Repair or remove it.") from None
-            if caption is not None:
-                found[stem] = caption
+            if captions:
+                found[stem] = captions
         return found
 
     def files(self) -> dict[str, tuple[str, Stamp]]:

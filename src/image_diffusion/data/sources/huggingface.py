@@ -10,7 +10,7 @@ from pydantic import Field
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, read_json, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, number_labels
+from image_diffusion.data.sources.listing import Item, Listing, number_labels, texts_of
 
 
 class HuggingFace(Config):
@@ -62,6 +62,16 @@ class HuggingFace(Config):
             raise OSError("the row holds no image")
         data: bytes = image["bytes"]
         return data
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """The captions in columns of the data set, each a text or a list of texts, by the number of the row."""
+        dataset = self._dataset()
+        for name in columns:
+            if name not in dataset.features:
+                raise ValueError(f"{self._folder()} has no column '{name}'. Known: {', '.join(dataset.features)}.")
+        cells = [dataset.with_format(None)[name][:] for name in columns]
+        rows = zip(*cells, strict=True)
+        return {f"{number:09d}": [text for cell in row for text in texts_of(cell)] for number, row in enumerate(rows)}
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The Arrow files, and what describes their columns. Raises ValueError when there are none."""

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from image_diffusion.core.files import Stamp
 
@@ -67,15 +67,25 @@ class ImageSource(Protocol):
         """The files the images come from: by name, path and stamp. Raises ValueError when there are none."""
         ...
 
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """The captions that come with the images, by the name of the image or by that without its extension. columns:
+        where the source has columns, those of captions. Raises ValueError where it has none, or one cannot be read."""
+        ...
 
-def caption_in(data: bytes, extension: str) -> str | None:
-    """The caption in a file beside an image: the text of a `txt`, the key "caption" of a `json`; None where there is
-    none. Raises UnicodeDecodeError or json.JSONDecodeError."""
+
+def captions_in(data: bytes, extension: str) -> list[str]:
+    """The captions in a file beside an image: the lines of a `txt`; the key "caption" of a `json`, a text or a list of
+    them. Raises UnicodeDecodeError or json.JSONDecodeError."""
     if extension == "txt":
-        return data.decode("utf-8").strip() or None
+        return texts_of(data.decode("utf-8").splitlines())
     content = json.loads(data) if extension == "json" else None
-    caption = content.get("caption") if isinstance(content, dict) else None
-    return str(caption).strip() or None if caption is not None else None
+    return texts_of(content.get("caption")) if isinstance(content, dict) else []
+
+
+def texts_of(cell: Any) -> list[str]:
+    """A text, a list of texts or nothing -> the texts that say something, without space around them."""
+    found = cell if isinstance(cell, list | tuple) else [cell]
+    return [text for each in found if each is not None and (text := str(each).strip())]
 
 
 def plain_text(name: str) -> str:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, number_labels, read_image
+from image_diffusion.data.sources.listing import Item, Listing, number_labels, read_image, texts_of
 
 
 class Table(Config):
@@ -57,6 +57,11 @@ class Table(Config):
         except OSError as error:
             raise OSError(f"{error.strerror or error}: {where}") from None
 
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """The captions in columns of the table, by path."""
+        table = Path(self.path)
+        return captions_of_rows(read_columns(table, self.path_column, *columns), self.path_column, columns)
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The table, and every image in it that is there."""
         table = Path(self.path)
@@ -90,6 +95,16 @@ def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:
         if name not in columns:
             raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(columns)}.")
     return columns
+
+
+def captions_of_rows(
+    cells: dict[str, list[str]], path_column: str, caption_columns: tuple[str, ...]
+) -> dict[str, list[str]]:
+    """The captions of each image, column by column; an image that several rows name has those of all of them."""
+    found: dict[str, list[str]] = {}
+    for row, path in enumerate(cells[path_column]):
+        found.setdefault(path, []).extend(texts_of([cells[name][row] for name in caption_columns]))
+    return found
 
 
 def _read_csv(table: Path) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
-from image_diffusion.data.sources.listing import LARGEST_TEXT, caption_in, plain_text
+from image_diffusion.data.sources.listing import LARGEST_TEXT, captions_in, plain_text
 
 LABELS = ("cls", "json", "txt")
 """Extensions of what tells the class of a sample; of several beside one image the first counts."""
@@ -28,7 +28,7 @@ class Members:
 
     images: dict[str, tuple[int, int]] = field(default_factory=dict)
     labels: dict[str, dict[str, str]] = field(default_factory=dict)
-    captions: dict[str, str] = field(default_factory=dict)
+    captions: dict[str, list[str]] = field(default_factory=dict)
     hidden: int = 0
 
     def label(self, key: str) -> str | None:
@@ -84,8 +84,8 @@ def _read_text(
     data = content.read() if content else b""
     try:
         if not labelled:
-            if (caption := caption_in(data, extension)) is not None:
-                found.captions[key] = caption
+            if captions := captions_in(data, extension):
+                found.captions[key] = captions
             return
         label = _label(data, extension)
     except (ValueError, RecursionError) as error:

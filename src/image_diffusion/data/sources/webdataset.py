@@ -61,12 +61,12 @@ class Webdataset(Config):
             file.seek(int(start))
             return file.read(int(size))
 
-    def captions(self) -> dict[str, str]:
-        """The captions beside the images, by the name of the image: in `.txt`, or the key "caption" of `.json`."""
-        found: dict[str, str] = {}
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """The captions in the tars, by the name of the image: the lines of `.txt`, or the key "caption" of `.json`."""
+        found: dict[str, list[str]] = {}
         for name, (path, _) in self.files().items():
             members = read_members(Path(path), labelled=False)
-            found |= {f"{name}/{key}": caption for key, caption in members.captions.items()}
+            found |= {f"{name}/{key}": captions for key, captions in members.captions.items()}
         return found
 
     def files(self) -> dict[str, tuple[str, Stamp]]:

@@ -47,7 +47,8 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
         )
     if settings.decoder is not None:
         experiment.codec.check_decoder(f"{section}.decoder", settings.decoder)
-    classes = experiment.data.source.known_classes()
+    system.check_asked(section, settings)
+    classes = experiment.data.source.known_classes() if system.reads_beside is None else None
     if scale != 1 and classes == [] and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "

@@ -14,7 +14,8 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.samples import read_samples
+from image_diffusion.metrics.painted import evaluate_painted
+from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
 from image_diffusion.systems.given import Model, ToJudge
@@ -36,7 +37,7 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
         detector = settings.detector.build(given.detector, str(best_device()))
         samples = read_samples(given.samples, data.train.classes)
-        previews, left_out = {}, list[str]()
+        previews, left_out = dict[int, Samples](), list[str]()
         if given.previews is not None and given.model is not None:
             run = given.previews / given.model.fingerprint
             previews, left_out = read_previews(run, data.train.classes, given.model.num_steps)
@@ -45,6 +46,8 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
         if left_out:
             result["protocol"]["left_out"] = left_out
+        if settings.attributes is not None:
+            result["metrics"] |= evaluate_painted(samples, detector, settings.batch_size)
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
     if settings.likelihood is not None:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)

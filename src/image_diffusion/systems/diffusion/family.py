@@ -23,6 +23,7 @@ from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.parameterization import LEARNED_VARIANCES
+from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.checks import check_diffusion, check_small_images
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
@@ -46,6 +47,8 @@ from image_diffusion.systems.given import (
 )
 from image_diffusion.systems.system import System
 
+_IN_WORDS = ("prompts", "negative_prompt")
+
 
 class DiffusionSystem(System):
     """A system that learns to remove noise. A page of its own says which network it uses."""
@@ -58,8 +61,8 @@ class DiffusionSystem(System):
     sections: ClassVar[Mapping[str, Section]] = {
         "codec": Section(CodecConfig, Rgb()),
         "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
-        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "compile")),
-        "sample": Section(SampleConfig, SampleConfig()),
+        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS, "small_images", "compile")),
+        "sample": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS)),
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips")),
         "sweep": Section(SweepConfig, SweepConfig()),
     }
@@ -96,7 +99,8 @@ class DiffusionSystem(System):
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
         """The objective. Raises ValueError where it does not fit the process or the data."""
         objective = self.objective
-        if spec.num_classes == 0 and self._drops_as_usual():  # what a system does by default it does where it can
+        nothing = spec.num_classes == 0 and not spec.conditions
+        if nothing and self._drops_as_usual():  # what a system does by default it does where it can
             objective = objective.model_copy(update={"label_drop_probability": 0.0})
         return objective.build(self.process.build(), spec)
 
@@ -110,6 +114,14 @@ class DiffusionSystem(System):
         if self.low_resolution is not None:
             cond["low_res"] = shrink(x, self.low_resolution)
         return Batch(x, cond, streams)
+
+    def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
+        """What `count` images of a section are asked for with, beside seeds and classes. pairs: what the manifest of
+        the shards beside the training data says of itself. Raises ValueError for what cannot be asked."""
+        return Asked()
+
+    def check_asked(self, section: str, settings: SampleConfig) -> None:
+        """Raise ValueError where a section asks in a way that the network does not understand."""
 
     def preview(self, given: ToPreview) -> Preview | None:
         return preview_images(self, given)
@@ -140,7 +152,8 @@ class DiffusionSystem(System):
         return judge_diffusion(given)
 
     def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        return image_columns(classes) if self.low_resolution is None else None
+        alone = self.low_resolution is None and not spec.conditions
+        return image_columns(classes) if alone else None
 
     def predictor(
         self, model: Model, settings: SampleConfig, codec: Callable[[], Codec], weaker: Model | None

@@ -16,7 +16,10 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
+from image_diffusion.core.types import DataSpec
+from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
+from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, fitted, requested_labels
 from image_diffusion.systems.given import Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
@@ -37,7 +40,8 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
             f"network that it is to guide. Name a weaker network of the same data."
         )
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, settings.num_samples, model.classes, seeds, settings.seed)
+    asked = system.asked(settings, model.pairs, len(seeds))
+    labels = _labels(model.spec, asked, settings, model.classes, seeds)
     enlarged = small_images(settings.small_images, given.small_images, system.low_resolution, model.spec, seeds)
     if enlarged is not None and model.classes:
         if enlarged.labels is None and isinstance(settings.labels, str):
@@ -46,11 +50,22 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
                 "experiment with the same classes, or list their classes in sample.labels."
             )
         labels = labels if enlarged.labels is None else enlarged.labels
-    described = {"settings": dump(fitted(system, given.codec, settings))}
+    described: dict[str, Any] = {"settings": dump(fitted(system, given.codec, settings))}
+    if asked.titles:
+        described["prompts"] = asked.titles
     if enlarged is not None:
         described["enlarged"] = enlarged.source
     low_res = None if enlarged is None else enlarged.images
-    return MadeImages(_generator(system, model, settings, given.codec, weaker), seeds, labels, low_res, described)
+    generator = _generator(system, model, settings, given.codec, weaker, asked)
+    return MadeImages(generator, seeds, labels, low_res, described, asked, bool(model.spec.num_classes))
+
+
+def _labels(spec: DataSpec, asked: Asked, settings: SampleConfig, classes: list[str], seeds: Tensor) -> Tensor | None:
+    """The class that each image is to show, int64 [N]; None where nothing says so. Of a network that is told words it
+    is for the judge alone: the class that every prompt names."""
+    if not spec.num_classes:
+        return classes_named(asked.titles, classes)
+    return requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed)
 
 
 class MadeImages:
@@ -63,9 +78,12 @@ class MadeImages:
         labels: Tensor | None,
         low_res: Tensor | None,
         described: dict[str, Any],
+        asked: Asked,
+        told_labels: bool,
     ) -> None:
-        self.labels, self.described = labels, described
-        self._generator, self._seeds, self._low_res = generator, seeds, low_res
+        self.labels, self.described, self.titles = labels, described, asked.titles
+        self._generator, self._seeds, self._low_res, self._asked = generator, seeds, low_res, asked
+        self._told_labels = told_labels
 
     def __call__(self, rows: slice) -> Tensor:
         return self._generator(*self._of(rows))
@@ -76,25 +94,31 @@ class MadeImages:
         chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
         return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
 
-    def _of(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        labels, low_res = (None if each is None else each[rows] for each in (self.labels, self._low_res))
-        return self._seeds[rows], labels, low_res
+    def _of(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
+        known = self.labels if self._told_labels else None
+        labels, low_res = (None if each is None else each[rows] for each in (known, self._low_res))
+        return self._seeds[rows], labels, low_res, self._asked.of(torch.arange(len(self._seeds))[rows])
 
 
 def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
     """Draws `step-NNNNNNN.png` and the same images as .npz. Raises ValueError for a class that does not exist."""
     settings, classes = given.settings, given.training.classes
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    labels = requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed)
+    beside = given.training.beside
+    asked = system.asked(settings, beside.manifest["pairs"] if beside is not None else None, len(seeds))
+    labels = _labels(given.spec, asked, settings, classes, seeds)
     low_res: Tensor | None = None
     if system.low_resolution is not None:
         low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
 
     def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
-        images = Generator(network, system, given.spec, given.codec(), settings)(seeds, labels, low_res)
+        generator = Generator(network, system, given.spec, given.codec(), settings, null=asked.null)
+        images = generator(
+            seeds, labels if given.spec.num_classes else None, low_res, asked.of(torch.arange(len(seeds)))
+        )
         path = folder / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)
-        save_picture(image_grid(images, grid_columns(len(images), len(classes))), path)
+        save_picture(image_grid(images, grid_columns(len(images), len(classes)), asked.titles), path)
         return {"preview": path}
 
     return draw
@@ -111,7 +135,7 @@ class Images:
     def __init__(
         self, system: DiffusionSystem, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
     ) -> None:
-        self._generator = _generator(system, model, settings, codec, weaker)
+        self._generator = _generator(system, model, settings, codec, weaker, Asked())
         self._settings, self._classes = settings, model.classes
 
     def __call__(self, rows: pandas.DataFrame) -> NDArray[np.uint8]:
@@ -128,7 +152,12 @@ class Images:
 
 
 def _generator(
-    system: DiffusionSystem, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
+    system: DiffusionSystem,
+    model: Model,
+    settings: SampleConfig,
+    codec: Codec,
+    weaker: Model | None,
+    asked: Asked,
 ) -> Generator:
     other = on_best_device(weaker) if weaker is not None else None
-    return Generator(on_best_device(model), system, model.spec, codec, settings, other)
+    return Generator(on_best_device(model), system, model.spec, codec, settings, other, asked.null)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -36,6 +36,11 @@ class SampleConfig(Config):
     """Mixed into every image's own seed: another value makes another set of images."""
     labels: Literal["balanced", "random"] | list[int | str] = "balanced"
     """Classes of the images: each in turn, at random from the image's seed, or a list of names or numbers in turn."""
+    prompts: tuple[str, ...] | str | None = None
+    """Of a network that is told words: what the images are to show, each in turn. A list, or a file: `.txt` with one a
+    line, or `.csv` or `.parquet` with a column "prompt"."""
+    negative_prompt: str = ""
+    """What guidance leads away from, in words; unset: from the empty caption."""
     sampler: Sampler = Ddim()
     """The sampler and its number of steps."""
     guidance: Guidance = Guidance()
@@ -80,7 +85,8 @@ def fitted(system: DiffusionSystem, codec: Codec, settings: SampleConfig) -> Sam
 class Generator:
     """Makes images from seeds, on the device of the network.
 
-    weaker: the network of `settings.weaker_weights`, on the same device. Networks are compiled where the settings say
+    weaker: the network of `settings.weaker_weights`, on the same device. null: what guidance leads away from, by name,
+    where that is not the label of no class, or zeros. Networks are compiled where the settings say
     so, and are then always given `batch_size` images, some of them for nothing.
 
     Raises ValueError when the sampler or the guidance do not fit the system.
@@ -94,9 +100,10 @@ class Generator:
         codec: Codec,
         settings: SampleConfig,
         weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
     ) -> None:
-        scale, labelled = settings.guidance.guidance_scale, spec.num_classes > 0
-        if scale != 1 and labelled and weaker is None and not system.drops_labels:
+        scale, labelled, told = settings.guidance.guidance_scale, spec.num_classes > 0, spec.conditions
+        if scale != 1 and (labelled or told) and weaker is None and not system.drops_labels:
             raise ValueError(
                 f"sample.guidance.guidance_scale is {scale}, but the network never learnt to do without a label. "
                 f"Use 1, or train with system.objective.label_drop_probability above 0."
@@ -108,33 +115,50 @@ class Generator:
         self._sampler, self._seed = fitted(system, codec, settings).sampler, settings.seed
         self._precision, self._whole_batch = settings.precision, settings.batch_size if settings.compile else 0
         self._grid = self._sampler.grid(system.process)
-        drops = labelled and weaker is None
-        null = {"label": torch.tensor(spec.num_classes, device=self._device)} if drops else {}
+        nothing: dict[str, Tensor] = {}
+        if weaker is None:
+            nothing = {"label": torch.tensor(spec.num_classes)} if labelled else {}
+            nothing |= {name: torch.zeros(shape) for name, shape in told.items()} | dict(null or {})
+        nothing = {name: each.to(self._device) for name, each in nothing.items()}
         for each in (network, weaker):
             if each is not None and settings.compile:
                 compile_by_block(each)
         negative = computing_in(cast("Network", weaker), settings.precision) if weaker is not None else None
         self._network = computing_in(cast("Network", network), settings.precision)
         self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(
-            plain, null, self._grid, negative
+            plain, nothing, self._grid, negative
         )
         self._guide(self._network)  # raises now what does not fit
 
     @torch.no_grad()
-    def __call__(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        told: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
 
-        low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
+        low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges. told: what
+        else the network is told of each image, by name.
         """
         row = self._rows(len(seeds))
-        given = (None if each is None else each[row] for each in (labels, low_res))
-        denoiser, noise, streams = self._start(seeds[row], *given)
+        labels, low_res = (None if each is None else each[row] for each in (labels, low_res))
+        more = {name: each[row] for name, each in (told or {}).items()}
+        denoiser, noise, streams = self._start(seeds[row], labels, low_res, more)
         return self._decode(self._sampler(denoiser, self._grid, noise, streams)[: len(seeds)])
 
     @torch.no_grad()
-    def trajectory(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None = None) -> list[Tensor]:
+    def trajectory(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        told: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor]:
         """The images [N, C, H, W] that each step predicts, from the first step to the last. Never compiled."""
-        denoiser, noise, streams = self._start(seeds, labels, low_res)
+        denoiser, noise, streams = self._start(seeds, labels, low_res, told or {})
         with torch.compiler.set_stance("force_eager"):
             steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
             return [self._decode(step.x0) for step in steps]
@@ -147,10 +171,12 @@ class Generator:
         with tf32(self._precision != "float32"):
             return self._codec.decode(x).cpu()
 
-    def _start(self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None) -> tuple[Denoiser, Tensor, Streams]:
+    def _start(
+        self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None, told: Mapping[str, Tensor]
+    ) -> tuple[Denoiser, Tensor, Streams]:
         streams = image_streams(seeds.to(self._device), self._seed)
         noise = initial_noise(streams, (self._spec.channels, self._spec.resolution, self._spec.resolution))
-        given = {"label": labels, "low_res": low_res}
+        given = {"label": labels, "low_res": low_res, **told}
         cond = {name: value.to(self._device) for name, value in given.items() if value is not None}
         return self._system.denoiser(self._network, self._grid, cond, self._guide), noise, streams
 

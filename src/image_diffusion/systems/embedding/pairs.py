@@ -7,9 +7,8 @@ hashing encoder. `clip` embeds both by a CLIP. `files` takes embeddings that oth
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,31 +19,21 @@ from torch.nn import functional as F
 
 from image_diffusion.codecs.clip import ClipConfig
 from image_diffusion.codecs.hashing import HashingText
+from image_diffusion.codecs.text.encoder import TextEncoder
 from image_diffusion.core.config import Config, dump
 from image_diffusion.core.files import digest
+from image_diffusion.data.captioned import CaptionedCrops
 from image_diffusion.data.captions import Captions, ClassCaptions
-from image_diffusion.data.pairs import PairSet, Splits
-from image_diffusion.data.records import Sample, key_prefix, read_record
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.pairs import TOKENS, PairSet, Splits
+from image_diffusion.data.records import Quarantined, Sample
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
-from image_diffusion.data.tar import KEY_DIGITS
 from image_diffusion.metrics.detector import FEATURES, load_detector
+from image_diffusion.systems.embedding.captions import CaptionPairs
+from image_diffusion.systems.embedding.given import Given
 
-
-@dataclass(frozen=True)
-class Given:
-    """What pairs are made from. crops: their folder. source: of the data, where it is read (`needs_source`).
-
-    num_shards: of a set that is not made from crops, which has a shard for each of theirs. detector: its folder.
-    device: where networks compute.
-    """
-
-    crops: Path | None
-    source: Source | None
-    num_shards: int
-    detector: Path | None
-    device: torch.device
+PARTS = ("image", "text")
+"""What the first rows of a pair are."""
 
 
 class _Pairs(Config):
@@ -139,7 +128,10 @@ class FilePairs(_Pairs):
         return StoredPairs(source, given.num_shards, text)
 
 
-PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs, Field(discriminator="type")]
+EmbeddingPairs = Annotated[HashedPairs | ClipPairs | FilePairs, Field(discriminator="type")]
+"""Pairs of embeddings, of an image and of its caption: what a prior learns from."""
+
+PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs | CaptionPairs, Field(discriminator="type")]
 
 
 class ImageEncoder(Protocol):
@@ -150,18 +142,6 @@ class ImageEncoder(Protocol):
 
     def images(self, images: Tensor) -> Tensor:
         """Uint8 [B, C, H, W] -> float32 [B, dim]."""
-        ...
-
-
-class TextEncoder(Protocol):
-    """Captions -> embeddings."""
-
-    dim: int
-    num_tokens: int
-    identity: dict[str, Any]
-
-    def __call__(self, captions: list[str]) -> tuple[Tensor, Tensor]:
-        """N captions -> [N, dim] and [N, num_tokens, dim], on the CPU."""
         ...
 
 
@@ -180,6 +160,9 @@ class _Detected:
 class CropPairs:
     """Pairs made from crops, a shard from each of theirs."""
 
+    kind: ClassVar[Literal["pairs"]] = "pairs"
+    parts: ClassVar = PARTS
+
     def __init__(
         self, crops: Path, images: ImageEncoder, texts: TextEncoder, captions: Captions, source: Source | None
     ) -> None:
@@ -188,48 +171,50 @@ class CropPairs:
                 f"Image embeddings have {images.dim} dimensions but text embeddings {texts.dim}. Use those of one "
                 f"model."
             )
-        self._folder, self._crops = crops, open_shards(crops, "all")
-        self._images, self._texts, self._captions, self._source = images, texts, captions, source
-        self.dim, self.num_tokens = images.dim, texts.num_tokens
+        self._crops = CaptionedCrops(crops, captions, source)
+        self._images, self._texts = images, texts
+        self.shape = (TOKENS + texts.num_tokens, images.dim)
         self.identity: dict[str, Any] = {
             "image": images.identity,
             "text": texts.identity,
             "shared_space": images.identity == texts.identity,
         }
-        entries = self._crops.manifest["shards"]
-        self.num_shards = len(entries)
-        counts = [entry["num_samples"] for entry in entries]
-        self._first = [sum(counts[:shard]) for shard in range(len(counts))]
+        self.num_shards = self._crops.num_shards
 
     def samples(self, shard: int) -> list[Sample]:
         """Those of the crops: their ids are the hashes of the images."""
-        return read_record(self._folder, shard).samples
+        return self._crops.of(shard).samples
+
+    def missing(self, shard: int) -> list[Quarantined]:
+        """Crops without a caption."""
+        return self._crops.of(shard).missing
 
     def made_from(self, shard: int) -> str:
-        """The crops, and their captions."""
-        entry = self._crops.manifest["shards"][shard]
-        return digest([entry["sha256"], self._of(self.samples(shard))])
+        """The crops, and the first caption of each."""
+        mine = self._crops.of(shard)
+        return digest([mine.sha256, mine.first_captions])
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
-        images = self._crops.gather(np.arange(start, stop) + self._first[shard])
-        texts, tokens = self._texts(self._of(self.samples(shard)[start:stop]))
-        rows: NDArray[np.float32] = torch.cat(
-            [self._images.images(images).cpu()[:, None], texts[:, None], tokens], 1
-        ).numpy()
+        mine = self._crops.of(shard)
+        texts, tokens = self._texts([captions[0] for captions in mine.captions[start:stop]])
+        images = self._images.images(self._crops.images(mine.rows[start:stop]))
+        rows: NDArray[np.float32] = torch.cat([images.cpu()[:, None], texts[:, None], tokens], 1).numpy()
         return rows
-
-    def _of(self, samples: list[Sample]) -> list[str]:
-        return self._captions.of(samples, self._crops.classes, self._source)
 
 
 class StoredPairs:
     """Pairs read from parts, cut into shards of equal size whatever the parts are."""
 
+    kind: ClassVar[Literal["pairs"]] = "pairs"
+    parts: ClassVar = PARTS
+
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
         self._source, self._text = source, text
+        self._shard, self._kept = -1, np.empty(0, dtype=np.int64)  # of the shard that rows were asked of last
         self._parts = source.parts()
         self._starts = np.cumsum([0, *(part.num_rows for part in self._parts)]).tolist()
-        self.dim, self.num_tokens = self._parts[0].dim, text.num_tokens if text else 0
+        self.dim = self._parts[0].dim
+        self.shape = (TOKENS + (text.num_tokens if text else 0), self.dim)
         if text is not None and text.dim != self.dim:
             raise ValueError(
                 f"Image embeddings have {self.dim} dimensions but pairs.clip embeds captions in {text.dim}. Choose the "
@@ -240,16 +225,26 @@ class StoredPairs:
         self.identity: dict[str, Any] = {**files, "source": dump(source) | {"path": ""}, "shared_space": True}
 
     def samples(self, shard: int) -> list[Sample]:
-        found: list[Sample] = []
+        return self._listed(shard)[0]
+
+    def missing(self, shard: int) -> list[Quarantined]:
+        """Rows without a caption."""
+        return self._listed(shard)[1]
+
+    def _listed(self, shard: int) -> tuple[list[Sample], list[Quarantined], list[int]]:
+        """The pairs of a shard, what is none, and the rows of the pairs among all rows of all parts."""
+        samples, missing, kept = list[Sample](), list[Quarantined](), list[int]()
         for number, part, rows in self._pieces(*self._range(shard)):
             ids = self._source.ids(part, number)[rows]
-            if part.metadata is not None:
-                self._source.captions(part)  # raises where one is missing
-            for row, each in zip(range(rows.start, rows.stop), ids, strict=True):
-                key = f"{key_prefix(shard)}{len(found):0{KEY_DIGITS}d}"
-                sha256 = hashlib.sha256(each.encode()).hexdigest()
-                found.append(Sample(key, f"{part.image.name} row {row}", sha256, None, (0, 0), []))
-        return found
+            captions = self._source.captions(part)[rows] if part.metadata is not None else None
+            for i, row in enumerate(range(rows.start, rows.stop)):
+                path, sha256 = f"{part.image.name} row {row}", hashlib.sha256(ids[i].encode()).hexdigest()
+                if captions is not None and not captions[i]:
+                    missing.append(Quarantined(path, "it has no caption", sha256))
+                    continue
+                samples.append(Sample("", path, sha256, None, (0, 0), []))
+                kept.append(self._starts[number] + row)
+        return samples, missing, kept
 
     def made_from(self, shard: int) -> str:
         """The numbers and captions themselves: touching or copying a file changes nothing."""
@@ -262,12 +257,17 @@ class StoredPairs:
         return content.hexdigest()
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
-        first, _ = self._range(shard)
-        made = []
-        for _, part, rows in self._pieces(first + start, first + stop):
+        if shard != self._shard:
+            self._shard, self._kept = shard, np.array(self._listed(shard)[2], dtype=np.int64)
+        wanted, made = self._kept[start:stop], []
+        for number, part in enumerate(self._parts):
+            rows = wanted[(wanted >= self._starts[number]) & (wanted < self._starts[number + 1])] - self._starts[number]
+            if not len(rows):
+                continue
             stored = [np.asarray(open_rows(part.image)[rows], dtype=np.float32)[:, None]]
             if self._text is not None:
-                texts, tokens = self._text(self._source.captions(part)[rows])
+                captions = self._source.captions(part)
+                texts, tokens = self._text([captions[row] for row in rows])
                 stored += [texts[:, None].numpy(), tokens.numpy()]
             if part.text is not None:
                 stored[1:2] = [np.asarray(open_rows(part.text)[rows], dtype=np.float32)[:, None]]

@@ -1,0 +1,25 @@
+"""What the stage `embed` gives those that make pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from image_diffusion.data.sources import Source
+
+
+@dataclass(frozen=True)
+class Given:
+    """What pairs are made from. crops: their folder. source: of the data, where it is read (`needs_source`).
+
+    num_shards: of a set that is not made from crops, which has a shard for each of theirs. detector: its folder.
+    device: where networks compute.
+    """
+
+    crops: Path | None
+    source: Source | None
+    num_shards: int
+    detector: Path | None
+    device: torch.device

@@ -1,0 +1,88 @@
+"""What weights of other classes are worth: digits 5 to 9 from weights that know 0 to 4, and from random weights.
+
+    python tests/bench/bench_finetune.py --seeds 3
+
+Runs finetune_base once, and finetune_demo and the same from random weights (as many steps, twice as many, four times as
+many) for each seed. Labels of 250 samples are read by a support vector machine on pixels, trained on the real crops.
+Three minutes of a core; figures in RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.svm import SVC
+
+from image_diffusion.configure import train_stage
+from image_diffusion.core.config import dump, merged, read_yaml, to_yaml
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.shards import open_shards
+from image_diffusion.experiment import Experiment, parse_experiment
+from image_diffusion.systems.diffusion.sampling import Generator
+from image_diffusion.train import prepare_training
+from image_diffusion.training.model import load_codec, load_model
+from image_diffusion.training.run import run
+
+CONFIG = Path(__file__).parents[2] / "config" / "experiments"
+
+
+def experiment(name: str, **changes: Any) -> Experiment:
+    raw = read_yaml(CONFIG / f"{name}.yaml")
+    return parse_experiment(raw | {"train": merged(raw["train"], changes)}, name)
+
+
+def trained(found: Experiment, folder: Path, crops: Path, start: Path | None) -> Path:
+    """The weights folder of an experiment, trained here."""
+    config = folder / "train.yaml"
+    folder.mkdir(parents=True)
+    config.write_text(to_yaml(dump(train_stage(folder.name, found))))
+    training = prepare_training(config, crops / "manifest.json", None)
+    run(training.build, training.stage.train, training.model, training.data, folder / "train", start=start)
+    return folder / "train"
+
+
+def agreement(found: Experiment, weights: Path, judge: SVC) -> float:
+    """Share of the samples in which the judge sees the class that was asked for."""
+    model, settings = load_model(weights), found.section("sample")
+    seeds = torch.arange(settings.num_samples)
+    labels = seeds % len(model.classes)
+    codec = load_codec(model, None, torch.device("cpu"))
+    images = Generator(model.network, model.system, model.spec, codec, settings)(seeds, labels)  # type: ignore[arg-type]
+    return float((judge.predict(images.flatten(1).numpy()) == labels.numpy()).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        base, tuned = experiment("finetune_base"), experiment("finetune_demo")
+        for each, name in ((base, "low"), (tuned, "high")):
+            crop_dataset(each.data, root / name)
+        splits = [open_shards(root / "high", split) for split in ("train", "validation")]
+        pixels = [split.gather(np.arange(split.num_samples)).flatten(1).numpy() for split in splits]
+        judge = SVC(C=10).fit(pixels[0], splits[0].labels)
+        print(f"judge on held-out digits: {judge.score(pixels[1], splits[1].labels):.3f}", flush=True)
+        start = trained(base, root / "base", root / "low", None)
+        steps = tuned.train.steps
+        for seed in range(arguments.seeds):
+            row = {}
+            for name, length, from_base in (
+                ("tuned", steps, True), ("anew", steps, False), ("anew", 2 * steps, False), ("anew", 4 * steps, False)
+            ):  # fmt: skip
+                changes = {} if from_base else {"init_from": None, "optimizer": {"lr": base.train.optimizer.lr}}
+                found = experiment("finetune_demo", seed=seed, steps=length, **changes)
+                folder = root / f"{name}-{length}-{seed}"
+                weights = trained(found, folder, root / "high", start if from_base else None)
+                row[f"{name} {length}"] = agreement(found, weights, judge)
+            print(f"seed {seed}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Checkpoints that others published: what is known of each, and images of one by one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from image_diffusion import published
+from image_diffusion.core.config import load
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.systems.diffusion.iddpm_published import PUBLISHED
+from tiny_autoencoders import write_autoencoder
+
+FOLDER = Path(__file__).parents[2] / "config" / "published"
+DIT = FOLDER / "dit_xl2_imagenet256.yaml"
+
+
+def test_every_checkpoint_that_is_known_has_its_file() -> None:
+    files = [load(published.Published, path).file for path in sorted(FOLDER.glob("*.yaml"))]
+    enlarge = {"upsample_cond_500K", "64_256_upsampler", "128_512_upsampler"}  # of images, which no checkpoint has
+    assert len(set(files)) == len(files)
+    assert {Path(file).stem for file in files} == set(PUBLISHED) - enlarge | {
+        "DiT-XL-2-256x256", "DiT-XL-2-512x512"
+    }  # fmt: skip
+
+
+def test_one_command_makes_images_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    network = DiTConfig(depth=1, width=384, num_heads=6, patch=2, time_frequencies="dit")
+    built = network.build(DataSpec(channels=4, resolution=4, num_classes=1000), learned_variance=True)
+    torch.save(built.state_dict(), tmp_path / "DiT-XL-2-256x256.pt")
+    write_autoencoder("sd", tmp_path / "vae")
+    raw = yaml.safe_load(DIT.read_text())
+    raw["sample"]["sampler"]["num_steps"] = 2
+    config = tmp_path / "dit.yaml"
+    config.write_text(yaml.safe_dump(raw))
+    given = ["--config", config, "--read", tmp_path / "DiT-XL-2-256x256.pt", "--codec", tmp_path / "vae"]
+    monkeypatch.setattr(
+        "sys.argv", ["published", *map(str, given), "--num-samples", "3", "--output", str(tmp_path / "out")]
+    )
+    published.main()
+    assert "CC BY-NC 4.0, not for commercial use" in capsys.readouterr().out
+    with np.load(tmp_path / "out/samples/samples.npz") as samples:
+        assert samples["arr_0"].shape == (3, 32, 32, 3) and samples["arr_1"].tolist() == [207, 360, 387]
+    assert (tmp_path / "out/samples/grid.png").is_file() and (tmp_path / "out/train/model.json").is_file()
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"does not exist. Get DiT-XL-2-256x256.pt from https://github.com/facebookres"
+    ):
+        published.read_published(DIT, tmp_path / "DiT-XL-2-256x256.pt", None, tmp_path)
+    (tmp_path / "other.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"describes DiT-XL-2-256x256.pt, but --read is .*other.pt"):
+        published.read_published(DIT, tmp_path / "other.pt", None, tmp_path)
+    raw = yaml.safe_load(DIT.read_text()) | {"file": "other.pt", "sha256": "0" * 64}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(ValueError, match="is damaged, or another file: its sha256 is not 0000"):
+        published.read_published(tmp_path / "x.yaml", tmp_path / "other.pt", None, tmp_path)

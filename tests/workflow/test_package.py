@@ -1,0 +1,87 @@
+"""What is installed is whole: built as others build it, installed beside nothing else, begun by its own command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from projects import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package in a folder of its own: a source distribution of what git knows, the wheel of that, and no clone."""
+    folder = tmp_path_factory.mktemp("package")
+    known = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, known.split("\0")):
+        (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder / "clone" / name)
+    build = "from setuptools.build_meta import build_sdist; build_sdist('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder / "clone", check=True, capture_output=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    (source,) = (folder / "unpacked").iterdir()
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", folder / "installed", source], check=True, capture_output=True)
+    return folder / "installed"
+
+
+def run(installed: Path, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(installed), "PATH": f"{installed / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_project_is_begun_and_planned(installed: Path, tmp_path: Path) -> None:
+    done = run(installed, ["image-diffusion", "init", "mine"], tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("mine makes the demo: cd mine && snakemake."), done.stderr
+    again = run(installed, ["image-diffusion", "init", "mine"], tmp_path)
+    assert (again.returncode, again.stderr) == (
+        1,
+        "error: mine exists and is not an empty folder. Name one that does not exist.\n",
+    )
+    planned = run(installed, [sys.executable, "-m", "snakemake", "--dry-run", "--printshellcmds"], tmp_path / "mine")
+    assert planned.returncode == 0, planned.stderr
+    for stage in ("crop", "train", "sample", "evaluate", "track"):
+        assert f"image_diffusion.{stage}" in planned.stdout
+    # A stage takes the package from where the rules are, and both are the installed ones.
+    images = ["results/datasets/digits-32/crops/manifest.json"]
+    made = run(installed, [sys.executable, "-m", "snakemake", *images], tmp_path / "mine")
+    assert made.returncode == 0, made.stderr
+    where = "import image_diffusion, image_diffusion.init as i; print(image_diffusion.__file__, i.workflow_folder())"
+    logged = installed / "image_diffusion/project/workflow/scripts/logged"
+    found = run(installed, [str(logged), "log", sys.executable, "-c", where], tmp_path)
+    assert found.stdout.split() == [
+        f"{installed}/image_diffusion/__init__.py",
+        f"{installed}/image_diffusion/project/workflow",
+    ]
+
+
+def test_commands_have_one_name(installed: Path, tmp_path: Path) -> None:
+    listed = run(installed, ["image-diffusion"], tmp_path).stdout
+    assert "  train      Stage `train`: shards -> weights." in listed
+    assert (
+        "usage: python -m image_diffusion.sample"
+        in run(installed, ["image-diffusion", "sample", "-h"], tmp_path).stdout
+    )
+    wrong = run(installed, ["image-diffusion", "sampel"], tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (1, "error: 'sampel' is no command. Did you mean sample?\n")
+
+
+def test_types_and_rules_come_along(installed: Path) -> None:
+    package = installed / "image_diffusion"
+    assert (package / "py.typed").is_file()
+    shipped = {
+        str(path.relative_to(package / "project")) for path in (package / "project").rglob("*") if path.is_file()
+    }
+    for folder in ("workflow", "envs", "config"):
+        tracked = subprocess.run(["git", "ls-files", folder], cwd=ROOT, check=True, capture_output=True, text=True)
+        assert set(tracked.stdout.split()) <= shipped
