@@ -114,7 +114,7 @@ class Soak:
         """names: the experiments to choose from."""
         self.work, self.warm, self.seed, self.names = work, warm, seed, names
         self.disk = Disk(work / "disk")
-        self.project = work / "disk" / "project"
+        self.project = self.disk.folder / "project"
         told = Path(__file__).with_name("soak_project.py").read_text()
         self.references = work / "references" / digest([package_digest(ROOT / "src"), told])[:12]
         self.tally = Tally()
@@ -130,7 +130,7 @@ class Soak:
         """What an undisturbed run of the experiments, and of those that they need, ends with."""
         kept = {name: self.references / f"{name} {self.choice.only(name)}.json" for name in with_needed(names)}
         if missing := [name for name, path in kept.items() if not path.exists()]:
-            folder = self.work / "reference"
+            folder = self.disk.folder / "reference"
             remove(folder)
             write_project(folder, self.choice, missing)
             status, said = self.command(folder)
@@ -191,7 +191,7 @@ class Soak:
         kept = self.work / f"wrong-{self.seed}-{number}"
         remove(kept)
         self.disk.empty()
-        for folder in (self.project, self.work / "reference"):
+        for folder in (self.project, self.disk.folder / "reference"):
             if folder.exists():
                 shutil.copytree(folder, kept / folder.name, symlinks=True)
         remove(self.project)
@@ -418,7 +418,7 @@ class Disk:
     """A file system of its own in memory, that can be full. Without the right to mount, nothing is."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._is_mounted = self._mount("mount", "-t", "tmpfs", "-o", "size=2g", "soak", str(folder))
 
@@ -426,18 +426,18 @@ class Disk:
         """Leave so many bytes; whether that could be done."""
         if not self._is_mounted:
             return False
-        usage = shutil.disk_usage(self._folder)
-        return self._mount("mount", "-o", f"remount,size={usage.used + left}", str(self._folder))
+        usage = shutil.disk_usage(self.folder)
+        return self._mount("mount", "-o", f"remount,size={usage.used + left}", str(self.folder))
 
     def empty(self) -> None:
-        self._mount("mount", "-o", "remount,size=2g", str(self._folder))
+        self._mount("mount", "-o", "remount,size=2g", str(self.folder))
 
     def free(self) -> int:
-        return shutil.disk_usage(self._folder).free
+        return shutil.disk_usage(self.folder).free
 
     def close(self) -> None:
         if self._is_mounted:
-            self._mount("umount", str(self._folder))
+            self._mount("umount", str(self.folder))
 
     @staticmethod
     def _mount(*command: str) -> bool:
@@ -468,7 +468,7 @@ def soak(
     """Rounds until it is enough. What was silent or not clear is kept and raises WrongError; keeps_going: it is set
     aside, and the next round begins from nothing."""
     subprocess.run(["umount", str(work / "disk")], capture_output=True, check=False)  # of one that was killed
-    for each in ("disk", "reference", "faults.jsonl"):
+    for each in ("disk", "faults.jsonl"):
         remove(work / each)
     work.mkdir(parents=True, exist_ok=True)
     tell(f"Seed {seed}, in {work}; every fault is in {work / 'faults.jsonl'}")

@@ -15,10 +15,12 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -99,14 +101,14 @@ class Warm:
     """A context: the server runs. `python` is what to start things with."""
 
     def __init__(self, folder: Path, source: Path) -> None:
-        """folder: for the socket and `python`. source: the folder that holds the package."""
+        """folder: for `python`. source: the folder that holds the package."""
         self.folder, self._source = folder, source
         self.python = folder / "bin" / "python"
 
     def __enter__(self) -> Warm:
         self.python.parent.mkdir(parents=True, exist_ok=True)
-        address = str(self.folder / "socket")
-        Path(address).unlink(missing_ok=True)
+        self._sockets = Path(tempfile.mkdtemp(prefix="warm-"))  # the path of a socket has 108 bytes at most
+        address = str(self._sockets / "socket")
         client = CLIENT.format(python=sys.executable, address=address)
         for name in ("python", "python3"):
             (self.python.parent / name).write_text(client)
@@ -130,15 +132,14 @@ class Warm:
                 os.kill(pid, signal.SIGKILL)
         self._process.terminate()
         self._process.wait()
+        shutil.rmtree(self._sockets)
 
     def running(self) -> list[tuple[int, str]]:
         """The processes that run now, and the last word of the module or script of each."""
         found = []
         for pid in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
-            with suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name.startswith("~"):
-                    found.append((int(pid), name[1:]))
+            with suppress(FileNotFoundError):
+                found.append((int(pid), (self._sockets / pid).read_text()))
         return found
 
 
@@ -184,6 +185,7 @@ def serve(address: str, python: str) -> NoReturn:
                 break
             if not child:
                 break
+            (Path(address).parent / str(child)).unlink()
             ended = clients.pop(child, None)
             if ended is not None:
                 with suppress(OSError), ended:
@@ -210,9 +212,15 @@ def serve(address: str, python: str) -> NoReturn:
                 _begin(json.loads(request), files, python, set_by_imports)
             for each in files:
                 os.close(each)
+            (Path(address).parent / str(child)).write_text(_name(json.loads(request)[0]))
             with suppress(OSError):
                 client.sendall(str(child).encode())
             clients[child] = client
+
+
+def _name(arguments: list[str]) -> str:
+    """The last word of a module, or the stem of a script."""
+    return arguments[1].rpartition(".")[2] if arguments[0] == "-m" else Path(arguments[0]).stem
 
 
 def _begin(
@@ -236,8 +244,6 @@ def _begin(
     _shift_clock(float(environment.get(CLOCK, "0")))
     is_module = arguments[0] == "-m"
     name, sys.argv = (arguments[1], arguments[1:]) if is_module else (arguments[0], list(arguments))
-    said = Path(name).stem if not is_module else name.rpartition(".")[2]
-    ctypes.CDLL(None).prctl(15, f"~{said}".encode(), 0, 0, 0)  # PR_SET_NAME
     # Where Python looks for modules, as it would have found out itself.
     paths = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:] = [
