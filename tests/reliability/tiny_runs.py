@@ -56,6 +56,11 @@ class Latents:
             stored[rows] = stored[rows].flip(-1)
         return stored
 
+    beside = None
+
+    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        return ()
+
     def verified(self) -> None: ...
 
 

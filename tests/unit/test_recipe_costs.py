@@ -42,7 +42,7 @@ def operations_of(path: Path) -> int:
     moments = (2, spec.channels, spec.resolution, spec.resolution)
 
     class Stored:
-        num_samples, labels = 1, np.zeros(1, dtype=np.int64)
+        num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), None
         shape = (2, 768) if is_pairs else moments if experiment.codec.type != "rgb" else moments[1:]
         dtype = torch.uint8 if shape == moments[1:] else torch.float16
 
