@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -40,6 +41,7 @@ SOURCE = ROOT / "src" / "image_diffusion"
 PACKAGES = ("core", "data", "metrics", "objectives", "process", "samplers", "training")
 NAMED = ROOT / "tests" / "mutants.md"
 RECORD = ROOT / "mutants" / "entered.json"
+BROKEN = 99  # the status of a process in which this program failed, not a test
 
 _PAIRS = [
     (ast.Lt, ast.LtE),
@@ -204,13 +206,13 @@ class Campaign:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for path in (path for package in PACKAGES for path in modules(package)):
             importlib.import_module(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        unknown = [item for item in session.items if item.nodeid not in record]
+        record = _read_record()
+        unknown = [item for item in session.items if record.get(item.nodeid, {}).get("of") != _digest(item.path)]
         for path, group in groupby(unknown, key=lambda item: item.path):
             tests = list(group)
             word = _in_process(partial(_keep, tests), 3600)
             print(f"{'recorded' if word == 'survived' else 'not recorded'} {path.relative_to(ROOT)}", flush=True)
-        record = json.loads(RECORD.read_text())
+        record = _read_record()
         named = NAMED.read_text() if NAMED.exists() else ""
         for mutant in self.mutants:
             items = self._nearest(session.items, record, mutant)
@@ -245,7 +247,10 @@ def _fails(items: list[pytest.Item], mutant: Mutant) -> bool:
     assert found, mutant.name
     for each in found:
         each.__code__ = code
-    return any(_failed(item, following) for item, following in zip(items, [*items[1:], None], strict=True))
+    try:
+        return any(_failed(item, following) for item, following in zip(items, [*items[1:], None], strict=True))
+    except BaseException:  # such as SystemExit: what ends the tests has been noticed
+        return True
 
 
 def _is(code: CodeType, path: Path, other: CodeType) -> bool:
@@ -292,24 +297,32 @@ def _recorded(items: list[pytest.Item]) -> dict[str, Any]:
             shared[name] |= names if name not in shared else set()
         names |= {each for name in wide for each in shared[name]}
         seconds = time.perf_counter() - start
-        record[item.nodeid] = {"seconds": seconds, "entered": [] if failed else sorted(names)}
+        entry = {"of": _digest(item.path), "seconds": seconds, "entered": [] if failed else sorted(names)}
+        record[item.nodeid] = entry
     return record
+
+
+def _read_record() -> dict[str, Any]:
+    return dict(json.loads(RECORD.read_text())) if RECORD.exists() else {}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _keep(items: list[pytest.Item]) -> bool:
     found = _recorded(items)
     RECORD.parent.mkdir(exist_ok=True)
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    RECORD.write_text(json.dumps(record | found))
+    RECORD.write_text(json.dumps(_read_record() | found))
     return False
 
 
 def _in_process(work: Callable[[], bool], limit_s: float) -> str:
-    """ "killed" when the work, in a process forked from this one, says so or raises; or "survived", or "timed out"."""
+    """What becomes of a mutant by work in a process forked from this one: killed, survived, timed out, or broken."""
     folder = tempfile.mkdtemp()
     child = os.fork()
     if child == 0:
-        status = 1
+        status = BROKEN
         try:
             os.setpgid(0, 0)
             os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -326,7 +339,9 @@ def _in_process(work: Callable[[], bool], limit_s: float) -> str:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
     shutil.rmtree(folder, ignore_errors=True)
-    return "timed out" if ended[0] == 0 else "killed" if ended[1] else "survived"
+    if ended[0] == 0:
+        return "timed out"
+    return {0: "survived", BROKEN: "broken"}.get(os.waitstatus_to_exitcode(ended[1]), "killed")
 
 
 def main() -> int:
@@ -346,7 +361,7 @@ def main() -> int:
         mutants = [each for each in every if re.search(arguments.only, each.name)]
     campaign = Campaign(mutants, arguments.budget)
     pytest.main(["-s", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *arguments.tests], plugins=[campaign])
-    return int(bool(campaign.counts["survived"] + campaign.counts["untested"]))
+    return int(any(campaign.counts[word] for word in ("survived", "untested", "broken")))
 
 
 if __name__ == "__main__":

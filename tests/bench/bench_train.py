@@ -62,9 +62,14 @@ class Latents:
         self.labels = np.arange(num_samples, dtype=np.int64) % 1000
         self.stored = torch.randn(num_samples, *self.shape, generator=torch.Generator().manual_seed(0))
 
+    beside = None
+
     def gather(self, indices: Any, flip: Any = None, out: Tensor | None = None) -> Tensor:
         rows = self.stored[torch.from_numpy(indices)]
         return rows if out is None else out[: len(indices)].copy_(rows)
+
+    def gather_beside(self, indices: Any) -> tuple[Tensor, ...]:
+        return ()
 
 
 def network_config(size: str) -> DiTConfig:

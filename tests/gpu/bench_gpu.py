@@ -111,9 +111,14 @@ class Stored:
         self.labels = np.arange(num_samples, dtype=np.int64) % max(1, num_classes)
         self.stored = torch.randn(num_samples, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
+    beside = None
+
     def gather(self, indices: Any, flip: Any = None, out: Tensor | None = None) -> Tensor:
         rows = self.stored[torch.from_numpy(indices)]
         return rows if out is None else out[: len(indices)].copy_(rows)
+
+    def gather_beside(self, indices: Any) -> tuple[Tensor, ...]:
+        return ()
 
 
 def no_zeros(network: nn.Module) -> nn.Module:

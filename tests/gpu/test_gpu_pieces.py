@@ -42,6 +42,9 @@ class Stored:
         rows = self.stored[torch.from_numpy(indices)]
         return rows if out is None else out[: len(indices)].copy_(rows)
 
+    def gather_beside(self, indices: np.ndarray) -> tuple[torch.Tensor, ...]:  # type: ignore[type-arg]
+        return ()
+
 
 def test_batches_reach_the_gpu_as_they_are() -> None:
     plain = iter(Batches(Stored(), 16, seed=3))  # type: ignore[arg-type]

@@ -35,8 +35,13 @@ class Points:
     num_samples, shape, dtype = 40, (3,), torch.float32
     labels = np.zeros(40, dtype=np.int64)
 
+    beside = None
+
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         return torch.ones(len(indices), 3)
+
+    def gather_beside(self, indices: Any) -> tuple[Tensor, ...]:
+        return ()
 
 
 def found(

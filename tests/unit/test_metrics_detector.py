@@ -76,6 +76,15 @@ def test_features_do_not_depend_on_the_batch(trained: Path):
         torch.testing.assert_close(other.features, whole.features[:50], rtol=1e-5, atol=1e-5)
 
 
+def test_a_detector_needs_no_gradients(trained: Path):
+    assert not load_detector(trained)(digits()[1].images[:2]).features.requires_grad
+
+
+def test_what_cannot_be_learned_is_tried_to_the_end(tmp_path: Path):
+    description = train_detector(random_images(80, classes=8), None, SHORT, tmp_path)
+    assert description["accuracy"] < 0.9 and description["examples_seen"] == 208  # 200 in whole batches of 16
+
+
 def test_training_repeats_its_bytes(tmp_path: Path):
     for name in ("a", "b"):
         train_detector(random_images(40), None, SHORT, tmp_path / name)

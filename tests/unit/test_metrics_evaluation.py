@@ -114,6 +114,7 @@ def test_reference_may_be_statistics_or_other_samples(data: RealImages, tmp_path
     against_samples = evaluate_samples(made, data, Brightness(), settings, reference_file=tmp_path / "other.npz")
     seen = Brightness()(other.gather(np.arange(200))).features
     write_statistics(tmp_path / "stats.npz", Moments.of(seen), "abc")
+    assert read_statistics(tmp_path / "stats.npz", "abc")["fd"].count == 200
     against_file = evaluate_samples(made, data, Brightness(), settings, reference_file=tmp_path / "stats.npz")
     assert against_file["metrics"]["inpipe_fd"]["value"] == pytest.approx(
         against_samples["metrics"]["inpipe_fd"]["value"], rel=1e-9
@@ -189,12 +190,12 @@ def test_what_cannot_be_measured_is_told_before_the_detector_runs(data: RealImag
 
     small = Samples(np.zeros((50, 8, 8, 3), np.uint8), None, [])
     unknown = images(50, 9)
-    unknown.labels = unknown.labels + 5
+    unknown.labels = unknown.labels + 1
     nothing = RealImages(images(600, 0), images(0, 1))
     for samples, real, settings, message in [
         (images(4, 9), data, EvaluateConfig(), "4 samples are too few"),
         (small, data, EvaluateConfig(), r"shape \[3, 8, 8\] but the reference images \[3, 16, 16\]"),
-        (unknown, data, EvaluateConfig(), "label 7 but the data set has 3 classes"),
+        (unknown, data, EvaluateConfig(), "label 3 but the data set has 3 classes"),
         (images(50, 9), nothing, EvaluateConfig(reference="validation"), "validation split has 0 images"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -167,6 +167,8 @@ def test_frechet_infinity_undoes_the_bias():
     values = [frechet_infinity(blocks_of(randn(300, D, seed=s)), reference).value for s in range(60)]
     biased = [frechet_estimate(blocks_of(randn(300, D, seed=s)), reference).value for s in range(60)]
     assert abs(sum(values)) < sum(biased) / 4
+    one = frechet_infinity(blocks_of(randn(300, D)), reference)
+    assert one.interval is not None and one.debiased == one.value  # which is extrapolated already
 
 
 def test_jackknife_of_a_mean_is_the_textbook_interval():

@@ -23,9 +23,10 @@ from image_diffusion.training.ema import (
     width_of_power,
 )
 from image_diffusion.training.flat import Flat
-from image_diffusion.training.gradients import Ordered, Shared
+from image_diffusion.training.gradients import Ordered, Shared, shares
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizer import Adam, AdamW
+from image_diffusion.training.reports import _at
 from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -148,6 +149,11 @@ def test_several_averages_keep_their_own_rate() -> None:
     averages.update(2)
     assert [vector.item() for vector in averages.vectors.values()] == pytest.approx([0.75, 0.19])
     assert list(averages.vectors) == ["ema-0.5", "ema-0.9"]
+
+
+def test_widths_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"name an average twice: ema-0\.05, ema-0\.05\. Give each once"):
+        PowerEma(widths=(0.05, 0.05 + 1e-12))
 
 
 def held(config: ExponentialEma | PowerEma, steps: int) -> list[float]:
@@ -377,3 +383,13 @@ def test_the_average_that_is_written_can_be_named() -> None:
         settings(ema=rates, weights=0.5)
     with pytest.raises(ValueError, match=r"\[0\.9, 0\.9\] name an average twice"):
         settings(ema={"type": "exponential", "rates": [0.9, 0.9]})
+
+
+def test_processes_share_a_batch_evenly_and_the_first_is_the_main_one() -> None:
+    worlds = [World(rank, 2, torch.device("cpu")) for rank in range(2)]
+    assert all(sorted(shares(7, world)) == [3, 4] for world in worlds)
+    assert [world.is_main for world in worlds] == [True, False]
+
+
+def test_what_happens_every_so_many_steps_happens_at_the_end_too_and_never_before_the_first() -> None:
+    assert [step for step in range(8) if _at(step, 3, 7)] == [3, 6, 7]

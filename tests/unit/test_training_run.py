@@ -39,9 +39,14 @@ class Samples:
     num_samples, shape, dtype = 40, (3, 1, 1), torch.float32
     labels = np.zeros(40, dtype=np.int64)
 
+    beside = None
+
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         x = torch.randn(40, 3, 1, 1, generator=torch.Generator().manual_seed(0))
         return x[torch.from_numpy(indices)]
+
+    def gather_beside(self, indices: Any) -> tuple[Tensor, ...]:
+        return ()
 
     def verified(self) -> None: ...
 

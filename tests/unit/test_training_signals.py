@@ -80,3 +80,19 @@ def test_work_is_given_up_half_way_when_a_signal_comes(clock: Clock) -> None:
         assert stop.interruptible(lambda: "made") == "made"
         assert stop.interruptible(work) is None
     assert done == ["begun"]
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_a_second_signal_ends_the_process_unless_torchrun_repeats_them(
+    under_torchrun: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with Stop(ALONE, None) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.poll() and not ended
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.poll() and ended == ([] if under_torchrun else [128 + signal.SIGTERM])

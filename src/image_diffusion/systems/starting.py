@@ -43,7 +43,7 @@ def fitted(
 ) -> tuple[dict[str, Tensor], list[Change]]:
     """Tensors to start a network from, and what is not as it was.
 
-    Rows of classes go by name, and other classes start from the mean of the rows there are; positions of another
+    Rows of classes go by name; other classes start from the mean row and a random one; positions of another
     resolution are interpolated (bicubic). Where only one of the two knows classes, their table is new, or left out.
     Raises ValueError for any other difference of shape or name, with what of the configuration would fit.
     """
@@ -59,7 +59,7 @@ def fitted(
         if name in system.class_rows and given is None:
             differs(name, "new: the weights know no classes")
         elif given is not None and name in system.class_rows and given.shape[1:] == tensor.shape[1:]:
-            found[name], told = _rows(given, len(tensor), ours, theirs)
+            found[name], told = _rows(given, tensor, ours, theirs)
             if told:
                 differs(name, told)
         elif given is not None and given.shape == tensor.shape:
@@ -112,26 +112,27 @@ def _decides(each: Trained) -> dict[str, Any]:
     }
 
 
-def _rows(given: Tensor, wanted: int, ours: Trained, theirs: Trained) -> tuple[Tensor, str]:
-    """A row for each class, and the one for none where there is one; and what was done, empty where nothing was."""
-    count = ours.spec.num_classes
+def _rows(given: Tensor, own: Tensor, ours: Trained, theirs: Trained) -> tuple[Tensor, str]:
+    """A row for each class, and the one for none where there is one; and what was done, empty where nothing was.
+
+    own: the random rows of the network, by which classes that start from the mean differ from the first step on.
+    """
+    count, wanted = ours.spec.num_classes, len(own)
     known = given[: theirs.spec.num_classes]
     mean = known.mean(dim=0, keepdim=True)
     null = given[theirs.spec.num_classes :] if len(given) > len(known) else mean
-    if ours.classes is None or theirs.classes is None:
-        same = count == len(known)
-        rows, by_name = (known, count) if same else (mean.expand(count, *mean.shape[1:]), 0)
+    if ours.classes is None or theirs.classes is None:  # as many classes are the same ones, in their order
+        places: list[int | None] = list(range(count)) if count == len(known) else [None] * count
     else:
         numbers = {name: number for number, name in enumerate(theirs.classes)}
         places = [numbers.get(name) for name in ours.classes]
-        same = list(ours.classes) == list(theirs.classes)
-        rows = torch.cat([mean if place is None else known[place : place + 1] for place in places])
-        by_name = sum(place is not None for place in places)
-    joined = torch.cat([rows, null[: wanted - count]]).contiguous()
+    rows = [mean + own[i : i + 1] if place is None else known[place : place + 1] for i, place in enumerate(places)]
+    joined = torch.cat([*rows, null[: wanted - count]]).contiguous()
     assert len(joined) == wanted
-    if same and wanted == len(given):
+    if places == list(range(len(known))) and wanted == len(given):
         return joined, ""
-    return joined, f"{by_name} of {count} classes by name, the others from the mean row"
+    by_name = sum(place is not None for place in places)
+    return joined, f"{by_name} of {count} classes by name, the others near the mean row"
 
 
 def _interpolated(positions: Tensor, count: int) -> Tensor:

@@ -42,10 +42,11 @@ def take_over(folder: Path) -> TextIO:
 
 
 def hold(results: Path) -> TextIO:
-    """Have a folder of results to ourselves until we end, whatever folder another Snakemake was started in.
+    """Have a folder of results to ourselves until we end, whatever other folder another Snakemake was started in. Of
+    two in one folder Snakemake's own locks keep the files apart, so that a checkpoint is sampled beside its training.
 
-    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. One that was started in
-    our own folder may: Snakemake's locks keep the files of the two apart. On a file system without locks everybody may.
+    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. On a file system without
+    locks everybody may.
     """
     mine = _opened(results / ".owner")
     with suppress(OSError):
