@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import multiprocessing
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -181,14 +182,13 @@ def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
 def _map(
     config: DataConfig, tasks: list[tuple[int, list[Item]]], output: Path, processes: int
 ) -> Iterator[tuple[ShardRecord, bool]]:
-    """Crop the shards, in their order; in this process when one is enough."""
-    if processes <= 1:
+    """Crop the shards, in their order; in this process where one is enough or no others can be had."""
+    pool = _pool(config, min(processes, len(tasks)))
+    if pool is None:
         for shard, items in tasks:
             yield crop_shard(config, shard, items, output)
         return
-    context = multiprocessing.get_context("spawn")
-    workers = min(processes, len(tasks))
-    with ProcessPoolExecutor(workers, context, _set_up, (config, mark())) as pool:
+    with pool:
         futures = [pool.submit(crop_shard, config, shard, items, output) for shard, items in tasks]
         try:
             for future in futures:
@@ -196,6 +196,17 @@ def _map(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _pool(config: DataConfig, workers: int) -> ProcessPoolExecutor | None:
+    if workers <= 1:
+        return None
+    try:
+        return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _set_up, (config, mark()))
+    except OSError as error:  # what they share lies in /dev/shm
+        told = "crop: one process crops, since several share memory in /dev/shm, which this machine does not give"
+        print(f"{told}: {error}.", file=sys.stderr)
+        return None
 
 
 def _set_up(config: DataConfig, parent: str) -> None:

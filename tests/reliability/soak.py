@@ -152,7 +152,7 @@ class Soak:
         for turn in range(disturbed):
             if turn and draw.random() < 0.15:
                 self._edit(draw, number, names)
-            for _ in range(draw.choice([0, 0, 1, 2, 4, 8])):
+            for _ in range(draw.choice([0, 0, 0, 1, 2, 4])):
                 self._damage(draw, number, names)
             self._ask_for_the_least_killed(draw, number)
             self._disturbed_command(draw, number)
