@@ -30,11 +30,12 @@ rule train:
         cpus_per_task=machine.training_cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
+        # Here and not in params: weights do not depend on where they were trained.
+        processes=machine.processes,
+        threads_per_process=machine.cpus,
         # Two minutes before the time is up training is told: it saves and ends, and the next attempt goes on.
         slurm_extra="--signal=TERM@120",
     params:
-        processes=machine.processes,
-        threads=machine.cpus,
         logs="logs/{experiment}/train",
         codec=files.codec_option,
         start=files.initial_weights_option,
@@ -42,6 +43,6 @@ rule train:
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
-        " --processes-per-node {params.processes} --threads-per-process {params.threads} --logs {params.logs:q}"
+        " --processes-per-node {resources.processes} --threads-per-process {resources.threads_per_process} --logs {params.logs:q}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " {params.start:q} {params.pairs:q} --output {output.weights:q} --journal {params.journal:q}"
