@@ -184,7 +184,7 @@ def zip_package(target: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """What the package needs, pinned to what is installed here."""
-    names = [each.split(";")[0] for each in metadata.requires("image-diffusion") or []]
-    plain = [name.rstrip("0123456789.*=<>!~, ") for name in names]
+    """What the package needs to make images, and MLflow to load them, pinned to what is installed here."""
+    needed = [each for each in metadata.requires("image-diffusion") or [] if "extra ==" not in each]
+    plain = {"mlflow", *(each.split(";")[0].rstrip("0123456789.*=<>!~, ") for each in needed)}
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in sorted(plain)]
