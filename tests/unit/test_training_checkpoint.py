@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from image_diffusion.core.config import differing_keys
 from image_diffusion.core.files import atomic_write
 from image_diffusion.core.weights import save_weights
-from image_diffusion.training.checkpoint import Checkpoint, Damaged, differing_keys, read_checkpoint, write_checkpoint
+from image_diffusion.training.checkpoint import Checkpoint, Damaged, read_checkpoint, write_checkpoint
 from image_diffusion.training.config import CheckpointConfig
 from image_diffusion.training.state import State
 
