@@ -3,8 +3,8 @@
     python tests/bench/bench_finetune.py --seeds 3
 
 Runs finetune_base once, and for each seed finetune_demo, and the same from random weights for twice as many steps.
-Labels of 100 samples are read by a support vector machine on pixels, trained on the real crops. Three minutes of a
-core; figures in RESULTS.md.
+Labels of 100 samples are read by a support vector machine on pixels, trained on the real crops. Figures in
+docs/finetuning.md.
 """
 
 from __future__ import annotations

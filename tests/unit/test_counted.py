@@ -31,6 +31,7 @@ OBJECTIVE = Denoising(variance="learned_range", loss="hybrid", label_drop_probab
 class Moments:
     num_samples, shape, dtype = 1, (2, 4, 32, 32), torch.float16
     labels = np.zeros(1, dtype=np.int64)
+    beside = None
 
 
 def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:

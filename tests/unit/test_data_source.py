@@ -205,10 +205,10 @@ def test_why_a_file_cannot_be_read_is_listed_in_the_words_of_the_system(source: 
 def test_a_caption_may_be_as_large_as_a_text_can_be(source: Folder, tmp_path: Path) -> None:
     text = tmp_path / "in/a/1.txt"
     text.write_text("x" * LARGEST_TEXT)
-    assert source.captions() == {"a/1": "x" * LARGEST_TEXT}
+    assert source.captions_beside(()) == {"a/1": ["x" * LARGEST_TEXT]}
     text.write_text("x" * (LARGEST_TEXT + 1))
     with pytest.raises(ValueError, match=r"a/1\.txt is no caption: it has 1,048,577 bytes, and one has at most"):
-        source.captions()
+        source.captions_beside(())
 
 
 def test_a_missing_or_empty_folder_is_one_clear_line(tmp_path: Path) -> None:

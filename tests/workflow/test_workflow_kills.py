@@ -32,6 +32,16 @@ def wait_for(path: Path, running: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("instant", ["results/datasets/dots-16/crops/shard-00000.tar", "results/micro/train/state"])
+def test_the_same_command_goes_on(fresh: Project, made: Project, instant: str) -> None:
+    with started(fresh) as running:
+        wait_for(fresh / instant, running)
+        os.killpg(running.pid, signal.SIGKILL)
+    fresh.run()
+    for result in RESULTS:
+        assert (fresh / result).read_bytes() == (made / result).read_bytes(), result
+
+
 def test_what_snakemake_has_started_ends_with_it_and_changes_nothing_later(fresh: Project, made: Project) -> None:
     """Snakemake killed alone while it trains; then fewer steps, and the same command."""
     steps = yaml.safe_load((fresh / "config/experiments/micro.yaml").read_text())["train"]["steps"]

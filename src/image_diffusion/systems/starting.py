@@ -117,6 +117,7 @@ def _rows(given: Tensor, own: Tensor, ours: Trained, theirs: Trained) -> tuple[T
 
     own: the random rows of the network, by which classes that start from the mean differ from the first step on.
     """
+    given, own = _here(given), _here(own)
     count, wanted = ours.spec.num_classes, len(own)
     known = given[: theirs.spec.num_classes]
     mean = known.mean(dim=0, keepdim=True)
@@ -138,9 +139,14 @@ def _rows(given: Tensor, own: Tensor, ours: Trained, theirs: Trained) -> tuple[T
 def _interpolated(positions: Tensor, count: int) -> Tensor:
     """[1, n, D] over a square grid -> [1, count, D] over another."""
     there, here = math.isqrt(positions.shape[1]), math.isqrt(count)
-    grid = positions.view(1, there, there, -1).permute(0, 3, 1, 2)
+    grid = _here(positions).view(1, there, there, -1).permute(0, 3, 1, 2)
     resized = F.interpolate(grid.float(), (here, here), mode="bicubic", align_corners=False)
     return resized.permute(0, 2, 3, 1).reshape(1, count, -1).to(positions.dtype)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """Zeros in place of a tensor without numbers, whose arithmetic would load PyTorch's compiler: seconds."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,8 +257,13 @@ class Files:
         """Which checkpoint is the newest of an experiment, where that one is asked for: another one makes other
         images."""
         folder = Path(self.results, wildcards["experiment"], "train", "state")
-        there = sorted(folder.glob("*/step-*"), key=lambda path: (path.stat().st_mtime_ns, path))
-        return str(there[-1].relative_to(folder)) if there and wildcards["step"] == "latest" else ""
+        if wildcards["step"] != "latest":
+            return ""
+        there = []
+        for path in folder.glob("*/step-*"):
+            with suppress(FileNotFoundError):  # the training goes on, and keeps few
+                there.append((path.stat().st_mtime_ns, path))
+        return str(max(there)[1].relative_to(folder)) if there else ""
 
     # ---- Sweeps
 
