@@ -36,6 +36,8 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "pairs_of_detector": False,
         "detector": "inpipe",
         "headline": "inpipe_fd",
+        "codec_files": [],
+        "decoder_files": [],
         "sweep": {},
         "export": "none",
         "resources": RESOURCES,

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.codecs.pretrained import files_of
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
@@ -116,6 +117,12 @@ def prompt_file(experiment: Experiment) -> str | None:
     return prompts if isinstance(prompts, str) else None
 
 
+def decoder_files(experiment: Experiment) -> list[str]:
+    """The files of the decoder that samples are decoded by, where that is not the codec's own."""
+    decoder = getattr(experiment.sample, "decoder", None)
+    return [str(path) for path in files_of(decoder)] if decoder is not None else []
+
+
 def encode_stage(experiment: Experiment) -> EncodeStage:
     """What `encode` runs with, for an experiment that has a codec."""
     assert experiment.encode is not None
@@ -187,6 +194,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "num_shards": experiment.data.num_shards,
         "codec": codec,
         "codec_experiment": others.get(CODEC),
+        "codec_files": [str(path) for path in experiment.codec.files],
+        "decoder_files": decoder_files(experiment),
         "small_images": inputs.small_images if isinstance(inputs.small_images, str) else None,
         "small_images_experiment": others.get(SMALL_IMAGES),
         "against": inputs.against if isinstance(inputs.against, str) else None,

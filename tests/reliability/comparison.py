@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 from image_diffusion.core.files import digest
@@ -10,17 +11,17 @@ from image_diffusion.core.history import read_journal
 from image_diffusion.core.weights import read_model
 
 
-def results(folder: Path) -> dict[str, str]:
-    """The sha256 of everything that is promised to be the same: weights, the newest checkpoint's tensors, the journal.
-
-    Timings, kept under `speed/` and `system/`, are not; nor is what model.json repeats of the configuration.
+def results(folder: Path, but: Collection[str] = ()) -> dict[str, str]:
+    """The sha256 of everything that is promised to be the same: weights, the newest checkpoint's tensors, the journal
+    without timings, model.json. but: settings of the training that differ between the runs compared.
     """
     train = folder / "train"
     model = read_model(train)
     newest = train / "state" / model["fingerprint"] / f"step-{model['train']['steps']:07d}"
     files = [train / "weights.safetensors", *sorted(newest.glob("*.safetensors"))]
     found = {str(path.relative_to(train)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    found["model.json"] = digest({key: value for key, value in model.items() if key not in ("train", "seal")})
+    settings = {key: value for key, value in model["train"].items() if key not in but}
+    found["model.json"] = digest({**model, "train": settings})
     return found | {"journal": hashlib.sha256(repr(points(folder)).encode()).hexdigest()}
 
 

@@ -154,8 +154,7 @@ class Soak:
                 self._edit(draw, number, names)
             for _ in range(draw.choice([0, 0, 0, 1, 2, 4])):
                 self._damage(draw, number, names)
-            self._ask_for_the_least_killed(draw, number)
-            self._disturbed_command(draw, number)
+            self._disturbed_command(draw, number, self._asked_for(draw, number))
         for _ in range(draw.choice([0, 1, 2, 4])):
             self._damage(draw, number, names)
         self._calm(number, names, self.expected(names))
@@ -288,14 +287,16 @@ class Soak:
             where += ", as if untouched"
         self._inject(number, {"flip": "flipped bit", "cut": "cut file", "removal": "removed file"}[kind], where)
 
-    def _ask_for_the_least_killed(self, draw: random.Random, number: int) -> None:
-        """Remove what the stage that was killed least has made, so that it will run."""
+    def _asked_for(self, draw: random.Random, number: int) -> str | None:
+        """Perhaps remove what the stage that was killed least has made, so that it will run; that stage."""
         stage = min(MADE_BY, key=lambda name: self.tally.kills[name])
         files = sorted((self.project / "results").glob(MADE_BY[stage]))
-        if files and draw.random() < 0.7:
-            path = draw.choice(files)
-            path.unlink()
-            self._inject(number, "removed file", str(path.relative_to(self.project)))
+        if not files or draw.random() < 0.5:
+            return None
+        path = draw.choice(files)
+        path.unlink()
+        self._inject(number, "removed file", str(path.relative_to(self.project)))
+        return stage
 
     # ---- Commands
 
@@ -350,8 +351,8 @@ class Soak:
             self.lengths[gone[1]] = 0.7 * self.lengths.get(gone[1], length) + 0.3 * length
         return present
 
-    def _disturbed_command(self, draw: random.Random, number: int) -> None:
-        """The same command, while something happens to it and to what it starts."""
+    def _disturbed_command(self, draw: random.Random, number: int, wanted: str | None) -> None:
+        """The same command, while something happens to it and to what it starts. wanted: the stage to kill first."""
         settings: dict[str, str] = {}
         shift = draw.choice([-86400, -3600, -30, 30, 3600, 86400]) if draw.random() < 0.1 else 0
         if shift:
@@ -362,7 +363,7 @@ class Soak:
             self._inject(number, "full disk", f"{self.disk.free()} bytes left")
         began_at = time.time()
         with self._started(self.project, settings) as (running, output):
-            self._strike(draw, number, running)
+            self._strike(draw, number, running, wanted)
         if full:
             self.disk.empty()
             said = output.read_text(errors="replace")
@@ -371,24 +372,24 @@ class Soak:
         if shift:
             _shift_times(self.project, began_at, shift)
 
-    def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes]) -> None:
-        """Kill at random moments: everything, Snakemake alone, a stage, a rank. Half of the time the least killed."""
+    def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes], wanted: str | None) -> None:
+        """Kill at random moments: everything, Snakemake alone, a stage, a rank; first the wanted stage."""
         began: dict[tuple[int, str], float] = {}
         patience = draw.randint(1, 12)
         while running.poll() is None and patience:
-            wanted = min(STAGES, key=lambda name: self.tally.kills[name]) if draw.random() < 0.4 else None
             # A moment of the wanted stage, or of whatever runs after a while.
             until = time.monotonic() + (20 if wanted else draw.expovariate(2))
             while running.poll() is None and time.monotonic() < until:
                 if wanted and any(name == wanted for _, name in self._seen(began)):
                     break
                 time.sleep(0.01)
-            aim = wanted or next((name for _, name in reversed(self._seen(began)) if name != "snakemake"), "snakemake")
-            time.sleep(draw.random() ** 2 * self.lengths.get(aim, 0.5))
-            if aim == "snakemake" and draw.random() < 0.8:  # there is more to kill when it has begun
+            aim = wanted or next((name for _, name in reversed(self._seen(began)) if name in STAGES), None)
+            if aim is None and draw.random() < 0.8:  # there is more to kill when a stage has begun
                 continue
+            time.sleep(draw.random() ** 2 * self.lengths.get(aim or "", 0.5))
+            wanted = None
             present = [each for each in self.warm.running() if each[1] != "follow"]
-            victims = [each for each in present if each[1] == aim] or present
+            victims = [each for each in present if aim is None or each[1] == aim]
             if not victims or running.poll() is not None:
                 continue
             patience -= 1

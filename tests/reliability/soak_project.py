@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 
 from image_diffusion.core.files import read_json
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.history import of_weights, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -210,6 +210,8 @@ def _logged(folder: Path, name: str, stage: str) -> str:
     history = read_journal(folder / "results" / name / "journal" / stage)
     if history is None:
         return "nothing"
+    if stage == "train":
+        history = of_weights(history, read_json(folder / "results" / name / "train" / "model.json"))
     if history.damaged or history.status != "finished":
         return f"{TOLD}{history.status}, {history.damaged}"
     return hashlib.sha256(json.dumps(_points(folder, name, stage)).encode()).hexdigest()

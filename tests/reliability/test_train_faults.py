@@ -9,6 +9,8 @@ import pytest
 from attempts import Attempt, Attempts, finished
 from comparison import results
 
+from image_diffusion.core.history import read_journal
+
 
 @pytest.fixture(scope="module")
 def expected(attempts: Attempts, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
@@ -36,6 +38,10 @@ def test_a_signal_in_a_long_validation_saves_and_the_next_start_goes_on(
     assert f"stopped: asked by {signal.Signals(number).name}; step" in outcome.output[0]
     finished(attempts, tmp_path, processes=processes)
     assert results(tmp_path) == expected[processes]
+    stopped, went_on = sorted((tmp_path / "journal/train").glob("attempt-*.jsonl"))
+    stopped.unlink()
+    history = read_journal(went_on.parent)
+    assert history is not None and len(history.damaged) == 1, "what the first attempt logged is missed"
 
 
 def test_all_processes_stop_at_the_step_when_one_is_asked(

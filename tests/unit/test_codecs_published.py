@@ -216,12 +216,15 @@ def test_factors_that_are_off_are_told_and_changed_ones_are_refused(written: Any
     assert codec.build(None, None, CPU, F32).identity != written_by  # so that shards and models of before are refused
 
 
-def test_a_folder_is_known_by_its_content_and_not_by_its_place(written: Any, tmp_path: Path) -> None:
-    folder, _ = written("kl4")
+@pytest.mark.parametrize("codec", [Diffusers, StabilityVae])
+def test_a_folder_is_known_by_its_content_and_not_by_its_place(
+    written: Any, tmp_path: Path, codec: type[Diffusers] | type[StabilityVae]
+) -> None:
+    folder, _ = written("sd")
     shutil.copytree(folder, tmp_path / "elsewhere")
 
     def identity(path: Path) -> dict[str, Any]:
-        return Diffusers(weights=str(path)).build(None, None, CPU, F32).identity
+        return codec(weights=str(path)).build(None, None, CPU, F32).identity
 
     assert identity(folder) == identity(tmp_path / "elsewhere")
     path = tmp_path / "elsewhere/diffusion_pytorch_model.safetensors"

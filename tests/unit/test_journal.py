@@ -16,7 +16,7 @@ import pytest
 
 from image_diffusion.core import journal as journal_module
 from image_diffusion.core.errors import Stopped
-from image_diffusion.core.history import read_journal, read_journals
+from image_diffusion.core.history import of_weights, read_journal, read_journals
 from image_diffusion.core.journal import Journal, NullJournal
 
 
@@ -307,3 +307,37 @@ def test_a_line_without_checksum_is_read_in_an_old_journal_only(
     history = read_journal(tmp_path / "train")
     assert history is not None and not history.points
     assert "line 2 is damaged and left out: its checksum is missing." in capsys.readouterr().err
+
+
+def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tags = {"fingerprint": "a"}
+    with Journal.open(tmp_path, "train", tags=tags) as first:
+        first.metrics({"loss": 1.0}, step=1)
+    with Journal.open(tmp_path, "train", 1, tags, after=[first.id]) as second:
+        second.metrics({"loss": 0.5}, step=2)
+    with Journal.open(tmp_path, "train", 2, tags, after=[first.id, second.id]):
+        pass
+    whole = read_journal(tmp_path / "train")
+    assert whole is not None and whole.damaged == [] and whole.series("loss") == ([1, 2], [1.0, 0.5])
+    second.path.unlink()
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss") == ([1], [1.0])
+    assert history.damaged == [f"attempt {second.id[:8]}"]
+    assert f"attempt {second.id[:8]} of train is missing in its journal" in capsys.readouterr().err
+
+
+def test_the_journal_of_another_run_is_not_taken_for_that_of_the_weights(tmp_path: Path) -> None:
+    for fingerprint in ("a", "b"):
+        with Journal.open(tmp_path, "train", tags={"fingerprint": fingerprint}) as journal:
+            journal.metrics({"loss": 1.0}, step=1)
+    weights = {"fingerprint": "b"}
+    history = read_journal(tmp_path / "train")
+    assert history is not None and of_weights(history, weights) is history
+    journal.path.unlink()
+    history = read_journal(tmp_path / "train")
+    assert history is not None and of_weights(history, weights).damaged == ["run b"]
+    with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # a training that has not ended is not theirs yet
+        history = read_journal(tmp_path / "train")
+        assert history is not None and of_weights(history, weights) is history

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from image_diffusion.core.files import write_json
 from image_diffusion.metrics.detector import Classifier, load_detector
 from image_diffusion.metrics.detector_training import DetectorTraining, _shifted, _Task, train_detector
 from image_diffusion.metrics.features import detect
@@ -140,6 +141,11 @@ def test_mistakes_are_told(tmp_path: Path):
     train_detector(random_images(20), None, SHORT, tmp_path)
     with pytest.raises(ValueError, match="1 channels but the detector was trained on 3"):
         load_detector(tmp_path)(random_images(2, channels=1).images)
+    description = (tmp_path / "detector.json").read_bytes()
+    write_json(tmp_path / "detector.json", json.loads(description) | {"format": 1})
+    with pytest.raises(ValueError, match=r"has format 1; this version reads format 2\. Run detect again"):
+        load_detector(tmp_path)
+    (tmp_path / "detector.json").write_bytes(description)
     (tmp_path / "detector.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="is not the file"):
         load_detector(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from image_diffusion.workflow.files import Files
 from image_diffusion.workflow.plans import Plan
 from plans import a_plan, plans_of
@@ -141,3 +144,15 @@ def test_a_curve_has_a_point_for_each_value() -> None:
     averaged = {**ONE, "axis": "ema", "value": "0.999"}
     assert known.swept_weights(averaged) == "out/one/sweep/ema/0.999/weights/weights.safetensors"
     assert known.swept_weights_option(averaged) == ["--average", "0.999"]
+
+
+def test_files_of_others_are_told_apart_by_size_and_time(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"1")
+    made = files(a_plan(codec_files=[str(path), str(tmp_path / "gone")], decoder_files=[str(path)]))
+    first = made.codec_stamps(ONE)
+    assert len(first) == 1 and made.decoder_stamps(ONE) == first
+    os.utime(path, (1, 1))
+    assert made.codec_stamps(ONE) == [f"{path} 1 1000000000"] != first
+    path.unlink()
+    assert made.codec_stamps(ONE) == []

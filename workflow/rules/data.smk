@@ -56,6 +56,7 @@ rule encode_part:
         runtime=machine.runtime_min,
     params:
         codec=files.codec_option,
+        published=files.codec_stamps,
     shell:
         "exec logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --part {wildcards.part}/{wildcards.parts} --output {output.mark:q}"
@@ -87,6 +88,7 @@ rule encode:
         runtime=machine.runtime_min,
     params:
         codec=files.codec_option,
+        published=files.codec_stamps,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"

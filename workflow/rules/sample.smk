@@ -32,6 +32,7 @@ rule sample_part:
         code=code["sample"],
         trained_by=files.trained_by_option,
         codec=files.codec_option,
+        decoder=files.decoder_stamps,
         small_images=files.small_images_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
@@ -83,6 +84,7 @@ rule sample:
         code=code["sample"],
         trained_by=files.trained_by_option,
         codec=files.codec_option,
+        decoder=files.decoder_stamps,
         small_images=files.small_images_option,
         parts=files.sampled_option,
         journal=f"{results}/{{experiment}}/journal",

@@ -24,7 +24,7 @@ from matplotlib import pyplot
 
 from image_diffusion.core import command
 from image_diffusion.core.files import digest, read_json, write_page
-from image_diffusion.core.history import History, read_journal
+from image_diffusion.core.history import History, of_weights, read_journal
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -41,7 +41,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         *metrics(experiment / "metrics.json"),
         *pictures(experiment),
         *sweeps(experiment / "sweep"),
-        *training(experiment / "journal" / "train"),
+        *training(experiment / "journal" / "train", experiment / "train" / "model.json"),
         *examples(data),
         *quarantine(data.parent / "crops" / "quarantine.csv"),
         *model(experiment / "train" / "model.json"),
@@ -119,14 +119,16 @@ def metrics(path: Path) -> Iterator[str]:
     yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
 
 
-def training(journal: Path) -> Iterator[str]:
-    """The curves of training, one axis a metric."""
+def training(journal: Path, weights: Path) -> Iterator[str]:
+    """The curves of training, one axis a metric. weights: the model.json of what it ended with."""
     history = read_journal(journal)
     if history is None:
         return
+    if weights.is_file():
+        history = of_weights(history, read_json(weights))
     keys = sorted({point.key for point in history.points if not point.key.startswith(("speed/", "system/"))})
     yield "<h2>Training</h2>"
-    damaged = {"damaged lines of the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
+    damaged = {"damaged or missing in the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
     yield table({"attempts": len(history.starts), "status": history.status} | damaged)
     if keys:
         yield curves(history, keys)

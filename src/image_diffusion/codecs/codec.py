@@ -137,6 +137,11 @@ class CodecSettings(Config, ABC):
         """What of it decides the latents: experiments that agree in that share them."""
         return self
 
+    @property
+    def files(self) -> list[Path]:
+        """Files that are not ours and that it is read from: latents are made again when one changes."""
+        return []
+
     def check_decoder(self, key: str, weights: str) -> None:
         """Raise ValueError where the autoencoder that a key names cannot decode these latents. Nothing is loaded."""
         raise ValueError(

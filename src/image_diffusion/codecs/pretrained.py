@@ -72,13 +72,23 @@ def content_of(weights: str, subfolder: str | None) -> dict[str, Any]:
     folder = folder_of(weights, subfolder)
     if folder is None:
         return {"weights": weights, "subfolder": subfolder}
-    files = next((found for pattern in _FILES if (found := sorted(folder.glob(pattern)))), None)
-    if files is None:
+    files = _weights_in(folder)
+    if not files:
         raise ValueError(f"{folder} holds no {_FILES[0]}. Give a folder that diffusers wrote.")
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = settings_of(weights, subfolder, "codec.weights")
     told = {name: value for name, value in settings.items() if not name.startswith("_") or name == "_class_name"}
     stamps = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {"config": digest(told), "sha256": [_sha256(*stamp) for stamp in stamps]}
+
+
+def files_of(weights: str, subfolder: str | None = None) -> list[Path]:
+    """The files that such an autoencoder is read from; none for a name on the Hub."""
+    folder = folder_of(weights, subfolder)
+    return [] if folder is None else [folder / "config.json", *_weights_in(folder)]
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    return next((found for pattern in _FILES if (found := sorted(folder.glob(pattern)))), [])
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from torch import Tensor
 from image_diffusion.codecs.autoencoders import Factors, Kind, Vq, as_declared, far_off, kind_of
 from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, from_uint8, in_slices, to_uint8
 from image_diffusion.codecs.decoder import Decoder, check_decoder
-from image_diffusion.codecs.pretrained import content_of, load_pretrained, settings_of
+from image_diffusion.codecs.pretrained import content_of, files_of, load_pretrained, settings_of
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 
@@ -44,6 +44,10 @@ class Diffusers(CodecSettings):
     def kind(self) -> Kind:
         """What its config.json describes. Raises ValueError when that is not to be had, or of another class."""
         return kind_of(settings_of(self.weights, self.subfolder, "codec.weights"), self.name)
+
+    @property
+    def files(self) -> list[Path]:
+        return files_of(self.weights, self.subfolder)
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
         return self.kind.spec(images)

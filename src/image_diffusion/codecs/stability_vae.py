@@ -13,7 +13,7 @@ from image_diffusion.codecs.autoencoders import Factors, Kl, as_declared, far_of
 from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec
 from image_diffusion.codecs.decoder import check_decoder
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.codecs.pretrained import folder_of, load_pretrained, settings_of
+from image_diffusion.codecs.pretrained import content_of, files_of, folder_of, load_pretrained, settings_of
 from image_diffusion.core.types import DataSpec
 
 _CHANNELS, _DOWNSAMPLING = 4, 8
@@ -35,6 +35,10 @@ class StabilityVae(CodecSettings):
         """The folder of the latents."""
         return Path(self.weights).name
 
+    @property
+    def files(self) -> list[Path]:
+        return files_of(self.weights)
+
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
         """What the data fix about a network on these latents. Raises ValueError when the images do not fit, or a local
         folder holds another autoencoder than Stable Diffusion 1's."""
@@ -53,7 +57,9 @@ class StabilityVae(CodecSettings):
             self._check({"_class_name": "AutoencoderKL", **vae.config}, scale_is_chosen=True)
             return vae
 
-        return KlCodec(identity={"type": "kl", "weights": self.weights}, load=load, scale=self.scale)
+        is_local = folder_of(self.weights) is not None
+        content = content_of(self.weights, None) if is_local else {"weights": self.weights}
+        return KlCodec(identity={"type": "kl", **content}, load=load, scale=self.scale)
 
     def check_decoder(self, key: str, weights: str) -> None:
         check_decoder(key, weights, _CHANNELS, _DOWNSAMPLING)

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from zlib import crc32
@@ -72,7 +73,7 @@ class History:
 
     id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
     gave another value (`params` keeps the first). superseded, superseded_images: what dead attempts wrote past the
-    step that was resumed from. damaged: the lines that were left out, as "attempt-0001.jsonl line 7".
+    step that was resumed from. damaged: what is left out, as "attempt-0001.jsonl line 7" or "attempt 18fb3396".
     """
 
     id: str
@@ -126,6 +127,15 @@ def read_journals(folder: Path) -> list[History]:
         else:
             runs.append([attempt])
     return [_merge(run) for run in runs]
+
+
+def of_weights(history: History, model: Mapping[str, Any]) -> History:
+    """The history of a training beside the weights it ended with. model: their model.json; where that is of another
+    run than one that finished here, the journal of the weights is missing, which is told."""
+    if history.status != "finished" or history.tags.get("fingerprint") == model.get("fingerprint"):
+        return history
+    tell_once(f"warning: the journal of run {model['fingerprint']}, whose weights these are, is missing.")
+    return replace(history, damaged=[*history.damaged, f"run {model['fingerprint']}"])
 
 
 @dataclass
@@ -221,6 +231,11 @@ def _merge(attempts: list[_Attempt]) -> History:
     points, superseded = _held([attempt.points for attempt in attempts], limits)
     images, superseded_images = _held([attempt.images for attempt in attempts], limits)
     first, last = attempts[0], attempts[-1]
+    ids = {attempt.header["id"] for attempt in attempts}
+    lost = sorted({each for attempt in attempts for each in attempt.header.get("after", ()) if each not in ids})
+    for each in lost:
+        stage = first.header["stage"]
+        tell_once(f"warning: attempt {each[:8]} of {stage} is missing in its journal: what it logged is left out.")
     params: dict[str, Any] = {}
     changed: dict[str, Any] = {}
     for attempt in attempts:
@@ -241,7 +256,10 @@ def _merge(attempts: list[_Attempt]) -> History:
         images=images,
         superseded_images=superseded_images,
         artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
-        damaged=[line for attempt in attempts for line in attempt.damaged],
+        damaged=[
+            *(line for attempt in attempts for line in attempt.damaged),
+            *(f"attempt {each[:8]}" for each in lost),
+        ],
     )
 
 

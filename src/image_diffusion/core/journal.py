@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +44,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path = path
+        self.path, self.id = path, str(header["id"])
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._lock = threading.Lock()
         self._pending = b""
@@ -56,13 +56,19 @@ class Journal:
 
     @classmethod
     def open(
-        cls, folder: Path, stage: str, resume_step: int | None = None, tags: Mapping[str, str] | None = None
+        cls,
+        folder: Path,
+        stage: str,
+        resume_step: int | None = None,
+        tags: Mapping[str, str] | None = None,
+        after: Sequence[str] = (),
     ) -> Journal:
         """Start a new attempt of `stage` in `folder`, which is `results/<experiment>/journal`.
 
         resume_step: the step of the checkpoint this attempt continues from; None: from the beginning.
         tags: words that describe this attempt. "fingerprint" is special: attempts with one fingerprint are one run,
         also when their parameters differ (more steps, other nodes); without it, attempts with equal parameters are.
+        after: the ids of the attempts that have led to that checkpoint, by which a reader knows that none is missing.
         """
         target = folder / stage
         target.mkdir(parents=True, exist_ok=True)
@@ -74,6 +80,7 @@ class Journal:
             "stage": stage,
             "time": _now_ms(),
             "resume_step": resume_step,
+            "after": list(after),
             "tags": {**_provenance(), **(tags or {})},
         }
         while True:

@@ -21,6 +21,8 @@ from image_diffusion.metrics.doubt import judge_doubt
 from image_diffusion.metrics.features import Detected
 
 FEATURES = 128
+FORMAT = 2
+"""Of detector.json."""
 _STEM, _WIDTHS = 32, ((64, 1), (96, 2), (96, 1), (192, 2))
 
 
@@ -106,8 +108,14 @@ class InPipe(Config):
 
 
 def load_detector(folder: Path, device: str = "cpu") -> InPipeDetector:
-    """Read what `detect` wrote. Raises ValueError when files are missing or do not belong together."""
+    """Read what `detect` wrote. Raises ValueError when files are missing, of another format, or do not belong
+    together."""
     description, weights = read_json(folder / "detector.json"), folder / "detector.safetensors"
+    if description.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / 'detector.json'} has format {description.get('format')}; this version reads format {FORMAT}. "
+            f"Run detect again."
+        )
     if not weights.is_file():
         raise ValueError(f"{weights} does not exist. Run detect again.")
     if sha256_file(weights) != description["sha256"]:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import sha256_file, write_bytes, write_json
 from image_diffusion.core.progress import Progress
-from image_diffusion.metrics.detector import Classifier
+from image_diffusion.metrics.detector import FORMAT, Classifier
 from image_diffusion.metrics.features import ImageSet
 
 _ROTATIONS = 4
@@ -70,7 +70,7 @@ def train_detector(
     weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
     write_bytes(folder / "detector.safetensors", save(weights))
     description = {
-        "format": 2,
+        "format": FORMAT,
         "labels": task.labels,
         "classes": list(train.classes) if task.labels == "classes" else [],
         "accuracy": round(accuracy, 6),

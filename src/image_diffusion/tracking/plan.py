@@ -15,7 +15,7 @@ from pathlib import Path
 
 from image_diffusion.core import plain_yaml
 from image_diffusion.core.files import digest, read_json, sha256_file
-from image_diffusion.core.history import History, Point, read_journals
+from image_diffusion.core.history import History, Point, of_weights, read_journals
 from image_diffusion.data.records import content_digest
 
 PARENT = "train"
@@ -189,6 +189,9 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
     planned = []
     for stage in sorted(path for path in (folder / "journal").glob("*") if path.is_dir()):
         histories = read_journals(stage)
+        weights = folder / "train" / "model.json"
+        if histories and stage.name == "train" and weights.is_file():
+            histories[-1] = of_weights(histories[-1], read_json(weights))
         for history in histories:
             latest = history is histories[-1]
             kept = [file for file in _recorded(history) if file.path.is_file() and _sha256(file.path) == file.sha256]

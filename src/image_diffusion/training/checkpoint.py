@@ -33,6 +33,7 @@ class Checkpoint:
 
     step: updates done. examples_seen: examples they took, which is also the position in the data. reports_due: whether
     validation and sample grid of this step are still to be made. groups: tensors by file and name. extra: plain data.
+    attempts: the ids of those that have led here, in the journal.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Checkpoint:
     reports_due: bool
     groups: dict[str, dict[str, Tensor]]
     extra: dict[str, Any] = field(default_factory=dict)
+    attempts: tuple[str, ...] = ()
 
 
 def folder_name(step: int) -> str:
@@ -75,6 +77,7 @@ def write_checkpoint(
             "examples_seen": checkpoint.examples_seen,
             "reports_due": checkpoint.reports_due,
             "extra": checkpoint.extra,
+            "attempts": list(checkpoint.attempts),
             "identity": identity,
             "environment": environment,
             "files": files,
@@ -113,6 +116,7 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
         reports_due=record["reports_due"],
         groups=groups,
         extra=record["extra"],
+        attempts=tuple(record.get("attempts", ())),
     )
     return checkpoint, record["identity"]
 

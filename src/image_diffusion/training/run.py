@@ -75,7 +75,9 @@ def run(
         book: Journal | NullJournal = NullJournal()
         if state is not None and journal is not None:
             resumed = step if checkpoint is not None else None
-            book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint})
+            tags = {"fingerprint": state.fingerprint}
+            book = Journal.open(journal, "train", resumed, tags, after=state.attempts)
+            state.attempts += (book.id,)
         if world.is_main:
             for sentence in config.advice():
                 print(f"warning: {sentence}", file=sys.stderr, flush=True)

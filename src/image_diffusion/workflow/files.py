@@ -133,6 +133,14 @@ class Files:
         """How a command is told where those lie."""
         return _option("--codec-weights", self.codec_weights(wildcards))
 
+    def codec_stamps(self, wildcards: Wildcards) -> list[str]:
+        """What tells the files of a codec that others have trained from any that take their place, older ones too."""
+        return _stamps(self.plans.of(wildcards).codec_files)
+
+    def decoder_stamps(self, wildcards: Wildcards) -> list[str]:
+        """The same of the decoder of samples, where it is another one."""
+        return _stamps(self.plans.of(wildcards).decoder_files)
+
     def encoded_parts(self, wildcards: Wildcards) -> list[str]:
         """The marks of the jobs that share the shards of a large data set, 16 or more each; one alone leaves none."""
         plan = self.plans.of(wildcards)
@@ -300,3 +308,9 @@ def _option(name: str, paths: Paths) -> list[str]:
 def _folder(paths: Paths) -> Paths:
     """The folder of a file; nothing where there is none."""
     return str(Path(paths).parent) if isinstance(paths, str) else paths
+
+
+def _stamps(paths: list[str]) -> list[str]:
+    """Path, size and time of each file that is there."""
+    found = [(path, Path(path).stat()) for path in paths if Path(path).is_file()]
+    return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found]

@@ -15,7 +15,7 @@ from image_diffusion.workflow.environment import with_package
 
 LOG = Path("logs", "follow.log")
 LOCK = Path(".snakemake", "following")
-LAST_WORD_S = 180.0
+LAST_WORD_S = 60.0
 """Seconds that a store may take to answer when all has ended."""
 
 

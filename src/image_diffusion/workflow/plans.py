@@ -41,6 +41,10 @@ class Plan:
     """The folder of its latents beside the crops; none for pixels."""
     codec_experiment: str | None
     """The experiment that trains its codec."""
+    codec_files: list[str]
+    """The files that its codec is read from, where others have trained it."""
+    decoder_files: list[str]
+    """Those of the decoder that its samples are decoded by, where that is another one."""
     small_images: str | None
     """What is enlarged: `validation` or a file."""
     small_images_experiment: str | None
@@ -100,7 +104,7 @@ class Plan:
     def of_tokens(self) -> Plan:
         """By which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
         configs = {"crop": self.configs["crop"], "encode": self.configs["tokens"]}
-        return replace(self, codec=self.tokens, codec_experiment=self.experiment, configs=configs)
+        return replace(self, codec=self.tokens, codec_experiment=self.experiment, codec_files=[], configs=configs)
 
 
 def plan_file(results: str | Path, name: str) -> Path:

@@ -1,0 +1,59 @@
+"""An autoencoder in a folder of diffusers' layout as the codec, and others that take its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from projects import make_project
+
+from tiny_autoencoders import write_autoencoder
+
+pytestmark = pytest.mark.slow
+
+SAMPLES = "results/micro/samples/samples.npz"
+MADE_OF_LATENTS = {"encode", "train", "sample"}
+
+
+@pytest.mark.parametrize(
+    "codec", [{"type": "stability_vae", "weights": "vae"}, {"type": "diffusers", "weights": "vae"}]
+)
+def test_weights_that_are_replaced_are_noticed(tmp_path: Path, codec: dict[str, Any]) -> None:
+    """By older ones too, as a copy that keeps times leaves them."""
+    project = make_project(tmp_path / "project")
+    for folder in ("vae", "decoder"):
+        write_autoencoder("sd", project / folder)
+
+    def change(experiment: dict[str, Any]) -> None:
+        experiment["codec"] = {"type": codec, "weights": "vae"}
+        experiment["system"]["network"]["patch"] = 1
+        experiment["sample"]["decoder"] = "decoder"
+
+    project.edit(change)
+    project.run(SAMPLES)
+    manifest = project / "results/datasets/dots-16/vae/manifest.json"
+    first, images = json.loads(manifest.read_text())["codec"], (project / SAMPLES).read_bytes()
+    assert project.planned(SAMPLES) == set()
+
+    replace(project / "decoder")
+    assert project.planned(SAMPLES) == {"sample"}
+    project.run(SAMPLES)
+    assert (project / SAMPLES).read_bytes() != images
+
+    replace(project / "vae")
+    assert project.planned(SAMPLES) == MADE_OF_LATENTS
+    project.run(SAMPLES)
+    assert json.loads(manifest.read_text())["codec"] != first
+    assert project.planned(SAMPLES) == set()
+
+
+def replace(folder: Path) -> None:
+    """Flip the sign of the last weight, in a file that is older than all results."""
+    path = folder / "diffusion_pytorch_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x80
+    path.write_bytes(data)
+    os.utime(path, (1e9, 1e9))
