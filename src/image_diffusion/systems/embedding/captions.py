@@ -60,31 +60,38 @@ class CaptionPairs(Config):
         return EncodedCaptions(self, CaptionedCrops(given.crops, self.captions, given.source), given.device)
 
 
-class EncodedCaptions:
+class MadeOfCrops:
+    """What is made of crops and their captions, a shard from each of theirs."""
+
+    def __init__(self, crops: CaptionedCrops) -> None:
+        self._crops, self.num_shards = crops, crops.num_shards
+
+    def samples(self, shard: int) -> list[Sample]:
+        """The crops that have captions: their ids are the hashes of the images."""
+        return self._crops.of(shard).samples
+
+    def missing(self, shard: int) -> list[Quarantined]:
+        """Crops without any."""
+        return self._crops.of(shard).missing
+
+
+class EncodedCaptions(MadeOfCrops):
     """[num_captions, 1 + num_tokens, dim] of each crop that has a caption; captions that it does not have are zeros."""
 
     kind: ClassVar[Literal["captions"]] = "captions"
     parts: ClassVar = ("caption",)
 
     def __init__(self, config: CaptionPairs, crops: CaptionedCrops, device: torch.device) -> None:
-        self._config, self._crops = config, crops
+        super().__init__(crops)
+        self._config = config
         self._encoder: TextEncoder = config.encoder.build(device, config.num_tokens)
         self.shape = (config.num_captions, 1 + config.num_tokens, self._encoder.dim)
-        self.num_shards = crops.num_shards
         self.identity: dict[str, Any] = {
             "text": self._encoder.identity,
             "encoder": dump(config.encoder),
             "num_tokens": config.num_tokens,
             "num_captions": config.num_captions,
         }
-
-    def samples(self, shard: int) -> list[Sample]:
-        """The crops that have captions."""
-        return self._crops.of(shard).samples
-
-    def missing(self, shard: int) -> list[Quarantined]:
-        """Crops without any."""
-        return self._crops.of(shard).missing
 
     def made_from(self, shard: int) -> str:
         """The captions, and which images they belong to: the pixels decide nothing."""

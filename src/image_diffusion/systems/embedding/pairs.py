@@ -29,7 +29,7 @@ from image_diffusion.data.records import Quarantined, Sample
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.metrics.detector import FEATURES, load_detector
-from image_diffusion.systems.embedding.captions import CaptionPairs
+from image_diffusion.systems.embedding.captions import CaptionPairs, MadeOfCrops
 from image_diffusion.systems.embedding.given import Given
 
 PARTS = ("image", "text")
@@ -157,8 +157,8 @@ class _Detected:
         return F.normalize(self._detector(images).features, dim=1)
 
 
-class CropPairs:
-    """Pairs made from crops, a shard from each of theirs."""
+class CropPairs(MadeOfCrops):
+    """Pairs made from crops."""
 
     kind: ClassVar[Literal["pairs"]] = "pairs"
     parts: ClassVar = PARTS
@@ -171,7 +171,7 @@ class CropPairs:
                 f"Image embeddings have {images.dim} dimensions but text embeddings {texts.dim}. Use those of one "
                 f"model."
             )
-        self._crops = CaptionedCrops(crops, captions, source)
+        super().__init__(CaptionedCrops(crops, captions, source))
         self._images, self._texts = images, texts
         self.shape = (TOKENS + texts.num_tokens, images.dim)
         self.identity: dict[str, Any] = {
@@ -179,15 +179,6 @@ class CropPairs:
             "text": texts.identity,
             "shared_space": images.identity == texts.identity,
         }
-        self.num_shards = self._crops.num_shards
-
-    def samples(self, shard: int) -> list[Sample]:
-        """Those of the crops: their ids are the hashes of the images."""
-        return self._crops.of(shard).samples
-
-    def missing(self, shard: int) -> list[Quarantined]:
-        """Crops without a caption."""
-        return self._crops.of(shard).missing
 
     def made_from(self, shard: int) -> str:
         """The crops, and the first caption of each."""
