@@ -71,6 +71,7 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
     assert usual.parameters == 4000
     assert usual.train_s == pytest.approx(1000 * usual.step_s)
     assert usual.validation_s == pytest.approx(4 * 20 * usual.evaluation_s / 2)
+    assert usual.total_s == usual.train_s + usual.validation_s > usual.train_s
     assert usual.images_per_second == pytest.approx(8 / usual.step_s)
     assert usual.tflops == pytest.approx(4 * 2 * 2 * 3000 / usual.step_s / 1e12)  # two products: of x no gradient
     assert usual.checkpoint_gib * 2**30 == pytest.approx(4 * 4 * 4000, rel=0.01)  # weights, average, two moments

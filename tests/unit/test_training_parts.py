@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 
+from image_diffusion.core.files import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
-from image_diffusion.training.config import TrainConfig
+from image_diffusion.training import speed
+from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import (
     Averages,
@@ -26,8 +31,10 @@ from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, shares
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizer import Adam, AdamW
+from image_diffusion.training.parts import Parts
 from image_diffusion.training.reports import _at
 from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear
+from image_diffusion.training.state import State
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -357,8 +364,9 @@ def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(chan
     assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
 
 
-def test_the_length_counts_where_the_learning_rate_depends_on_it() -> None:
-    short, long = (settings(steps=steps, schedule={"type": "cosine"}).identity() for steps in (10, 20))
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_length_counts_where_the_learning_rate_depends_on_it(schedule: str) -> None:
+    short, long = (settings(steps=steps, schedule={"type": schedule}).identity() for steps in (10, 20))
     assert short != long
 
 
@@ -393,3 +401,61 @@ def test_processes_share_a_batch_evenly_and_the_first_is_the_main_one() -> None:
 
 def test_what_happens_every_so_many_steps_happens_at_the_end_too_and_never_before_the_first() -> None:
     assert [step for step in range(8) if _at(step, 3, 7)] == [3, 6, 7]
+
+
+def parts(config: TrainConfig, **given: Any) -> Any:
+    """As much of `Parts` as one of its methods needs."""
+    return SimpleNamespace(
+        config=config, precision=SimpleNamespace(scaler=torch.amp.GradScaler("cpu", enabled=False)), **given
+    )
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_gradients_are_clipped_as_pytorch_does_it(limit: float) -> None:
+    plain, flat = network(), network()
+    laid = Flat(flat)
+    for each in (plain, flat):
+        each(inputs(2)).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+    found = Parts.clip(parts(settings(grad_clip=limit), flat=laid, optimizer=SimpleNamespace(torch=None)))
+    assert norm > 0.5 and torch.allclose(found, norm)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(laid.named(laid.gradient)[name], parameter.grad)
+
+
+def test_a_compiled_network_can_be_left_out() -> None:
+    for compiled, stance in ((True, "force_eager"), (False, "default")):
+        with Parts.eagerly(parts(settings(compile=compiled))):
+            assert eval_frame._stance.stance == stance
+    assert eval_frame._stance.stance == "default"
+
+
+def test_images_alone_have_their_channels_last() -> None:
+    images, tokens = inputs(2), torch.ones(2, 3, 4)
+    for asked, found in ((True, torch.channels_last), (False, torch.contiguous_format)):
+        assert Parts._format(parts(settings(channels_last=asked)), images) is found
+        assert Parts._format(parts(settings(channels_last=asked)), tokens) is torch.contiguous_format
+
+
+def test_the_share_of_the_peak_is_that_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "product_rate", lambda device, dtype: 1e9)
+    plain = network()
+
+    def losses(some: Examples, step: int) -> Losses:
+        return Losses(plain(some.stored).sum(1), {})
+
+    alone, two = (
+        speed.Speed(World(0, size, torch.device("cpu")), torch.float32).values(10.0, examples(2), losses)
+        for size in (1, 2)
+    )
+    assert alone["speed/share_of_peak"] == pytest.approx(1000 * alone["speed/tflops"])
+    assert two["speed/share_of_peak"] == pytest.approx(alone["speed/share_of_peak"] / 2)
+
+
+def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job, told in (("71", {"slurm_job": "71"}), (None, {})):
+        monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
+        State(tmp_path, {}, CheckpointConfig()).claim()
+        owner = read_json(tmp_path / "owner.json")
+        assert {key: value for key, value in owner.items() if key not in ("token", "host", "pid")} == told

@@ -82,6 +82,13 @@ def test_work_is_given_up_half_way_when_a_signal_comes(clock: Clock) -> None:
     assert done == ["begun"]
 
 
+def test_other_work_is_not_given_up(clock: Clock) -> None:
+    with Stop(ALONE, None) as stop:
+        assert stop.interruptible(lambda: "made") == "made"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.poll()
+
+
 @pytest.mark.parametrize("under_torchrun", [False, True])
 def test_a_second_signal_ends_the_process_unless_torchrun_repeats_them(
     under_torchrun: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
