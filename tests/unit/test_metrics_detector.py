@@ -65,6 +65,8 @@ def test_digits_are_recognised(trained: Path):
     description = json.loads((trained / "detector.json").read_text())
     assert description["accuracy"] >= 0.98
     assert description["labels"] == "classes" and description["num_held_out"] == 360
+    assert load_detector(trained).classes == description["classes"] and len(description["classes"]) == 10
+    assert sum(each.numel() for each in Classifier(3, 10, 32).parameters()) == 350_378
 
 
 def test_features_do_not_depend_on_the_batch(trained: Path):

@@ -22,6 +22,7 @@ from image_diffusion.metrics.features import Detected, detect
 from image_diffusion.metrics.inception import Inception
 from image_diffusion.metrics.moments import Moments
 from image_diffusion.metrics.panel import Reference
+from image_diffusion.metrics.plots import plot_copies
 from image_diffusion.metrics.references import read_statistics, write_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
 
@@ -222,7 +223,7 @@ def test_features_that_are_not_finite_are_told(data: RealImages):
         evaluate_samples(images(50, 9), data, Broken(), EvaluateConfig())
 
 
-def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not():
+def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Path):
     rng = np.random.default_rng(0)
     train, held_out, fresh = (
         Samples(rng.integers(0, 256, (n, 16, 16, 3), np.uint8), None, []) for n in (300, 200, 100)
@@ -231,6 +232,10 @@ def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not():
     copied = np.clip(copied + rng.integers(-10, 11, copied.shape), 0, 255).astype(np.uint8)
     copied[::2] = copied[::2, :, ::-1]
     found = find_copies(Samples(copied, None, []), train, held_out)
+    plot_copies(Samples(copied, None, []), train, found, tmp_path / "one.png", rows=1)
+    plot_copies(Samples(copied, None, []), train, found, tmp_path / "two.png", rows=2)
+    widths, heights = zip(*(Image.open(tmp_path / f"{name}.png").size for name in ("one", "two")), strict=True)
+    assert widths[0] == widths[1] and heights[0] < heights[1]
     assert bool(found.flagged.all()) and found.nearest[:, 0].tolist() == list(range(100))
     assert float(find_copies(fresh, train, held_out).flagged.float().mean()) < 0.06
 
@@ -266,6 +271,12 @@ def test_dinov2_preparation_is_imagenet_normalization():
     white = prepare(torch.full((1, 1, 32, 32), 255, dtype=torch.uint8))
     assert white.shape == (1, 3, 224, 224)
     assert white[0, :, 0, 0].tolist() == pytest.approx([2.2489, 2.4286, 2.64], abs=1e-3)
+    black = prepare(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))[0, :, 0, 0]
+    assert black.tolist() == pytest.approx([-2.1179, -2.0357, -1.8044], abs=1e-3)
+    stripes = prepare(torch.tensor([0, 255], dtype=torch.uint8).repeat(1, 3, 32, 16))  # bicubic weights overshoot
+    torch.testing.assert_close(stripes.amin((0, 2, 3)), black)
+    torch.testing.assert_close(stripes.amax((0, 2, 3)), white[0, :, 0, 0])
+    assert [Dinov2(model=name).suffix for name in ("dinov2_vitl14", "dinov2_vits14")] == ["dinov2", "dinov2_vits14"]
 
 
 def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):

@@ -161,6 +161,13 @@ def test_too_few_samples_give_no_interval_and_the_word_biased():
     assert frechet_estimate(blocks_of(randn(40, 8)), reference).interval is not None
 
 
+def test_no_distance_is_said_to_be_below_zero():
+    """That of a set to itself is zero, and grows whatever is left out: debiased it would be less."""
+    features = randn(200, 4)
+    found = frechet_estimate(blocks_of(features), Moments.of(features).gaussian)
+    assert found.debiased == 0 and found.interval is not None and found.interval[0] == 0
+
+
 def test_frechet_infinity_undoes_the_bias():
     D = 6
     reference = Gaussian(torch.zeros(D, dtype=torch.float64), torch.eye(D, dtype=torch.float64))

@@ -27,6 +27,8 @@ def test_a_set_against_itself_is_all_inside():
     x = randn(150, 6)
     found = manifold_estimates(x, x)
     assert [found[name].value for name in ("precision", "recall", "coverage")] == [1, 1, 1]
+    inside = found["density"].value * 3 * 150
+    assert math.isclose(inside, round(inside), rel_tol=1e-13), "a whole number of samples, counted in float64"
     assert found["density"].value == pytest.approx(4 / 3, rel=0.05)  # itself and three neighbours on average, by k = 3
 
 
@@ -46,6 +48,11 @@ def test_a_hundred_copies_of_one_image_recall_nothing_but_that_image():
     real = randn(100, 4)
     found = manifold_estimates(real[7].expand(100, 4), real)
     assert found["precision"].value == 1 and found["recall"].value == 0.01
+
+
+def test_a_score_of_too_few_samples_has_no_interval_and_says_why():
+    few = inception_score_estimate(randn(39, 4))
+    assert few.interval is None and "39 samples are fewer than 100" in few.note
 
 
 def test_intervals_of_the_manifold_are_those_of_leaving_blocks_out():

@@ -159,6 +159,9 @@ def test_the_best_point_is_the_lowest_and_says_whether_it_is_apart(tmp_path: Pat
         plot_sweep({**curve, "axis": axis}, tmp_path / f"{name}.png")
         assert Image.open(tmp_path / f"{name}.png").width > 300
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "c.png").read_bytes()
+    alone = [{**row, "metrics": {"inpipe_fd": row["metrics"]["inpipe_fd"]}} for row in curve["points"]]
+    plot_sweep({**curve, "points": alone}, tmp_path / "alone.png")
+    assert Image.open(tmp_path / "alone.png").width < Image.open(tmp_path / "a.png").width
 
 
 def test_points_that_were_measured_differently_are_refused() -> None:

@@ -27,7 +27,7 @@ _STEM, _WIDTHS = 32, ((64, 1), (96, 2), (96, 1), (192, 2))
 
 
 class Classifier(nn.Module):
-    """Uint8 [B, C, H, W] of any size -> features [B, 128] and logits [B, K]. About 0.4 million parameters.
+    """Uint8 [B, C, H, W] of any size -> features [B, 128] and logits [B, K]. About 0.35 million parameters.
 
     Images are resized to 32, 64, 128 or 256 pixels, whichever is the next above their own resolution (bilinear,
     antialiased when reducing); the first convolution brings any of them to 16 x 16, so that all cost about the same.
