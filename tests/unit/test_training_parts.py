@@ -15,7 +15,7 @@ from torch._dynamo import eval_frame
 from image_diffusion.core.files import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
-from image_diffusion.training import speed
+from image_diffusion.training import gradients, speed
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import (
@@ -459,3 +459,20 @@ def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: 
         State(tmp_path, {}, CheckpointConfig()).claim()
         owner = read_json(tmp_path / "owner.json")
         assert {key: value for key, value in owner.items() if key not in ("token", "host", "pid")} == told
+
+
+def test_sums_over_processes_begin_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int | str] = []
+
+    def begin(tensor: Tensor, async_op: bool) -> SimpleNamespace:
+        order.append(tensor.numel())
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(gradients, "_PIECE", 1)
+    monkeypatch.setattr(gradients.dist, "all_reduce", begin)
+    cut = network()
+    shared = Shared(Flat(cut), World(0, 2, torch.device("cpu")), 10, None, lambda loss: loss)
+    cut[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
+    shared(examples(10), lambda some, _: Losses(cut(some.stored).sum(1), {}))
+    assert order[0] == 160 and "first layer" in order, "the last layer's are on their way when the first one's come"
+    assert len(order) == 4
