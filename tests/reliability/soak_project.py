@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 
 from image_diffusion.core.files import read_json
-from image_diffusion.core.history import of_weights, read_journal
+from image_diffusion.core.history import Point, of_weights, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -227,13 +227,19 @@ def _not_tracked(folder: Path, name: str, stage: str) -> str:
 
 
 def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]:
-    """The points of a stage's journal, timings left out."""
+    """The points of a stage's journal, timings left out, and of a training that was extended what it found at its end
+    of before."""
     history = read_journal(folder / "results" / name / "journal" / stage)
-    return [] if history is None else sorted({(p.key, p.step, p.value) for p in history.points if _is_kept(p.key)})
+    if history is None:
+        return []
+    settings = read_json(folder / "results" / name / "train" / "model.json")["train"]
+    ends = {settings["steps"], *range(0, settings["steps"], settings["validate_every_steps"])}
 
+    def is_kept(point: Point) -> bool:
+        parts = point.key.split("/")
+        return not {"speed", "system"} & {*parts} and (parts[0] != "validation" or point.step in ends)
 
-def _is_kept(key: str) -> bool:
-    return not any(part in ("speed", "system") for part in key.split("/"))
+    return sorted({(p.key, p.step, p.value) for p in history.points if is_kept(p)})
 
 
 def remove(path: Path) -> None:

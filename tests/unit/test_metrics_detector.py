@@ -65,8 +65,6 @@ def test_digits_are_recognised(trained: Path):
     description = json.loads((trained / "detector.json").read_text())
     assert description["accuracy"] >= 0.98
     assert description["labels"] == "classes" and description["num_held_out"] == 360
-    assert load_detector(trained).classes == description["classes"] and len(description["classes"]) == 10
-    assert sum(each.numel() for each in Classifier(3, 10, 32).parameters()) == 350_378
 
 
 def test_features_do_not_depend_on_the_batch(trained: Path):
@@ -86,6 +84,16 @@ def test_a_detector_needs_no_gradients(trained: Path):
 def test_what_cannot_be_learned_is_tried_to_the_end(tmp_path: Path):
     description = train_detector(random_images(80, classes=8), None, SHORT, tmp_path)
     assert description["accuracy"] < 0.9 and description["examples_seen"] == 208  # 200 in whole batches of 16
+
+
+def test_a_detector_of_classes_knows_their_names(tmp_path: Path):
+    images = random_images(40, classes=4)
+    train_detector(images, None, SHORT, tmp_path)
+    assert load_detector(tmp_path).classes == images.classes and len(images.classes) == 4
+
+
+def test_the_network_is_as_small_as_it_says():
+    assert sum(each.numel() for each in Classifier(3, 10, 32).parameters()) == 350_378
 
 
 def test_training_repeats_its_bytes(tmp_path: Path):

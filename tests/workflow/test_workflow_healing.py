@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -37,6 +38,11 @@ def forget_runs(path: Path) -> None:
         database.execute("DELETE FROM runs")
 
 
+def in_an_hour(path: Path) -> None:
+    """Date a file as one that was written while the clock was wrong."""
+    os.utime(path, (time.time() + 3600,) * 2)
+
+
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
     "a bit of a shard": ("datasets/dots-16/crops/shard-00001.tar", flip, EVERYTHING),
     "a shard removed": ("datasets/dots-16/crops/shard-00000.tar", Path.unlink, EVERYTHING),
@@ -60,6 +66,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
     "a plan": ("micro/config/plan.json", flip, set()),
     "a configuration": ("micro/config/train.yaml", flip, set()),
     "what was resolved": (".resolved.json", flip, set()),
+    "metrics from the future": ("micro/metrics.json", in_an_hour, AFTER_SAMPLE - {"sample"}),
+    "a configuration from the future": ("micro/config/train.yaml", in_an_hour, AFTER_TRAIN),
     "the note of the source": ("datasets/dots-16/source.json", cut, set()),
 }
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,9 +96,19 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+_AHEAD_S = 10.0
+
+
+def is_ahead(path: Path) -> bool:
+    """Whether a file is from the future: a clock was wrong when it was written. Seconds, by which a file server may be
+    ahead, are passed over."""
+    return path.stat().st_mtime > time.time() + _AHEAD_S
+
+
 def write_if_changed(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically, unless the file holds it already: its modification time then stays."""
-    if not path.is_file() or path.read_bytes() != text.encode("utf-8"):
+    """Write UTF-8 text atomically, unless the file holds it already: its modification time then stays, but where it is
+    from the future."""
+    if not path.is_file() or is_ahead(path) or path.read_bytes() != text.encode("utf-8"):
         write_text(path, text)
 
 

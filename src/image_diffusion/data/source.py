@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.config import dump
-from image_diffusion.core.files import Stamp, digest, read_json, sha256_file, to_json, write_json, write_text
+from image_diffusion.core.files import Stamp, digest, is_ahead, read_json, sha256_file, to_json, write_json, write_text
 from image_diffusion.data.sources import Source
 
 Entry = tuple[Stamp, str]
@@ -51,6 +51,7 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
         None,
         noted,
     )  # not so when it was damaged, or killed before it was written
+    whole = whole and not is_ahead(path)
     if changed or not whole:
         _write(source, path, now, None if changed else revision)
     elif now != known:

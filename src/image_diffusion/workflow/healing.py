@@ -14,8 +14,10 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from image_diffusion.core.files import is_whole_page, read_checksums, read_json
+from image_diffusion.core.files import is_ahead, is_whole_page, read_checksums, read_json
 from image_diffusion.core.verify import AT_ONCE_BYTES, damaged, read_listing, unread
+
+_TIME_OF_A_FOLDER = ".snakemake_timestamp"
 
 
 class Damage:
@@ -46,6 +48,8 @@ class Damage:
         """
         look = self._looks.get(path.name) or self._looks_by_suffix.get(path.suffix)
         try:
+            if is_ahead(time if (time := path / _TIME_OF_A_FOLDER).is_file() else path):
+                return "it is from the future; a clock was wrong"
             return look(path) if look is not None else None
         except (ValueError, OSError) as error:
             return str(error)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files import digest, read_json, sha256_file, write_json
+from image_diffusion.core.files import digest, is_ahead, read_json, sha256_file, write_json
 from image_diffusion.workflow.code import package_digest, stage_digests
 from image_diffusion.workflow.environment import package_beside, with_package
 from image_diffusion.workflow.plans import Plans, plan_file
@@ -85,5 +85,6 @@ def _read(results: Path) -> dict[str, Any]:
 
 
 def _intact(files: Mapping[str, str]) -> bool:
-    """Whether all files are as they were."""
-    return all(Path(path).is_file() and sha256_file(Path(path)) == sha256 for path, sha256 in files.items())
+    """Whether all files are as they were, and none is from the future: that would be newer than what is made of it."""
+    paths = {Path(path): sha256 for path, sha256 in files.items()}
+    return all(path.is_file() and not is_ahead(path) and sha256_file(path) == sha256 for path, sha256 in paths.items())
