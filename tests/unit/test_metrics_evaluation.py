@@ -276,7 +276,37 @@ def test_dinov2_preparation_is_imagenet_normalization():
     stripes = prepare(torch.tensor([0, 255], dtype=torch.uint8).repeat(1, 3, 32, 16))  # bicubic weights overshoot
     torch.testing.assert_close(stripes.amin((0, 2, 3)), black)
     torch.testing.assert_close(stripes.amax((0, 2, 3)), white[0, :, 0, 0])
+    grey = prepare(torch.full((2, 1, 300, 300), 128, dtype=torch.uint8))
+    assert grey.shape == (2, 3, 224, 224) and grey[1, 0, 0, 0].item() == pytest.approx((128 / 255 - 0.485) / 0.229)
+    fine = prepare(torch.tensor([[0, 255], [255, 0]], dtype=torch.uint8).repeat(1, 3, 448, 448))
+    assert fine[0, 0].std() < 0.1, "a pattern finer than the result's pixels is grey"
     assert [Dinov2(model=name).suffix for name in ("dinov2_vitl14", "dinov2_vits14")] == ["dinov2", "dinov2_vits14"]
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_dinov2_is_the_published_network_or_the_one_that_is_brought(
+    brings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    network.register_buffer("factor", torch.zeros(1))
+
+    def load(where: str, model: str, **given: Any) -> torch.nn.Module:
+        asked.update(where=where, model=model, **given)
+        return network
+
+    monkeypatch.setattr(torch.hub, "load", load)
+    usual = {"model": "dinov2_vitl14", "trust_repo": True, "verbose": False}
+    if brings:
+        torch.save({"factor": torch.ones(1)}, tmp_path / "weights.pth")
+        detector = Dinov2(weights=tmp_path / "weights.pth", repository=tmp_path).build()
+        assert asked == {"where": str(tmp_path), "source": "local", "pretrained": False, **usual}
+        assert network.factor == 1 and len(detector.identity["sha256"]) == 64
+    else:
+        detector = Dinov2().build()
+        assert asked == {"where": "facebookresearch/dinov2", "source": "github", "pretrained": True, **usual}
+        assert network.factor == 0 and detector.identity["sha256"] == "torch.hub's own release"
+    assert detector(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).features.shape == (2, 3)
 
 
 def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
