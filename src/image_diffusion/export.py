@@ -3,7 +3,8 @@
     python -m image_diffusion.export --config export.yaml --weights weights.safetensors --output results/x/diffusers
     python -m image_diffusion.export --read DiT-XL-2-256x256.pt --output results/dit/train
 
-The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, with a model card beside it. The second reads the
+The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, or (export.format: pipeline) any model with a
+pipeline.py and code of its own, and a model card beside it, whole or not at all. The second reads the
 published DiT weights, a training checkpoint of the original, a diffusers folder of a DiT, the published U-Nets of
 improved-diffusion and guided-diffusion, or a prior of DALLE2-pytorch, and writes weights.safetensors and model.json,
 from which `sample` makes images without training and `evaluate` judges a prior.
@@ -18,7 +19,7 @@ import torch
 
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import read_json, write_bytes, write_text
+from image_diffusion.core.files import atomic_folder, read_json, write_bytes, write_text
 from image_diffusion.core.verify import write_checksums
 from image_diffusion.core.weights import save_weights
 from image_diffusion.experiment import Experiment, ExportStage, load_experiment
@@ -110,19 +111,20 @@ def main() -> None:
         raise ValueError("Give --config and --weights to write a diffusers folder, or --read to read foreign weights.")
     stage = load(ExportStage, arguments.config)
     if stage.export.format == "none":
-        raise ValueError("export.format is none: there is nothing to write. Set it to diffusers.")
+        raise ValueError("export.format is none: there is nothing to write. Set it to diffusers or pipeline.")
     codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
-    use = write_model(model, stage.export.format, codec_weights, arguments.output)
-    pictures = {}
-    if arguments.grid is not None:
-        write_bytes(arguments.output / "grid.png", arguments.grid.read_bytes())
-        pictures["grid.png"] = "Samples"
     measured = read_json(arguments.metrics) if arguments.metrics else None
     name = arguments.output.resolve().parent.name
-    write_text(arguments.output / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
-    write_checksums(arguments.output)
+    with atomic_folder(arguments.output) as folder:
+        use = write_model(model, stage.export.format, codec_weights, folder)
+        pictures = {}
+        if arguments.grid is not None:
+            write_bytes(folder / "grid.png", arguments.grid.read_bytes())
+            pictures["grid.png"] = "Samples"
+        write_text(folder / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
+        write_checksums(folder)
     print(f"export: {arguments.output} is a folder for diffusers")
 
 

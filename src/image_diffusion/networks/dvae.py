@@ -98,6 +98,7 @@ class DVAE(nn.Module):
 
     def __init__(self, config: DVAEConfig, spec: DataSpec) -> None:
         super().__init__()
+        self.config, self.spec = config, spec
         self.estimator: Estimator = config.estimator
         self.image_shape = (spec.channels, spec.resolution, spec.resolution)
         hidden, layers, blocks = config.hidden_dim, config.num_layers, config.num_resnet_blocks

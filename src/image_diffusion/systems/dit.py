@@ -53,7 +53,7 @@ class DiTSystem(DiffusionSystem):
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
 
-    exports: ClassVar[tuple[str, ...]] = ("diffusers",)
+    exports: ClassVar[tuple[str, ...]] = ("diffusers", "pipeline")
     class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
     positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
 
@@ -83,7 +83,7 @@ class DiTSystem(DiffusionSystem):
         if experiment.section("export").format == "diffusers":
             if self.reads_beside:
                 raise ValueError(
-                    "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to none."
+                    "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to pipeline."
                 )
             check_pipeline(self, experiment.codec)
 
@@ -99,11 +99,17 @@ class DiTSystem(DiffusionSystem):
     def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
         return self.condition.asked(settings, pairs, count)
 
+    @property
+    def build_options(self) -> dict[str, Any]:
+        return {"learned_variance": self.learns_variance}
+
     def build_network(self, spec: DataSpec) -> DiT:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""
-        return self.network.build(spec, learned_variance=self.learns_variance)
+        return self.network.build(spec, **self.build_options)
 
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "diffusers":
+            return super().export(model, codec, format_, folder)
         return write_pipeline(self, model, codec, folder)
 
     @classmethod

@@ -10,14 +10,17 @@ Defaults that differ from those of lucidrains/DALLE-pytorch (docs/systems.md has
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
 from image_diffusion.systems.codec.family import CodecSystem
-from image_diffusion.systems.given import Section
+from image_diffusion.systems.codec.hub_export import write_tokens
+from image_diffusion.systems.given import CardUse, Model, Section
 
 
 class DVAESystem(CodecSystem):
@@ -41,6 +44,7 @@ class DVAESystem(CodecSystem):
         "weights": "raw",
         "flip_probability": 0.0,
     }
+    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     decoded: ClassVar[str] = "hard"
 
     def build_network(self, spec: DataSpec) -> DVAE:
@@ -50,3 +54,8 @@ class DVAESystem(CodecSystem):
     def build_objective(self, spec: DataSpec) -> DiscreteAutoencoding:
         """The objective for images of `spec`."""
         return self.objective.build(self.network.logits_shape(spec))
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "pipeline":
+            return super().export(model, codec, format_, folder)
+        return write_tokens(self, model, folder)

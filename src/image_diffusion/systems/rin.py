@@ -9,23 +9,20 @@ Defaults that differ from those of lucidrains/recurrent-interface-network-pytorc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.core.types import DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.networks.rin import Rin, RinConfig
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.self_conditioning import SelfConditionedObjective, SelfConditioning
 from image_diffusion.objectives.weighting import MinSnrWeighting
 from image_diffusion.process.continuous import Continuous
-from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.self_conditioned import SelfConditionedDenoiser
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.given import Others, Section, Sections
 
@@ -61,6 +58,7 @@ class RinSystem(DiffusionSystem):
         },
     }
 
+    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     class_rows: ClassVar[tuple[str, ...]] = ("label_embedding.weight",)
 
     def check(self, experiment: Sections, others: Others) -> None:
@@ -83,17 +81,9 @@ class RinSystem(DiffusionSystem):
         objective = SelfConditionedObjective(self.self_conditioning, self.objective, process, spec)
         return self.objective.timestep_sampling.wrap(objective, process)
 
-    def denoiser(
-        self,
-        network: Network,
-        grid: Grid,
-        cond: Mapping[str, Tensor],
-        guide: Callable[[Network], Network] = lambda network: network,
-    ) -> Denoiser:
-        """The network as a sampler on `grid` sees it."""
-        if self.self_conditioning.probability == 0:
-            return super().denoiser(network, grid, cond, guide)
-        restrict = self.self_conditioning.restrict
-        return SelfConditionedDenoiser(
-            network, self.process.build(), grid, self.objective.prediction, cond, restrict, guide
-        )
+    @property
+    def reading(self) -> Reading:
+        """What sampling has to know of it."""
+        given = self.self_conditioning
+        estimates = "none" if given.probability == 0 else "clamped" if given.clamp else "free"
+        return super().reading.model_copy(update={"estimates": estimates})

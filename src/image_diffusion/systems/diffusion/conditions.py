@@ -23,7 +23,7 @@ from image_diffusion.networks.dit import TEXT
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.embedding.captions import encoder_of
+from image_diffusion.codecs.text.known import encoder_of
 
 
 class LabelCondition(Config):

@@ -29,19 +29,19 @@ def check_pipeline(system: DiTSystem, codec: Any) -> None:
     """Raise ValueError for what diffusers' DiTPipeline has no place for. codec: its configuration."""
     if codec.type == "rgb":
         raise ValueError(
-            "Diffusers' DiTPipeline works on latents, but this model works on pixels. Set export.format to none."
+            "Diffusers' DiTPipeline works on latents, but this model works on pixels. Set export.format to pipeline."
         )
     if codec.type == "diffusers":
         raise ValueError(
             "Diffusers' DiTPipeline scales latents by one factor, but codec.type diffusers normalises each channel. "
-            "Set export.format to none, or use codec.type stability_vae."
+            "Set export.format to pipeline, or use codec.type stability_vae."
         )
     process = system.process
     whole = isinstance(process, Discrete) and process.respacing == "" and not process.rescale_timesteps
     if not whole and not isinstance(process, Flow):
         raise ValueError(
             "Diffusers' DiTPipeline has no scheduler for this process. Train on a discrete process with all its "
-            "timesteps or on a flow process, or set export.format to none."
+            "timesteps or on a flow process, or set export.format to pipeline."
         )
 
 
@@ -50,7 +50,7 @@ def write_pipeline(system: DiTSystem, model: Model, codec: Codec, folder: Path) 
     if not isinstance(codec, KlCodec):
         raise ValueError(
             "Diffusers' DiTPipeline decodes by an AutoencoderKL, but this model's codec is none. Set export.format to "
-            "none."
+            "pipeline."
         )
     assert isinstance(model.network, DiT)
     process, prediction = system.process, system.objective.prediction
