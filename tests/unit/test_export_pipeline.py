@@ -1,4 +1,4 @@
-"""Each network exported with its own pipeline.py, loaded where `image_diffusion` cannot be imported: the same images."""
+"""Each network exported with its own pipeline.py, loaded where this package cannot be imported: the same images."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.flow import Flow
+from image_diffusion.systems.codec.reconstruction import reconstruct
 from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.codec.reconstruction import reconstruct
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
@@ -193,7 +192,7 @@ def cases(folder: Path) -> dict[str, Case]:
             low_res=small, call={"image": small.tolist()},
         ),
         "RIN": Case(
-            RinSystem(network=RinConfig(width=16, patch=4, depth=1, num_latents=4, latent_width=16, num_heads=2, head_width=8)),
+            RinSystem(network=RinConfig(width=16, patch=4, depth=1, num_latents=4, num_heads=2, head_width=8)),
             pixels, Rgb(), ddim, labels=[1, 1, 0],
         ),
     }  # fmt: skip

@@ -52,7 +52,9 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
             f"Set export.format to pipeline, or train without."
         )
     if config.mlp_ratio != 4:
-        raise ValueError(f"network.mlp_ratio is {config.mlp_ratio}; diffusers' DiT has 4. Set export.format to pipeline.")
+        raise ValueError(
+            f"network.mlp_ratio is {config.mlp_ratio}; diffusers' DiT has 4. Set export.format to pipeline."
+        )
     if spec.num_classes > NULL_LABEL:
         raise ValueError(
             f"The network has {spec.num_classes} classes, but DiTPipeline takes label {NULL_LABEL} for none. "

@@ -21,7 +21,7 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards import Shards
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.networks.dit_weights import is_dit
+from image_diffusion.networks.dit_weights import is_dit, is_dit_folder
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.samplers.ancestral import Ddpm
@@ -114,9 +114,11 @@ class DiTSystem(DiffusionSystem):
 
     @classmethod
     def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
-        if not path.is_dir() and not is_dit(content):
+        if not (is_dit_folder(path) if path.is_dir() else is_dit(content)):
             return None
-        weights, objective = read_published(content, path)
+        experiment = described(cls)
+        assert experiment is None or isinstance(experiment.system, cls)
+        weights, parts, told = read_published(content, path, experiment.system if experiment else None)
         vae, identity = latents_of(codec)
-        system = cls(network=weights.config, objective=objective)
-        return Foreign(weights.tensors, system, weights.spec, vae, identity)
+        unread = tuple(name for name in content if name != "ema") if "ema" in content else ()
+        return Foreign(weights.tensors, cls(network=weights.config, **parts), weights.spec, vae, identity, told, unread)

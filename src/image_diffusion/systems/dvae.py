@@ -13,14 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
+from image_diffusion.networks.unet_weights import check_fit
 from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
+from image_diffusion.systems.codec.dvae_trained import dvae_of, is_dvae
 from image_diffusion.systems.codec.family import CodecSystem
 from image_diffusion.systems.codec.hub_export import write_tokens
-from image_diffusion.systems.given import CardUse, Model, Section
+from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Section
 
 
 class DVAESystem(CodecSystem):
@@ -59,3 +64,17 @@ class DVAESystem(CodecSystem):
         if format_ != "pipeline":
             return super().export(model, codec, format_, folder)
         return write_tokens(self, model, folder)
+
+    @classmethod
+    def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
+        """A discrete VAE of DALLE-pytorch, which says itself how it is built."""
+        if not is_dvae(content):
+            return None
+        config, spec, tensors = dvae_of(content, path)
+        system = cls(network=config)
+        with torch.device("meta"):
+            expected = system.build_network(spec).state_dict()
+        check_fit(expected, tensors, path, "discrete VAE")
+        unread = tuple(name for name in content if name not in ("hparams", "weights"))
+        weights = {name: each.float() for name, each in tensors.items()}
+        return Foreign(weights, system, spec, Rgb(), Rgb().identity, "a discrete VAE", unread)

@@ -95,4 +95,7 @@ class IddpmSystem(DiffusionSystem):
         with torch.device("meta"):
             expected = system.build_network(spec).state_dict()
         check_fit(expected, content, path)
-        return Foreign({name: each.float() for name, each in content.items()}, system, spec, Rgb(), Rgb().identity)
+        averages = sorted(each.name for each in path.parent.glob("ema_*.pt")) if path.stem.startswith("model") else []
+        told = f"a U-Net; averages of it lie beside it: {', '.join(averages)}" if averages else "a U-Net"
+        tensors = {name: each.float() for name, each in content.items()}
+        return Foreign(tensors, system, spec, Rgb(), Rgb().identity, told)

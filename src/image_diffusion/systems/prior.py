@@ -33,7 +33,7 @@ from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
 from image_diffusion.systems.embedding.hub_export import write_prior
 from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
-from image_diffusion.systems.embedding.published import check_fit, is_prior, named_tensors, published, spec_of
+from image_diffusion.systems.embedding.published import check_fit, entry_of, is_prior, named_tensors, published, spec_of
 from image_diffusion.systems.embedding.reading import EmbeddingReading
 from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, ToJudge
 from image_diffusion.systems.system import System
@@ -192,4 +192,7 @@ class PriorSystem(System):
         with torch.device("meta"):
             expected = system.build_network(spec).state_dict()
         check_fit(expected, tensors, path)
-        return Foreign({name: each.float() for name, each in tensors.items()}, system, spec, Rgb(), Rgb().identity)
+        unread = tuple(name for name in content if name != average) if (average := entry_of(content)) else ()
+        told = "a prior" if average is None else f"a prior, its entry {average}"
+        weights = {name: each.float() for name, each in tensors.items()}
+        return Foreign(weights, system, spec, Rgb(), Rgb().identity, told, unread)

@@ -65,7 +65,7 @@ class ExportedDiffusion(ExportedModel):
 
     def _codec(self, vae: nn.Module | None) -> Codec:
         described = self.described["codec"]
-        network = self.networks[CODEC] if CODEC in self.networks else vae
+        network = dict(self.networks.items()).get(CODEC, vae)
         codec: Codec = named(described["class"]).unpacked(Packed(described["settings"], network))
         return codec
 

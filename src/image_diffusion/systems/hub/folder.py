@@ -1,9 +1,8 @@
 """A folder that diffusers loads with the code beside it, where this package is not installed.
 
-    model_index.json    the pipeline's class and its parts
-    pipeline.py         what a user calls
-    model/              config.json, the weights, and exported.py: the modules of this package that the model needs
-    vae/                the autoencoder of the latents, as diffusers keeps its own, where there is one
+model_index.json names the pipeline and its parts; pipeline.py is what a user calls; model/ holds config.json, the
+weights, and exported.py, the modules of this package that the model needs; vae/ the autoencoder of the latents, as
+diffusers keeps its own, where there is one.
 """
 
 from __future__ import annotations
