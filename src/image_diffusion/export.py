@@ -89,8 +89,8 @@ def _read(
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"{path} looks like weights of a system of type {name_of(system)}, but is not whole: {what}. Use a file that "
-            f"was written whole."
+            f"{path} looks like weights of a system of type {name_of(system)}, but is not whole: {what}. Use a file "
+            f"that was written whole."
         ) from None
 
 
