@@ -98,10 +98,12 @@ def _not_known(content: Mapping[str, Any], path: Path) -> str:
     """What is said of a file or folder that no system knows."""
     known = (
         "Give those of a DiT or SiT, of a U-Net of improved-diffusion or guided-diffusion, of lucidrains' RIN, of a "
-        "discrete VAE of DALLE-pytorch, or of a prior of DALLE2-pytorch."
+        "discrete VAE of DALLE-pytorch or OpenAI, or of a prior of DALLE2-pytorch."
     )
     if path.is_dir():
-        return f"{path} is a folder of diffusers' {class_of(path)}, which is not known here. {known}"
+        found = class_of(path)
+        what = f"of diffusers' {found}, which is not known here" if found else "without a config.json"
+        return f"{path} is a folder {what}. {known}"
     if {"state", "param_groups"} <= set(content):
         return (
             f"{path} is the state of an optimizer, without weights. Give the file beside it that holds them, ema_….pt."

@@ -11,14 +11,18 @@ import argparse
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from image_diffusion import export
 from image_diffusion.core import command
@@ -233,6 +237,128 @@ def test_a_file_that_would_run_code_is_refused(
         torch.save(content | {entry: Dangerous()}, tmp_path / "x.pt")
         with pytest.raises(ValueError, match=r"more than tensors and plain data .*mkdir.* would run code from it"):
             read_foreign(tmp_path / "x.pt", "", None, tmp_path / "train")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "train").exists()
+
+
+class TheirConv(nn.Module):
+    """`dall_e.utils.Conv2d`: weights w and b, and as much padding as keeps the size."""
+
+    def __init__(self, c_in: int, c_out: int, kernel: int) -> None:
+        super().__init__()
+        self.w, self.b = (
+            nn.Parameter(torch.randn(c_out, c_in, kernel, kernel) / c_in**0.5),
+            nn.Parameter(torch.randn(c_out)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.w, self.b, padding=(self.w.shape[2] - 1) // 2)
+
+
+class TheirBlock(nn.Module):
+    """`dall_e.encoder.EncoderBlock` and `dall_e.decoder.DecoderBlock`."""
+
+    def __init__(self, c_in: int, c_out: int, layers: int, kernels: tuple[int, ...]) -> None:
+        super().__init__()
+        inner = c_out // 4
+        self.post_gain, self.device = 1 / layers**2, torch.device("cpu")
+        self.id_path = TheirConv(c_in, c_out, 1) if c_in != c_out else nn.Identity()
+        path = OrderedDict[str, nn.Module]()
+        for i, (a, b) in enumerate(((c_in, inner), (inner, inner), (inner, inner), (inner, c_out))):
+            path |= {f"relu_{i + 1}": nn.ReLU(), f"conv_{i + 1}": TheirConv(a, b, kernels[i])}
+        self.res_path = nn.Sequential(path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.id_path(x) + self.post_gain * self.res_path(x)
+
+
+class TheirSide(nn.Module):
+    """`dall_e.encoder.Encoder` and `dall_e.decoder.Decoder`, of 3 groups of 2 blocks: n_hid 8, n_init 6, 16 tokens."""
+
+    def __init__(
+        self, widths: list[int], first: int, start: nn.Module, end: nn.Module, kernels: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        parts = OrderedDict[str, nn.Module](input=start)
+        between: dict[str, nn.Module] = {"pool": nn.MaxPool2d(kernel_size=2)}
+        if kernels[0] == 1:
+            between = {"upsample": nn.Upsample(scale_factor=2, mode="nearest")}
+        for i, width in enumerate(widths):
+            before = first if i == 0 else widths[i - 1]
+            blocks = {f"block_{k + 1}": TheirBlock(before if k == 0 else width, width, 6, kernels) for k in range(2)}
+            parts[f"group_{i + 1}"] = nn.Sequential(OrderedDict(**blocks, **(between if i < len(widths) - 1 else {})))
+        parts["output"] = nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=end))
+        self.blocks = nn.Sequential(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+@contextmanager
+def called(names: dict[type, str]) -> Iterator[None]:
+    """Classes of this file by other names, as pickles will know them: "package.module.Class"."""
+    own = [(kind, kind.__module__, kind.__qualname__) for kind in names]
+    places: dict[str, Any] = {"dall_e": SimpleNamespace()}
+    for kind, name in names.items():
+        kind.__module__, _, kind.__qualname__ = name.rpartition(".")
+        vars(places.setdefault(kind.__module__, SimpleNamespace()))[kind.__qualname__] = kind
+    sys.modules.update(places)
+    try:
+        yield
+    finally:
+        for kind, module, qualname in own:
+            kind.__module__, kind.__qualname__ = module, qualname
+        for place in places:
+            del sys.modules[place]
+
+
+def write_openai(folder: Path) -> tuple[TheirSide, TheirSide]:
+    """encoder.pkl and decoder.pkl: pickled modules, by the names that the package `dall_e` has for them."""
+    torch.manual_seed(0)
+    encoder = TheirSide([8, 16, 32], 8, TheirConv(3, 8, 7), TheirConv(32, 16, 1), (3, 3, 3, 1))
+    decoder = TheirSide([32, 16, 8], 6, TheirConv(16, 6, 1), TheirConv(8, 6, 1), (1, 3, 3, 3))
+    for side, module in (("Encoder", encoder), ("Decoder", decoder)):
+        place = f"dall_e.{side.lower()}.{side}"
+        with called({TheirSide: place, TheirBlock: f"{place}Block", TheirConv: "dall_e.utils.Conv2d"}):
+            torch.save(module, folder / f"{side.lower()}.pkl")
+    return encoder, decoder
+
+
+def test_openais_discrete_vae_is_read_without_its_code(tmp_path: Path) -> None:
+    (tmp_path / "dalle").mkdir()
+    encoder, decoder = write_openai(tmp_path / "dalle")
+    experiment = described(tmp_path, {"type": "dvae"}, 16)
+    told = read_foreign(tmp_path / "dalle", "", experiment, tmp_path / "train")
+    assert told == "a discrete VAE" and "dall_e" not in sys.modules
+    network: Any = load_model(tmp_path / "train").network
+    pixels = torch.rand(2, 3, 16, 16)
+    logits = encoder(0.8 * pixels + 0.1)
+    torch.testing.assert_close(network.logits(2 * pixels - 1), logits, **CLOSE)
+    tokens = logits.argmax(1)
+    one_hot = F.one_hot(tokens, 16).permute(0, 3, 1, 2).float()
+    theirs = (torch.sigmoid(decoder(one_hot)[:, :3]) - 0.1) / 0.8
+    torch.testing.assert_close((network.decode(network.hard_latent(tokens)) + 1) / 2, theirs, **CLOSE)
+    assert tokens.unique().numel() > 3
+
+
+def test_openais_files_with_more_than_its_parts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_openai(tmp_path)
+    for name in ("encoder.pkl", "decoder.pkl"):
+        whole = (tmp_path / name).read_bytes()
+        for content in ({"blocks": Dangerous()}, Dangerous()):
+            torch.save(content, tmp_path / name)
+            with pytest.raises(
+                ValueError, match=rf"{name} holds more than the parts of OpenAI's .*mkdir.* would run code"
+            ):
+                read_foreign(tmp_path, "", None, tmp_path / "train")
+        (tmp_path / name).write_bytes(pickle.dumps(Dangerous()))
+        with pytest.raises(ValueError, match=rf"{name} (holds more than the parts|is damaged)"):
+            read_foreign(tmp_path, "", None, tmp_path / "train")
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            read_foreign(tmp_path, "", None, tmp_path / "train")
+        (tmp_path / name).write_bytes(whole)
     assert not (tmp_path / "ran").exists() and not (tmp_path / "train").exists()
 
 

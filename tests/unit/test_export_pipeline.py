@@ -66,6 +66,8 @@ from diffusers import DiffusionPipeline
 KINDS = {"image": torch.tensor, "text_embed": torch.tensor, "images": lambda each: np.array(each, np.uint8)}
 for folder, call, out in json.load(open(sys.argv[1])):
     pipeline = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    pipeline.to("cpu")
+    assert pipeline.device.type == "cpu"
     given = {name: KINDS[name](each) if name in KINDS else each for name, each in call.items()}
     made = pipeline(**given)
     np.save(out, np.asarray(made.images if hasattr(made, "images") else made))
@@ -280,6 +282,27 @@ def test_every_case_is_looked_at(exported: dict[str, Compared]) -> None:
 def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared]) -> None:
     found = exported["the prior"]
     assert found.here.shape == (3, 16) and np.abs(found.here - found.there).max() < 1e-5
+
+
+def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:
+    """Where the package is installed too, and two models of different code are loaded one after the other."""
+    code = (
+        "import sys; from diffusers import DiffusionPipeline; import image_diffusion.networks.dit as ours;"
+        "a, b = (DiffusionPipeline.from_pretrained(each, trust_remote_code=True) for each in sys.argv[1:]);"
+        "images = [each(seeds=[0], num_inference_steps=1, output_type='np').images for each in (a, b)];"
+        "assert not isinstance(a.model.network, ours.DiT) and type(a.model.network).__name__ == 'DiT';"
+        "assert len({type(each.model).__module__ for each in (a, b)}) == 2"
+    )
+    folders = [str(exported[name].folder) for name in ("a DiT on pixels with all options", "a U-Net")]
+    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_another_type_of_weights_is_refused(exported: dict[str, Compared]) -> None:
+    from image_diffusion.systems.hub.loader import Exported
+
+    with pytest.raises(ValueError, match=r'torch_dtype is torch.float16.* precision="bf16"'):
+        Exported.from_pretrained(str(exported["a U-Net"].folder / "model"), torch_dtype=torch.float16)
 
 
 def test_the_folder_holds_plain_files_and_only_the_code_that_it_needs(exported: dict[str, Compared]) -> None:

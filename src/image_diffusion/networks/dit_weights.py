@@ -78,8 +78,10 @@ def is_dit(content: Mapping[str, Any]) -> bool:
 
 
 def is_dit_folder(folder: Path) -> bool:
-    """Whether a folder of diffusers holds a DiT, or does not say what it holds."""
-    return class_of(folder) in ("DiTTransformer2DModel", "Transformer2DModel", "DiTPipeline", None)
+    """Whether a folder of diffusers holds a DiT, or has a configuration that does not say of what."""
+    known = ("DiTTransformer2DModel", "Transformer2DModel", "DiTPipeline")
+    found = class_of(folder)
+    return found in known or (found is None and (folder / "config.json").is_file())
 
 
 def class_of(folder: Path) -> str | None:

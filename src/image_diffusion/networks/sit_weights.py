@@ -47,4 +47,5 @@ def _first(rows: Tensor, channels: int, halved: bool) -> Tensor:
     """The rows of x's own channels: each pixel of a patch has `channels`, and as many again where they are halved."""
     if not halved:
         return rows
-    return rows.unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
+    own: Tensor = rows.unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
+    return own

@@ -117,8 +117,9 @@ class DiTSystem(DiffusionSystem):
         if not (is_dit_folder(path) if path.is_dir() else is_dit(content)):
             return None
         experiment = described(cls)
-        assert experiment is None or isinstance(experiment.system, cls)
-        weights, parts, told = read_published(content, path, experiment.system if experiment else None)
+        system = None if experiment is None else experiment.system
+        assert system is None or isinstance(system, DiTSystem)
+        weights, parts, told = read_published(content, path, system)
         vae, identity = latents_of(codec)
         unread = tuple(name for name in content if name != "ema") if "ema" in content else ()
         return Foreign(weights.tensors, cls(network=weights.config, **parts), weights.spec, vae, identity, told, unread)

@@ -20,6 +20,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
+from image_diffusion.networks.dvae_openai import is_openai_folder, read_openai
 from image_diffusion.networks.unet_weights import check_fit
 from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
 from image_diffusion.systems.codec.dvae_trained import dvae_of, is_dvae
@@ -67,10 +68,19 @@ class DVAESystem(CodecSystem):
 
     @classmethod
     def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
-        """A discrete VAE of DALLE-pytorch, which says itself how it is built."""
-        if not is_dvae(content):
+        """A discrete VAE of DALLE-pytorch, or OpenAI's two files in a folder; both say themselves how they are built.
+
+        The size of OpenAI's images is that of an experiment's data, or 256 as its own.
+        """
+        if path.is_dir() and is_openai_folder(path):
+            experiment, (sizes, tensors) = described(cls), read_openai(path)
+            resolution = experiment.data.resolution if experiment else 256
+            spec = DataSpec(channels=sizes.pop("channels"), resolution=resolution)
+            config = DVAEConfig(layout="openai", **sizes)
+        elif is_dvae(content):
+            config, spec, tensors = dvae_of(content, path)
+        else:
             return None
-        config, spec, tensors = dvae_of(content, path)
         system = cls(network=config)
         with torch.device("meta"):
             expected = system.build_network(spec).state_dict()

@@ -1,6 +1,7 @@
 """Loads a model of image-diffusion where that package is not installed: the code that it needs stands in this file.
 
-PACKAGE is the name that this code is imported under, SOURCES has its modules by their names, in lines.
+PACKAGE is the name that this code is imported under, SOURCES has its modules by their names, in lines. All of it is
+Copyright (c) 2026 the image-diffusion authors. SPDX-License-Identifier: MIT
 """
 
 from __future__ import annotations
