@@ -72,8 +72,9 @@ def write_hub_folder(
         "_class_name": ["pipeline", "Pipeline"],
         "_diffusers_version": __version__,
         "model": ["exported", "Exported"],
-        "vae": [None, None] if vae is None else ["diffusers", type(vae).__name__],
     }
+    if vae is not None:
+        index["vae"] = ["diffusers", type(vae).__name__]
     with atomic_folder(folder) as written:
         (written / "model").mkdir()
         _write(written / "model_index.json", to_json(index))

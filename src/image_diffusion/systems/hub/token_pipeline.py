@@ -14,11 +14,9 @@ from torch import Tensor
 class Pipeline(DiffusionPipeline):  # type: ignore[misc]
     """Images -> tokens -> images."""
 
-    _optional_components = ["vae"]  # noqa: RUF012 - as diffusers declares it
-
-    def __init__(self, model: Any, vae: Any = None) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.register_modules(model=model, vae=vae)
+        self.register_modules(model=model)
 
     @torch.no_grad()
     def encode(self, images: Any) -> Tensor:
