@@ -31,7 +31,9 @@ class ExportConfig(Config):
     """What the trained model is written as, for other programs."""
 
     format: str = "none"
-    """diffusers: a folder that diffusers loads (a DiTPipeline, or an AutoencoderKL). none: nothing."""
+    """diffusers: a folder of what diffusers itself has (a DiTPipeline, or an AutoencoderKL). pipeline: a folder with a
+    pipeline.py and code of its own, which diffusers loads where this package is not installed; for every network. none:
+    nothing."""
 
 
 class ResourcesConfig(Config):

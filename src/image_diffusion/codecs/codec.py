@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
@@ -29,6 +30,15 @@ class LatentShape(Protocol):
     def downsampling(self) -> int:
         """Pixels along an edge of the image for each element along an edge of the latent."""
         ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What of a codec goes with a model that leaves this package. settings: plain data. network: what decodes, an
+    autoencoder of diffusers or a network of our own; None: there is none."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    network: nn.Module | None = None
 
 
 class Codec(Protocol):
@@ -72,6 +82,15 @@ class Codec(Protocol):
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
         """The same codec, but images come from the decoder of another autoencoder of the same latents: a folder, or a
         name on the Hub. Raises ValueError for a codec that takes none."""
+        ...
+
+    def packed(self) -> Packed:
+        """What goes with an exported model, for `unpacked`."""
+        ...
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        """The codec again, to decode with."""
         ...
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.codecs.codec import Packed, from_uint8, to_uint8
 from image_diffusion.core.streams import Streams
 from image_diffusion.networks.dvae import DVAE
 
@@ -54,6 +54,13 @@ class DVAECodec:
     def with_decoder(self, weights: str, device: torch.device) -> DVAECodec:
         """A discrete VAE has one decoder. Raises ValueError."""
         raise ValueError(f"A discrete VAE has no decoder that {weights} could replace. Leave sample.decoder out.")
+
+    def packed(self) -> Packed:
+        return Packed({"identity": self.identity, "scale": self.scale}, self.network)
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        return cls(packed.settings["identity"], lambda: cast("DVAE", packed.network), packed.settings["scale"])
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import from_uint8, in_slices, to_uint8
+from image_diffusion.codecs.codec import Packed, from_uint8, in_slices, to_uint8
 from image_diffusion.codecs.decoder import Decoder
 from image_diffusion.core.streams import Streams
 
@@ -62,6 +62,13 @@ class KlCodec:
 
     def with_decoder(self, weights: str, device: torch.device) -> KlCodec:
         return replace(self, decoder=Decoder(weights, device))
+
+    def packed(self) -> Packed:
+        return Packed({"identity": self.identity, "scale": self.scale}, self.vae)
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        return cls(packed.settings["identity"], lambda: cast("AutoencoderKL", packed.network), packed.settings["scale"])
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:

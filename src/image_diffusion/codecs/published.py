@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.codecs.autoencoders import Factors, Kind, Vq, as_declared, far_off, kind_of
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, from_uint8, in_slices, to_uint8
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, from_uint8, in_slices, to_uint8
 from image_diffusion.codecs.decoder import Decoder, check_decoder
 from image_diffusion.codecs.pretrained import content_of, files_of, load_pretrained, settings_of
 from image_diffusion.core.streams import Streams
@@ -95,6 +95,7 @@ class DiffusersCodec:
     """An autoencoder and how its latents are normalised.
 
     scale: of `Diffusers.scale_of`; None while encoding: latents are then x. decoder: decodes in place of its own.
+    given: the autoencoder, where it is at hand and need not be loaded.
     """
 
     settings: Diffusers
@@ -102,6 +103,7 @@ class DiffusersCodec:
     device: torch.device
     dtype: torch.dtype
     decoder: Decoder | None = None
+    given: Any = None
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -110,10 +112,14 @@ class DiffusersCodec:
 
     @cached_property
     def kind(self) -> Kind:
-        return self.settings.kind
+        if self.given is None:
+            return self.settings.kind
+        return kind_of({**self.given.config, "_class_name": type(self.given).__name__}, self.settings.name)
 
     @cached_property
     def vae(self) -> Any:
+        if self.given is not None:
+            return self.given
         weights, subfolder = self.settings.weights, self.settings.subfolder
         return load_pretrained(self.kind.network(), weights, subfolder, self.device, self.dtype, "codec.weights")
 
@@ -151,6 +157,15 @@ class DiffusersCodec:
 
     def with_decoder(self, weights: str, device: torch.device) -> DiffusersCodec:
         return replace(self, decoder=Decoder(weights, device))
+
+    def packed(self) -> Packed:
+        return Packed({"name": self.settings.name, "scale": self.scale}, self.vae)
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        vae: Any = packed.network
+        settings = Diffusers(weights=packed.settings["name"])
+        return cls(settings, packed.settings["scale"], vae.device, vae.dtype, given=vae)
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, from_uint8, to_uint8
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, from_uint8, to_uint8
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 
@@ -59,3 +59,10 @@ class Rgb(CodecSettings):
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
         """Pixels are not decoded. Raises ValueError."""
         raise ValueError(f"Codec rgb has no decoder that {weights} could replace. Leave sample.decoder out.")
+
+    def packed(self) -> Packed:
+        return Packed()
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        return cls()

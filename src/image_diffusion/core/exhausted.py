@@ -22,8 +22,11 @@ _ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Where somebody writes a file or a folder: an error of a disk that is full names it, whoever raised it."""
+def writing(path: Path, hidden: Path | None = None) -> Iterator[None]:
+    """Where somebody writes a file or a folder: an error of a disk that is full names it, whoever raised it.
+
+    hidden: a folder that it is written in before it has its name, which an error does not name.
+    """
     try:
         yield
     except Exception as error:
@@ -32,7 +35,8 @@ def writing(path: Path) -> Iterator[None]:
             number = int(found[1])
         elif number is None and _CUT_OFF.search(str(error)):
             number = errno.ENOSPC
-        if number not in _DISK or (isinstance(error, OSError) and error.filename):
+        named = Path(os.fsdecode(error.filename)) if isinstance(error, OSError) and error.filename else None
+        if number not in _DISK or (named is not None and (hidden is None or not named.is_relative_to(hidden))):
             raise
         raise OSError(number, os.strerror(number), str(path)) from None
 

@@ -75,7 +75,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(left, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary,
-        writing(folder),
+        writing(folder, Path(temporary)),
     ):
         written = Path(temporary) / folder.name
         written.mkdir()

@@ -49,20 +49,22 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
     if any(foreign.values()):
         raise ValueError(
             f"Diffusers' DiT has no {' and no '.join(name for name, used in foreign.items() if used)}. "
-            f"Set export.format to none, or train without."
+            f"Set export.format to pipeline, or train without."
         )
     if config.mlp_ratio != 4:
-        raise ValueError(f"network.mlp_ratio is {config.mlp_ratio}; diffusers' DiT has 4. Set export.format to none.")
+        raise ValueError(
+            f"network.mlp_ratio is {config.mlp_ratio}; diffusers' DiT has 4. Set export.format to pipeline."
+        )
     if spec.num_classes > NULL_LABEL:
         raise ValueError(
             f"The network has {spec.num_classes} classes, but DiTPipeline takes label {NULL_LABEL} for none. "
-            f"Set export.format to none."
+            f"Set export.format to pipeline."
         )
     depth, width, num_heads, patch = config.shape
     if not torch.allclose(network.pos_embed.cpu(), grid_positions(width, spec.resolution // patch)[None], atol=1e-5):
         raise ValueError(
             "The network's positions were interpolated from another resolution (train.init_from), but diffusers' DiT "
-            "computes its own. Set export.format to none."
+            "computes its own. Set export.format to pipeline."
         )
     transformer = DiTTransformer2DModel(
         num_attention_heads=num_heads,
@@ -99,7 +101,7 @@ def ddim_scheduler(betas: Tensor, prediction: str) -> DDIMScheduler:
     if prediction not in known:
         raise ValueError(
             f"The network predicts {prediction}, for which diffusers' DDIM has no rule; it has {', '.join(known)}. "
-            f"Set export.format to none."
+            f"Set export.format to pipeline."
         )
     return DDIMScheduler(
         num_train_timesteps=len(betas),
@@ -122,7 +124,7 @@ def flow_scheduler(time_scale: float, prediction: str) -> DPMSolverMultistepSche
     if prediction != "velocity" or time_scale != 1000:
         raise ValueError(
             f"The network predicts {prediction} at flow times multiplied by {time_scale:g}; diffusers needs velocity "
-            f"and 1000. Train with process.time_scale 1000 and prediction velocity, or set export.format to none."
+            f"and 1000. Train with process.time_scale 1000 and prediction velocity, or set export.format to pipeline."
         )
     return DPMSolverMultistepScheduler(
         num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
@@ -193,7 +195,7 @@ def _refit_time(tensors: dict[str, Tensor], num_timesteps: int) -> dict[str, Ten
         raise ValueError(
             f"The network has time_frequencies dit, but diffusers' DiT computes others, and {width} channels are too "
             f"few to make up for that at {num_timesteps} timesteps: the embedding would be off by {error:.1%}. Train "
-            f"with network.time_frequencies diffusers, or set export.format to none."
+            f"with network.time_frequencies diffusers, or set export.format to pipeline."
         )
     return {
         f"{first}.weight": weight,

@@ -77,6 +77,22 @@ def is_dit(content: Mapping[str, Any]) -> bool:
     return "x_embedder.proj.weight" in (average if isinstance(average, Mapping) else content)
 
 
+def is_dit_folder(folder: Path) -> bool:
+    """Whether a folder of diffusers holds a DiT, or has a configuration that does not say of what."""
+    known = ("DiTTransformer2DModel", "Transformer2DModel", "DiTPipeline")
+    found = class_of(folder)
+    return found in known or (found is None and (folder / "config.json").is_file())
+
+
+def class_of(folder: Path) -> str | None:
+    """The class of diffusers that a folder is of; None where it does not say."""
+    for name in ("model_index.json", "config.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name)
+            return str(found["_class_name"]) if isinstance(found, dict) and "_class_name" in found else None
+    return None
+
+
 def load_tensors(path: Path) -> Mapping[str, Any]:
     """The content of a .safetensors file or, loaded safely, of a torch file: tensors and plain data by name.
 
@@ -105,6 +121,8 @@ def load_tensors(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path} is damaged, or not a file of tensors: {reason}. Copy it again.") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not tensors by name.")
+    if not all(isinstance(name, str) for name in content):
+        raise ValueError(f"{path} holds entries without names, not tensors by name.")
     return content
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.networks import dvae_openai
 
 Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
 
@@ -23,6 +24,9 @@ Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
 class DVAEConfig(Config):
     """Size of the network, how a token is drawn in training, and what pixels are scaled to."""
 
+    layout: Literal["dalle_pytorch", "openai"] = "dalle_pytorch"
+    """The layers of encoder and decoder: those of DALLE-pytorch, or OpenAI's, whose channels double with every layer
+    and whose pixels come out of a sigmoid."""
     num_tokens: int = Field(8192, ge=2)
     """Tokens in the codebook."""
     codebook_dim: int = Field(512, ge=1)
@@ -54,6 +58,8 @@ class DVAEConfig(Config):
                 f"The resolution is {resolution}, too small for num_layers = {self.num_layers}, which divide each edge "
                 f"by {self.downsampling}. Use at most {resolution.bit_length() - 1} layers, or larger images."
             )
+        if self.layout == "openai" and not self.num_resnet_blocks:
+            raise ValueError("layout openai is made of residual blocks. Set num_resnet_blocks to 1 or more.")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) != spec.channels:
                 raise ValueError(
@@ -82,9 +88,13 @@ class DVAEConfig(Config):
     def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each channel, of pixels in [0, 1]. Of 2 or 4 channels the last is alpha."""
         colours, alphas = (channels - 1, 1) if channels in (2, 4) else (channels, 0)
-        mean = self.mean if self.mean is not None else (0.5,) * colours + (0.0,) * alphas
-        std = self.std if self.std is not None else (0.5,) * colours + (1.0,) * alphas
-        return mean, std
+        openai = self.layout == "openai"  # 0.8 p + 0.1
+        usual_mean, usual_std = (
+            ((-0.125,) * channels, (1.25,) * channels)
+            if openai
+            else ((0.5,) * colours + (0.0,) * alphas, (0.5,) * colours + (1.0,) * alphas)
+        )
+        return usual_mean if self.mean is None else self.mean, usual_std if self.std is None else self.std
 
 
 class DVAE(nn.Module):
@@ -98,10 +108,27 @@ class DVAE(nn.Module):
 
     def __init__(self, config: DVAEConfig, spec: DataSpec) -> None:
         super().__init__()
+        self.config, self.spec = config, spec
         self.estimator: Estimator = config.estimator
         self.image_shape = (spec.channels, spec.resolution, spec.resolution)
+        if config.layout == "openai":
+            sizes = (config.hidden_dim, config.num_layers + 1, config.num_resnet_blocks)
+            self.encoder = dvae_openai.encoder(spec.channels, config.num_tokens, *sizes)
+            self.codebook = nn.Embedding(config.num_tokens, config.codebook_dim)
+            self.decoder = dvae_openai.decoder(spec.channels, config.codebook_dim, *sizes)
+        else:
+            self._build_layers(config, spec.channels)
+        # Constants, so whole even where the network is built of shapes alone.
+        known = config.normalisation(spec.channels)
+        mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in known)
+        # Of x = 2p - 1: (p - mean) / std = scale x + shift.
+        self.register_buffer("scale", 0.5 / std, persistent=False)
+        self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
+
+    def _build_layers(self, config: DVAEConfig, channels: int) -> None:
+        """DALLE-pytorch's encoder, codebook and decoder."""
         hidden, layers, blocks = config.hidden_dim, config.num_layers, config.num_resnet_blocks
-        widths = [spec.channels] + [hidden] * layers
+        widths = [channels] + [hidden] * layers
         downs = [
             nn.Sequential(nn.Conv2d(c_in, c_out, 4, stride=2, padding=1), nn.ReLU()) for c_in, c_out in pairwise(widths)
         ]
@@ -116,14 +143,8 @@ class DVAE(nn.Module):
         )
         self.codebook = nn.Embedding(config.num_tokens, config.codebook_dim)
         self.decoder = nn.Sequential(
-            *entry, *(ResBlock(hidden) for _ in range(blocks)), *ups, nn.Conv2d(hidden, spec.channels, 1)
+            *entry, *(ResBlock(hidden) for _ in range(blocks)), *ups, nn.Conv2d(hidden, channels, 1)
         )
-        # Constants, so whole even where the network is built of shapes alone.
-        known = config.normalisation(spec.channels)
-        mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in known)
-        # Of x = 2p - 1: (p - mean) / std = scale x + shift.
-        self.register_buffer("scale", 0.5 / std, persistent=False)
-        self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
 
     def forward(self, x: Tensor, gumbel: Tensor, temperature: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         """The reconstruction and what it should be, both normalised, [B, C, H, W], and the logits [B, N, h, w].

@@ -74,7 +74,9 @@ def num_label_rows(tensors: Mapping[str, Tensor]) -> int:
     return len(tensors[_LABELS]) if _LABELS in tensors else 0
 
 
-def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+def check_fit(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, network: str = "U-Net"
+) -> None:
     """Raise ValueError with what is missing, unexpected or of another shape, unless the tensors fit a state dict."""
     problems = {
         "missing": [name for name in expected if name not in tensors],
@@ -88,7 +90,8 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], pat
     told = [f"{problem}: {_list(names)}" for problem, names in problems.items() if names]
     if told:
         raise ValueError(
-            f"{path} does not fit the U-Net described. {'; '.join(told)}. Use weights of this network, written whole."
+            f"{path} does not fit the {network} described. {'; '.join(told)}. Use weights of this network, written "
+            f"whole."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _WORTH_IT = 2**22  # multiplications: with fewer, what a gradient written in Python costs is more than what is saved
@@ -46,9 +46,12 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
 
 
-@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
 def _operations(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
+
+
+if torch.ops.mkldnn._linear_pointwise not in flop_registry:  # this code may be here twice, in an exported model too
+    register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_operations)
 
 
 class _Product(torch.autograd.Function):

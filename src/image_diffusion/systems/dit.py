@@ -21,7 +21,7 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.shards import Shards
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.networks.dit_weights import is_dit
+from image_diffusion.networks.dit_weights import is_dit, is_dit_folder
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.samplers.ancestral import Ddpm
@@ -53,7 +53,7 @@ class DiTSystem(DiffusionSystem):
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
 
-    exports: ClassVar[tuple[str, ...]] = ("diffusers",)
+    exports: ClassVar[tuple[str, ...]] = ("diffusers", "pipeline")
     class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
     positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
 
@@ -83,7 +83,7 @@ class DiTSystem(DiffusionSystem):
         if experiment.section("export").format == "diffusers":
             if self.reads_beside:
                 raise ValueError(
-                    "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to none."
+                    "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to pipeline."
                 )
             check_pipeline(self, experiment.codec)
 
@@ -99,18 +99,27 @@ class DiTSystem(DiffusionSystem):
     def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
         return self.condition.asked(settings, pairs, count)
 
+    @property
+    def build_options(self) -> dict[str, Any]:
+        return {"learned_variance": self.learns_variance}
+
     def build_network(self, spec: DataSpec) -> DiT:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""
-        return self.network.build(spec, learned_variance=self.learns_variance)
+        return self.network.build(spec, **self.build_options)
 
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "diffusers":
+            return super().export(model, codec, format_, folder)
         return write_pipeline(self, model, codec, folder)
 
     @classmethod
     def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
-        if not path.is_dir() and not is_dit(content):
+        if not (is_dit_folder(path) if path.is_dir() else is_dit(content)):
             return None
-        weights, objective = read_published(content, path)
+        experiment = described(cls)
+        system = None if experiment is None else experiment.system
+        assert system is None or isinstance(system, DiTSystem)
+        weights, parts, told = read_published(content, path, system)
         vae, identity = latents_of(codec)
-        system = cls(network=weights.config, objective=objective)
-        return Foreign(weights.tensors, system, weights.spec, vae, identity)
+        unread = tuple(name for name in content if name != "ema") if "ema" in content else ()
+        return Foreign(weights.tensors, cls(network=weights.config, **parts), weights.spec, vae, identity, told, unread)

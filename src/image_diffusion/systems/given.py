@@ -296,10 +296,13 @@ class CardUse:
 
 @dataclass(frozen=True)
 class Foreign:
-    """Weights that were trained elsewhere. tensors: by the network's own names. codec: of what they were trained on."""
+    """Weights that were trained elsewhere. tensors: by the network's own names. codec: of what they were trained on.
+    told: what they were taken for. unread: what else the file holds, by name."""
 
     tensors: Mapping[str, Tensor]
     system: System
     spec: DataSpec
     codec: Config
     identity: dict[str, Any]
+    told: str
+    unread: tuple[str, ...] = ()

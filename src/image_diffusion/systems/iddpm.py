@@ -55,6 +55,7 @@ class IddpmSystem(DiffusionSystem):
         ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
+    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     class_rows: ClassVar[tuple[str, ...]] = ("label_emb.weight",)
 
     @property
@@ -62,12 +63,16 @@ class IddpmSystem(DiffusionSystem):
         """Side of the small images that the network enlarges; None: it makes images from noise alone."""
         return self.network.low_resolution
 
+    @property
+    def build_options(self) -> dict[str, Any]:
+        return {"learned_variance": self.learns_variance, "null_label": self.drops_labels}
+
     def build_network(self, spec: DataSpec) -> UNet:
         """The network, randomly initialised, with a label for none where labels are dropped.
 
         Raises ValueError when it does not fit the data.
         """
-        return self.network.build(spec, learned_variance=self.learns_variance, null_label=self.drops_labels)
+        return self.network.build(spec, **self.build_options)
 
     @classmethod
     def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
@@ -90,4 +95,7 @@ class IddpmSystem(DiffusionSystem):
         with torch.device("meta"):
             expected = system.build_network(spec).state_dict()
         check_fit(expected, content, path)
-        return Foreign({name: each.float() for name, each in content.items()}, system, spec, Rgb(), Rgb().identity)
+        averages = sorted(each.name for each in path.parent.glob("ema_*.pt")) if path.stem.startswith("model") else []
+        told = f"a U-Net; averages of it lie beside it: {', '.join(averages)}" if averages else "a U-Net"
+        tensors = {name: each.float() for name, each in content.items()}
+        return Foreign(tensors, system, spec, Rgb(), Rgb().identity, told)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -27,14 +27,15 @@ from image_diffusion.data.shards import Shards
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.networks.prior import Prior, PriorConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising, EmbeddingObjective
-from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.process.grid import Denoised, Denoiser, Grid
+from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
+from image_diffusion.systems.embedding.hub_export import write_prior
 from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
-from image_diffusion.systems.embedding.published import check_fit, is_prior, named_tensors, published, spec_of
-from image_diffusion.systems.given import Described, Foreign, Others, Section, Sections, ToJudge
+from image_diffusion.systems.embedding.published import check_fit, entry_of, is_prior, named_tensors, published, spec_of
+from image_diffusion.systems.embedding.reading import EmbeddingReading
+from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, ToJudge
 from image_diffusion.systems.system import System
 
 
@@ -70,6 +71,7 @@ class PriorSystem(System):
         "flip_probability": 0.0,
         "grid_every_steps": None,
     }
+    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     reads: ClassVar = ("pairs",)
     mirrors: ClassVar = False
     judged_by: ClassVar = ("prediction",)
@@ -140,6 +142,21 @@ class PriorSystem(System):
             cond["text_encodings"] = pairs[:, TOKENS:].float()
         return cond
 
+    @property
+    def learns_nulls(self) -> bool:
+        """Whether the network also learns to do without its conditions, which guidance needs."""
+        return self.objective.learns_nulls
+
+    def reading(self, norm: float) -> EmbeddingReading:
+        """What sampling has to know of it. norm: what image embeddings are multiplied with."""
+        return EmbeddingReading(
+            process=self.process,
+            prediction=self.objective.prediction,
+            learns_nulls=self.learns_nulls,
+            self_cond=self.network.self_cond,
+            norm=norm,
+        )
+
     def denoiser(
         self,
         network: Network,
@@ -150,13 +167,12 @@ class PriorSystem(System):
     ) -> Denoiser:
         """The network as a sampler on `grid` sees it, for one batch. guide: a network -> the guided one. restrict: what
         is done to each predicted x0, from which eps then follows."""
-        process, prediction = self.process.build(), self.objective.prediction
-        guided = guide(network)
-        if not self.network.self_cond:
-            return NetworkDenoiser(guided, process, grid, prediction, cond=cond, restrict=restrict)
-        return _Carrying(
-            guided, lambda plain: NetworkDenoiser(plain, process, grid, prediction, cond=cond, restrict=restrict)
-        )
+        return self.reading(1.0).denoiser(network, grid, cond, guide, restrict)
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "pipeline":
+            return super().export(model, codec, format_, folder)
+        return write_prior(self, model, folder)
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_prior(self, given)
@@ -176,23 +192,7 @@ class PriorSystem(System):
         with torch.device("meta"):
             expected = system.build_network(spec).state_dict()
         check_fit(expected, tensors, path)
-        return Foreign({name: each.float() for name, each in tensors.items()}, system, spec, Rgb(), Rgb().identity)
-
-
-class _Carrying:
-    """A denoiser whose network is given the x0 of the call before; a call at the first point starts anew."""
-
-    def __init__(self, network: Network, denoiser: Callable[[Network], Denoiser]) -> None:
-        self._network, self._x0 = network, cast("Tensor | None", None)
-        self._denoiser = denoiser(self._call)
-
-    def __call__(self, x_t: Tensor, i: int) -> Denoised:
-        if i == 0:
-            self._x0 = None
-        denoised = self._denoiser(x_t, i)
-        self._x0 = denoised.x0
-        return denoised
-
-    def _call(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
-        earlier = torch.zeros_like(x) if self._x0 is None else self._x0
-        return self._network(x, t, **cond, self_cond=earlier)
+        unread = tuple(name for name in content if name != average) if (average := entry_of(content)) else ()
+        told = "a prior" if average is None else f"a prior, its entry {average}"
+        weights = {name: each.float() for name, each in tensors.items()}
+        return Foreign(weights, system, spec, Rgb(), Rgb().identity, told, unread)

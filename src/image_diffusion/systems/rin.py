@@ -9,25 +9,27 @@ Defaults that differ from those of lucidrains/recurrent-interface-network-pytorc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+import torch
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.core.types import DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.networks.rin import Rin, RinConfig
+from image_diffusion.networks.unet_weights import check_fit
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.self_conditioning import SelfConditionedObjective, SelfConditioning
 from image_diffusion.objectives.weighting import MinSnrWeighting
 from image_diffusion.process.continuous import Continuous
-from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.self_conditioned import SelfConditionedDenoiser
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.systems.diffusion.rin_trained import rin_of
 from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.given import Others, Section, Sections
+from image_diffusion.systems.given import Described, Foreign, Others, Section, Sections
 
 
 class RinSystem(DiffusionSystem):
@@ -61,6 +63,7 @@ class RinSystem(DiffusionSystem):
         },
     }
 
+    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     class_rows: ClassVar[tuple[str, ...]] = ("label_embedding.weight",)
 
     def check(self, experiment: Sections, others: Others) -> None:
@@ -83,17 +86,32 @@ class RinSystem(DiffusionSystem):
         objective = SelfConditionedObjective(self.self_conditioning, self.objective, process, spec)
         return self.objective.timestep_sampling.wrap(objective, process)
 
-    def denoiser(
-        self,
-        network: Network,
-        grid: Grid,
-        cond: Mapping[str, Tensor],
-        guide: Callable[[Network], Network] = lambda network: network,
-    ) -> Denoiser:
-        """The network as a sampler on `grid` sees it."""
-        if self.self_conditioning.probability == 0:
-            return super().denoiser(network, grid, cond, guide)
-        restrict = self.self_conditioning.restrict
-        return SelfConditionedDenoiser(
-            network, self.process.build(), grid, self.objective.prediction, cond, restrict, guide
-        )
+    @property
+    def reading(self) -> Reading:
+        """What sampling has to know of it."""
+        given = self.self_conditioning
+        estimates = "none" if given.probability == 0 else "clamped" if given.clamp else "free"
+        return super().reading.model_copy(update={"estimates": estimates})
+
+    @classmethod
+    def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
+        """A RIN of lucidrains' trainer, as an experiment describes it."""
+        found = rin_of(content)
+        if found is None:
+            return None
+        entry, tensors = found
+        experiment = described(cls)
+        if experiment is None:
+            raise ValueError(
+                f"{path} is a RIN, but its tensors tell neither the size of its images nor its heads or its noise. "
+                f"Give --experiment, the experiment file that describes it."
+            )
+        assert isinstance(experiment.system, cls)
+        spec = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution)
+        with torch.device("meta"):
+            expected = experiment.system.build_network(spec).state_dict()
+        check_fit(expected, tensors, path, "RIN")
+        unread = tuple(name for name in content if name != entry) if entry else ()
+        told = f"a RIN, its entry {entry}" if entry else "a RIN"
+        weights = {name: each.float() for name, each in tensors.items()}
+        return Foreign(weights, experiment.system, spec, Rgb(), Rgb().identity, told, unread)

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from image_diffusion.codecs.text.encoder import encode_captions
+from image_diffusion.codecs.text.known import encoder_of
 from image_diffusion.core.config import Config
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.streams import Streams
@@ -23,7 +24,6 @@ from image_diffusion.networks.dit import TEXT
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.embedding.captions import encoder_of
 
 
 class LabelCondition(Config):

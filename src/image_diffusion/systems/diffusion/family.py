@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -19,18 +20,20 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
-from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.process.parameterization import LEARNED_VARIANCES
+from image_diffusion.process.parameterization import LEARNED_VARIANCES, Variance
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.checks import check_diffusion, check_small_images
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
+from image_diffusion.systems.diffusion.hub_export import write_diffusion
 from image_diffusion.systems.diffusion.making import Images, image_columns, make_images, preview_images
+from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.diffusion.sweep import SweepConfig
 from image_diffusion.systems.given import (
+    CardUse,
     Inputs,
     Maker,
     Model,
@@ -73,9 +76,29 @@ class DiffusionSystem(System):
         return self.objective.variance in LEARNED_VARIANCES
 
     @property
+    def variance(self) -> Variance:
+        """What the network says of the variance of the reverse process."""
+        return self.objective.variance
+
+    @property
     def drops_labels(self) -> bool:
         """Whether the network also learns to do without a label, which guidance needs."""
         return self.objective.label_drop_probability > 0
+
+    @property
+    def reading(self) -> Reading:
+        """What sampling has to know of it."""
+        return Reading(
+            process=self.process,
+            prediction=self.objective.prediction,
+            variance=self.variance,
+            drops_labels=self.drops_labels,
+        )
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """What its network is built with (`network.build`), beside the data."""
+        return {}
 
     @property
     def low_resolution(self) -> int | None:
@@ -134,8 +157,7 @@ class DiffusionSystem(System):
         guide: Callable[[Network], Network] = lambda network: network,
     ) -> Denoiser:
         """The network as a sampler on `grid` sees it, for one batch of images. guide: a network -> the guided one."""
-        prediction, variance = self.objective.prediction, self.objective.variance
-        return NetworkDenoiser(guide(network), self.process.build(), grid, prediction, variance, cond)
+        return self.reading.denoiser(network, grid, cond, guide)
 
     def maker(self, given: ToSample) -> Maker:
         return make_images(self, given)
@@ -150,6 +172,11 @@ class DiffusionSystem(System):
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_diffusion(given)
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "pipeline":
+            return super().export(model, codec, format_, folder)
+        return write_diffusion(self, model, codec, folder)
 
     def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
         alone = self.low_resolution is None and not spec.conditions

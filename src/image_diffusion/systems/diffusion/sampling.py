@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from pydantic import Field
@@ -15,14 +15,38 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.nn.blocks import compile_by_block
 from image_diffusion.nn.precision import Precision, computing_in, tf32
-from image_diffusion.process.grid import Denoiser
+from image_diffusion.process import Process
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.parameterization import Variance
 from image_diffusion.samplers import Sampler
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
 from image_diffusion.samplers.noise import image_streams, initial_noise
 
-if TYPE_CHECKING:
-    from image_diffusion.systems.diffusion.family import DiffusionSystem
+
+class Denoises(Protocol):
+    """What `Generator` asks of a system: a `DiffusionSystem`, or what an exported folder keeps of one (`Reading`)."""
+
+    @property
+    def process(self) -> Process:
+        """How noise was added."""
+        ...
+
+    @property
+    def variance(self) -> Variance:
+        """What the network says of the variance."""
+        ...
+
+    @property
+    def drops_labels(self) -> bool:
+        """Whether it learnt to do without a label."""
+        ...
+
+    def denoiser(
+        self, network: Network, grid: Grid, cond: Mapping[str, Tensor], guide: Callable[[Network], Network]
+    ) -> Denoiser:
+        """The network as a sampler on `grid` sees it, for one batch."""
+        ...
 
 
 class SampleConfig(Config):
@@ -76,9 +100,9 @@ class SampleConfig(Config):
         return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
 
 
-def fitted(system: DiffusionSystem, codec: Codec, settings: SampleConfig) -> SampleConfig:
+def fitted(system: Denoises, codec: Codec, settings: SampleConfig) -> SampleConfig:
     """The settings with what the sampler takes from the model filled in."""
-    sampler = settings.sampler.fitted(system.objective.variance, codec.bounded)
+    sampler = settings.sampler.fitted(system.variance, codec.bounded)
     return settings.model_copy(update={"sampler": sampler})
 
 
@@ -95,7 +119,7 @@ class Generator:
     def __init__(
         self,
         network: nn.Module,
-        system: DiffusionSystem,
+        system: Denoises,
         spec: DataSpec,
         codec: Codec,
         settings: SampleConfig,

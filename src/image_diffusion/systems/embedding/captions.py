@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,7 +12,7 @@ from pydantic import Field
 from image_diffusion.codecs.text import TextEncoderConfig
 from image_diffusion.codecs.text.encoder import TextEncoder, encode_captions
 from image_diffusion.codecs.text.hashed import HashedText
-from image_diffusion.core.config import Config, dump, parse
+from image_diffusion.core.config import Config, dump
 from image_diffusion.core.files import digest
 from image_diffusion.data.captioned import CaptionedCrops
 from image_diffusion.data.captions import Captions, ClassCaptions
@@ -110,18 +109,3 @@ class EncodedCaptions(MadeOfCrops):
         for row, each in enumerate(captions):
             found[row, : len(each)] = encoded[[number[text] for text in each]]
         return found
-
-
-def encoder_of(pairs: Mapping[str, Any], device: torch.device) -> TextEncoder:
-    """The text encoder of captions, rebuilt. pairs: what their manifest says of it.
-
-    Raises ValueError where what is loaded now is another one.
-    """
-    config = parse(TextEncoderConfig, pairs["encoder"], "model.json: pairs: encoder")
-    encoder: TextEncoder = config.build(device, pairs["num_tokens"])
-    if encoder.identity != pairs["text"]:
-        raise ValueError(
-            f"The captions were encoded by {pairs['text']}, but the text encoder is now {encoder.identity}. Restore "
-            f"the one that encoded them, or train again."
-        )
-    return encoder

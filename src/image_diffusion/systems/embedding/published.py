@@ -95,12 +95,18 @@ def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:
 
 def named_tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of the network in a file's content, under its own names; of a trainer's file the average."""
-    for key in ("ema_model", "model"):  # a trainer's file; the average goes before the weights as trained
-        inner = content.get(key)
-        if isinstance(inner, Mapping) and named_tensors(inner):
-            return named_tensors(inner)
+    entry = entry_of(content)
+    if entry is not None:
+        return named_tensors(content[entry])
     for prefix in ("net.", ""):
         found = {name.removeprefix(prefix): each for name, each in content.items() if name.startswith(prefix)}
         if isinstance(found.get(_QUERY), Tensor):
             return {name: each for name, each in found.items() if isinstance(each, Tensor)}
     return {}
+
+
+def entry_of(content: Mapping[str, Any]) -> str | None:
+    """The entry of a trainer's file that holds the network: the average goes before the weights as trained. None where
+    the file is the network itself."""
+    inner = ((key, content.get(key)) for key in ("ema_model", "model"))
+    return next((key for key, each in inner if isinstance(each, Mapping) and named_tensors(each)), None)

@@ -21,6 +21,7 @@ from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.samplers.noise import image_streams, initial_noise
 
 if TYPE_CHECKING:
+    from image_diffusion.systems.embedding.reading import EmbeddingReading
     from image_diffusion.systems.prior import PriorSystem
 
 
@@ -52,8 +53,10 @@ class EmbeddingGenerator:
     Raises ValueError when the sampler or the guidance do not fit the system.
     """
 
-    def __init__(self, network: nn.Module, system: PriorSystem, spec: DataSpec, settings: EmbeddingSampling) -> None:
-        if settings.guidance_scale != 1 and not system.objective.learns_nulls:
+    def __init__(
+        self, network: nn.Module, system: PriorSystem | EmbeddingReading, spec: DataSpec, settings: EmbeddingSampling
+    ) -> None:
+        if settings.guidance_scale != 1 and not system.learns_nulls:
             raise ValueError(
                 f"guidance_scale is {settings.guidance_scale}, but the network never learnt to do without caption and "
                 f"image. Use 1, or train with system.objective.text_drop_probability and image_drop_probability above "

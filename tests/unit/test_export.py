@@ -1,0 +1,84 @@
+"""The stage `export`: a folder with a card, whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.core.files import write_json, write_text
+from image_diffusion.core.types import DataSpec
+from image_diffusion.core.weights import save_weights
+from image_diffusion.experiment import ExportConfig, ExportStage
+from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.systems.dit import DiTSystem
+
+MEASURED = {
+    "metrics": {"inpipe_fd": {"value": 1.5, "interval": [1.0, 2.0], "n": 300, "note": ""}},
+    "protocol": {"detector": {"name": "inpipe"}},
+}
+RUN = """
+import resource, sys
+from image_diffusion import export
+from image_diffusion.core import command
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+command.run(export.main)
+"""
+
+
+def run_export(folder: Path, width: int, grid: int, limit: int) -> subprocess.CompletedProcess[str]:
+    """Export a DiT on pixels where no file may have more than `limit` bytes. grid: bytes of its picture."""
+    torch.manual_seed(0)
+    system, spec = DiTSystem(network=DiTConfig(depth=1, width=width, num_heads=2, patch=4)), DataSpec(
+        channels=3, resolution=8, num_classes=2
+    )  # fmt: skip
+    described = {
+        "system": dump(system),
+        "spec": dump(spec),
+        "codec": {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None},
+        "classes": ["dark", "light"],
+        "step": 10,
+        "examples_seen": 640,
+        "ema": None,
+    }
+    save_weights(folder / "train", system.build_network(spec).state_dict(), described)
+    write_text(folder / "export.yaml", to_yaml(dump(ExportStage(export=ExportConfig(format="pipeline")))))
+    write_json(folder / "metrics.json", MEASURED)
+    (folder / "grid.png").write_bytes(bytes(grid))
+    given = [
+        "--config", folder / "export.yaml", "--weights", folder / "train/weights.safetensors", "--metrics",
+        folder / "metrics.json", "--grid", folder / "grid.png", "--output", folder / "diffusers",
+    ]  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", RUN, str(limit), *map(str, given)], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_card_with_numbers_and_intervals_goes_with_it(tmp_path: Path) -> None:
+    done = run_export(tmp_path, width=16, grid=10, limit=10**9)
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "diffusers/README.md").read_text()
+    for part in ("| inpipe_fd | 1.5 | 1 to 2 | 300 |", "trust_remote_code=True", "class_labels=[0]", "pydantic"):
+        assert part in card, part
+    listed = (tmp_path / "diffusers/SHA256SUMS").read_text()
+    for name in ("pipeline.py", "model/exported.py", "model/config.json", "README.md", "grid.png"):
+        assert f"  {name}\n" in listed, name
+
+
+@pytest.mark.parametrize(("width", "grid"), [(256, 10), (16, 600_000)], ids=["weights", "picture"])
+def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path, width: int, grid: int) -> None:
+    done = run_export(tmp_path, width, grid, limit=500_000)
+    line = (
+        rf"error: The file is larger than may be written here \(ulimit -f\): {tmp_path / 'diffusers'} could not be "
+        rf"written\. [\d.,]+ GB of [\d.,]+ GB are free on the disk of \S+\. Make room and run the same command again: "
+        rf"it goes on from what is there\.\n"
+    )
+    assert done.returncode == 1 and re.fullmatch(line, done.stderr), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"train", "export.yaml", "metrics.json", "grid.png"}

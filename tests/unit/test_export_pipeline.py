@@ -1,0 +1,318 @@
+"""Each network exported with its own pipeline.py, loaded where this package cannot be imported: the same images."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.dvae import DVAECodec
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.published import Diffusers
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.codecs.text.encoder import encode_captions
+from image_diffusion.codecs.text.hashed import HashedText
+from image_diffusion.core.config import dump
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dit import TEXT, DiTConfig
+from image_diffusion.networks.dvae import DVAEConfig
+from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.networks.rin import RinConfig
+from image_diffusion.networks.unet import UNetConfig
+from image_diffusion.objectives.flow_matching import FlowMatching
+from image_diffusion.process.flow import Flow
+from image_diffusion.systems.codec.reconstruction import reconstruct
+from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
+from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.given import Model
+from image_diffusion.systems.hub.sources import bundled
+from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.rin import RinSystem
+from tiny_autoencoders import SHAPES, write_autoencoder
+
+SEEDS = [3, 11, 5]
+LOAD = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "image_diffusion":
+            raise ImportError("image_diffusion is not here")
+
+sys.meta_path.insert(0, Blocked())
+try:
+    import image_diffusion
+except ImportError:
+    pass
+else:
+    raise SystemExit("not blocked")
+import numpy as np, torch
+from diffusers import DiffusionPipeline
+
+KINDS = {"image": torch.tensor, "text_embed": torch.tensor, "images": lambda each: np.array(each, np.uint8)}
+for folder, call, out in json.load(open(sys.argv[1])):
+    pipeline = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    pipeline.to("cpu")
+    assert pipeline.device.type == "cpu"
+    given = {name: KINDS[name](each) if name in KINDS else each for name, each in call.items()}
+    made = pipeline(**given)
+    np.save(out, np.asarray(made.images if hasattr(made, "images") else made))
+assert not [name for name in sys.modules if name.split(".")[0] == "image_diffusion"]
+"""
+
+
+@dataclass
+class Case:
+    """A model, and what it is asked for."""
+
+    system: DiffusionSystem
+    spec: DataSpec
+    codec: Codec
+    sampler: dict[str, Any]
+    call: dict[str, Any] = field(default_factory=dict)
+    labels: list[int] | None = None
+    guidance: float = 1.0
+    low_res: torch.Tensor | None = None
+    told: dict[str, torch.Tensor] = field(default_factory=dict)
+    pairs: dict[str, Any] | None = None
+    network: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.network = randomised(self.system.build_network(self.spec))
+
+    @property
+    def model(self) -> Model:
+        codec = {"config": dump(Rgb()), "identity": {}, "scale": None}
+        classes = [f"class {i}" for i in range(self.spec.num_classes)]
+        return Model(
+            self.network, self.system, self.spec, codec, classes, 1, 1, "0" * 64, num_steps=1, fingerprint="",
+            pairs=self.pairs,
+        )  # fmt: skip
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        labels = {} if self.labels is None else {"class_labels": self.labels}
+        return {
+            "seeds": SEEDS, "sampler": self.sampler, "guidance_scale": self.guidance, "output_type": "np",
+            "batch_size": 2, **labels, **self.call,
+        }  # fmt: skip
+
+    def images(self) -> np.ndarray:
+        """What `sample` makes, uint8 [N, H, W, C]."""
+        settings = SampleConfig(
+            sampler=self.sampler, guidance={"guidance_scale": self.guidance}, precision="float32", batch_size=3
+        )
+        generator = Generator(self.network, self.system, self.spec, self.codec, settings)
+        labels = None if self.labels is None else torch.tensor(self.labels)
+        found = generator(torch.tensor(SEEDS), labels, self.low_res, self.told)
+        return found.permute(0, 2, 3, 1).numpy()
+
+
+def randomised(network: nn.Module) -> nn.Module:
+    """With numbers in what starts at zero."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return network.eval().requires_grad_(False)
+
+
+def dit(process: Any = None, **more: Any) -> DiTSystem:
+    small = {"depth": 2, "width": 32, "num_heads": 2, "patch": 2}
+    network = DiTConfig(**small | more.pop("network", {}))  # type: ignore[arg-type]
+    flow = {"process": process, "objective": FlowMatching(label_drop_probability=0.1)} if process is not None else {}
+    return DiTSystem(network=network, **flow, **more)  # type: ignore[arg-type]
+
+
+def autoencoder(name: str, folder: Path) -> tuple[Codec, DataSpec]:
+    channels, downsampling = SHAPES[name]
+    write_autoencoder(name, folder)
+    scale = {"mean": [0.1] * channels, "std": [1.5] * channels, "declared": {"mean": [0.0], "std": [1.0]}}
+    codec = Diffusers(weights=str(folder)).build(None, scale, torch.device("cpu"), torch.float32)
+    return codec, DataSpec(channels=channels, resolution=32 // downsampling, num_classes=2)
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    torch.manual_seed(0)
+    pixels = DataSpec(channels=3, resolution=8, num_classes=3)
+    ddim: dict[str, Any] = {"type": "ddim", "num_steps": 3}
+    kl, latents = autoencoder("kl4", folder / "kl4")
+    dc, dc_latents = autoencoder("dc", folder / "dc")
+    dvae = randomised(DVAEConfig(num_tokens=16, codebook_dim=4, num_layers=1, hidden_dim=8).build(
+        DataSpec(channels=3, resolution=16)
+    ))  # fmt: skip
+    vae = write_autoencoder("sd", folder / "sd")
+    encoder = HashedText(dim=8).build(torch.device("cpu"), 4)
+    words = ["a red dot", "blue"]
+    pairs = {"encoder": dump(HashedText(dim=8)), "num_tokens": 4, "text": encoder.identity}
+    small = torch.rand(3, 3, 4, 4) * 2 - 1
+    unet = {"channels": 32, "num_res_blocks": 1, "attention_resolutions": (4,), "multipliers": (1, 1)}
+    return {
+        "a DiT on pixels with all options": Case(
+            dit(network={"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu", "mlp_ratio": 3.0}),
+            pixels, Rgb(), {"type": "ddpm", "num_steps": 4}, labels=[2, 0, 1], guidance=2.0,
+        ),
+        "SiT by Heun": Case(dit(Flow()), pixels, Rgb(), {"type": "heun", "num_steps": 3}, labels=[2, 0, 1]),
+        "SiT by DPM-Solver": Case(
+            dit(Flow()), pixels, Rgb(), {"type": "dpm_solver", "num_steps": 3}, labels=[2, 0, 1], guidance=1.5
+        ),
+        "SiT by UniPC": Case(dit(Flow()), pixels, Rgb(), {"type": "unipc", "num_steps": 3}, labels=[0, 0, 1]),
+        "a DiT on latents of diffusers": Case(dit(), latents, kl, ddim, labels=[0, 1, 1]),
+        "a DiT on latents of AutoencoderDC": Case(dit(), dc_latents, dc, ddim, labels=[0, 1, 1]),
+        "a DiT on Stable Diffusion's latents": Case(
+            dit(), DataSpec(channels=4, resolution=4, num_classes=2), KlCodec({"type": "kl"}, lambda: vae, 0.2), ddim,
+            labels=[0, 1, 1],
+        ),
+        "a DiT on a discrete VAE": Case(
+            dit(), DataSpec(channels=4, resolution=8), DVAECodec({"type": "dvae"}, lambda: dvae, 0.5), ddim,
+        ),
+        "a DiT that is told words": Case(
+            dit(condition={"type": "text"}), DataSpec(channels=3, resolution=8, conditions={TEXT: (5, 8)}), Rgb(), ddim,
+            call={"prompt": words}, guidance=2.0, pairs=pairs,
+            told={TEXT: encode_captions(encoder, words)[torch.arange(3) % 2]},
+        ),
+        "a U-Net": Case(
+            IddpmSystem(network=UNetConfig(**unet)), DataSpec(channels=3, resolution=8), Rgb(),
+            {"type": "ddpm", "num_steps": 4},
+        ),
+        "a U-Net that enlarges": Case(
+            IddpmSystem(network=UNetConfig(**unet, low_resolution=4)), pixels, Rgb(), ddim, labels=[1, 1, 0],
+            low_res=small, call={"image": small.tolist()},
+        ),
+        "RIN": Case(
+            RinSystem(network=RinConfig(width=16, patch=4, depth=1, num_latents=4, num_heads=2, head_width=8)),
+            pixels, Rgb(), ddim, labels=[1, 1, 0],
+        ),
+    }  # fmt: skip
+
+
+def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
+    """What makes no images from noise: what it gives here, its folder, and the same call."""
+    torch.manual_seed(1)
+    prior = PriorSystem(network=PriorConfig(depth=1, num_heads=2, head_width=8, max_text_len=4, self_cond=True))
+    spec = DataSpec(channels=16, resolution=1)
+    network = randomised(prior.build_network(spec))
+    text = torch.randn(3, 16)
+    sampling = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, guidance_scale=2.0)
+    embedded = EmbeddingGenerator(network, prior, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
+    asked = {"text_embed": text.tolist(), "seeds": SEEDS, "num_inference_steps": 3, "guidance_scale": 2.0}
+    images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    dvae = DVAESystem(network=DVAEConfig(num_tokens=16, codebook_dim=4, num_layers=1, hidden_dim=8))
+    pixels = DataSpec(channels=3, resolution=16)
+    codec = randomised(dvae.build_network(pixels))
+    decoded = reconstruct(codec, torch.tensor(images).permute(0, 3, 1, 2)).decoded["hard"].permute(0, 2, 3, 1).numpy()
+    for name, system, of, trained in (("prior", prior, spec, network), ("dvae", dvae, pixels, codec)):
+        model = Model(trained, system, of, {}, [], 1, 1, "0" * 64, num_steps=1, fingerprint="")
+        system.export(model, Rgb(), "pipeline", root / name)
+    return {
+        "the prior": (embedded.numpy(), root / "prior", asked),
+        "the discrete VAE": (decoded, root / "dvae", {"images": images.tolist(), "output_type": "np"}),
+    }
+
+
+NAMES = [
+    "a DiT on pixels with all options", "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC",
+    "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
+    "a DiT on a discrete VAE", "a DiT that is told words", "a U-Net", "a U-Net that enlarges", "RIN",
+    "the discrete VAE",
+]  # fmt: skip
+
+
+@dataclass
+class Compared:
+    here: np.ndarray
+    there: np.ndarray
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
+    """All of them, in one process that cannot import the package."""
+    root = tmp_path_factory.mktemp("exported")
+    calls, found = [], {}
+    for number, (name, case) in enumerate(cases(root).items()):
+        folder = root / f"model-{number}"
+        case.system.export(case.model, case.codec, "pipeline", folder)
+        calls.append([str(folder), case.asked, str(root / f"{number}.npy")])
+        found[name] = (case.images(), root / f"{number}.npy", folder)
+    for name, (here, folder, call) in others(root).items():
+        calls.append([str(folder), call, str(root / f"{folder.name}.npy")])
+        found[name] = (here, root / f"{folder.name}.npy", folder)
+    load(calls, root)
+    return {name: Compared(here, np.load(there), folder) for name, (here, there, folder) in found.items()}
+
+
+def load(calls: list[Any], root: Path) -> None:
+    (root / "calls.json").write_text(json.dumps(calls))
+    environment = {"PATH": "/usr/bin:/bin", "HF_HOME": str(root / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(root / "calls.json")], capture_output=True, text=True, check=False,
+        env=environment, cwd=root,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "might require the following packages" not in done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_images_are_the_same_without_this_package(exported: dict[str, Compared], name: str) -> None:
+    found = exported[name]
+    assert found.here.shape == found.there.shape and found.here.std() > 5
+    difference = np.abs(found.here.astype(int) - found.there.astype(int)).max()
+    assert difference <= 1, difference
+
+
+def test_every_case_is_looked_at(exported: dict[str, Compared]) -> None:
+    assert set(exported) == {*NAMES, "the prior"}
+
+
+def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared]) -> None:
+    found = exported["the prior"]
+    assert found.here.shape == (3, 16) and np.abs(found.here - found.there).max() < 1e-5
+
+
+def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) -> None:
+    """Where the package is installed too, and two models of different code are loaded one after the other."""
+    code = (
+        "import sys; from diffusers import DiffusionPipeline; import image_diffusion.networks.dit as ours;"
+        "a, b = (DiffusionPipeline.from_pretrained(each, trust_remote_code=True) for each in sys.argv[1:]);"
+        "images = [each(seeds=[0], num_inference_steps=1, output_type='np').images for each in (a, b)];"
+        "assert not isinstance(a.model.network, ours.DiT) and type(a.model.network).__name__ == 'DiT';"
+        "assert len({type(each.model).__module__ for each in (a, b)}) == 2"
+    )
+    folders = [str(exported[name].folder) for name in ("a DiT on pixels with all options", "a U-Net")]
+    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_another_type_of_weights_is_refused(exported: dict[str, Compared]) -> None:
+    from image_diffusion.systems.hub.loader import Exported
+
+    with pytest.raises(ValueError, match=r'torch_dtype is torch.float16.* precision="bf16"'):
+        Exported.from_pretrained(str(exported["a U-Net"].folder / "model"), torch_dtype=torch.float16)
+
+
+def test_the_folder_holds_plain_files_and_only_the_code_that_it_needs(exported: dict[str, Compared]) -> None:
+    folder = exported["a U-Net"].folder
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == [
+        "model/config.json", "model/diffusion_pytorch_model.safetensors", "model/exported.py", "model_index.json",
+        "pipeline.py",
+    ]  # fmt: skip
+    name, sources = bundled(["image_diffusion.networks.unet", "image_diffusion.systems.diffusion.exported"])
+    assert "networks.unet" in sources and not {"networks.dit", "networks.rin", "systems", "codecs"} & set(sources)
+    assert not [module for module in sources if module.split(".")[0] in ("training", "data", "metrics", "tracking")]
+    assert all(f"from {name}." in text for module, text in sources.items() if "from image_diffusion" in text)
