@@ -94,7 +94,8 @@ def standing_in(command: str) -> str:
         "/path/to/mine": ".",
         "/scratch/me": "elsewhere",
         "--average 0.999 ": "--average 0.9999 ",
-        "--config train.yaml --data ": "--config results/micro/config/train.yaml --data results/datasets/dots-16/crops/",
+        "--config train.yaml": "--config results/micro/config/train.yaml",
+        "--data manifest.json": "--data results/datasets/dots-16/crops/manifest.json",
         "--cores all": "--cores 2",
         " …": " --help",
     }.items():
