@@ -176,7 +176,9 @@ def test_a_command_that_is_shown_works(command: str, request: pytest.FixtureRequ
         return
     project: Path = request.getfixturevalue("project")
     if command == "snakemake":  # what stands below `image-diffusion init mine`: the demo
-        assert started(command, project / "mine", "--cores", "2", "--dry-run").returncode == 0
+        assert started("image-diffusion init begun", project).returncode == 0
+        done = started(command, project / "begun", "--cores", "2", "--dry-run")
+        assert done.returncode == 0, done.stdout
         return
     if command in REFUSED:
         done = started(command, project)
