@@ -57,11 +57,11 @@ _RUN, _LICENCE = "#run", "#licence"
 Entity = dict[str, Any]
 
 
-def crate(folder: Path, workflow: str, inputs: Sequence[str]) -> Entity:
+def crate(folder: Path, workflow: str, inputs: Sequence[str], manifest: str) -> Entity:
     """The metadata of a crate whose root is the folder of an experiment that has been made.
 
-    workflow: the copy of the Snakefile; inputs: what the run was given, a manifest of its data among it; all are paths
-    from the folder, in which crate/datasheet.md has been written. Raises ValueError where no stage has left a journal.
+    workflow: the copy of the Snakefile; inputs: what the run was given; manifest: that of them which describes the
+    images, as crate/datasheet.md does. All are paths from the folder. Raises ValueError where no stage left a journal.
     """
     plan, card = read_json(folder / "config" / "plan.json"), "diffusers/README.md"
     names = _results(folder)
@@ -78,7 +78,7 @@ def crate(folder: Path, workflow: str, inputs: Sequence[str]) -> Entity:
     }
     files[datasheet] |= {
         "name": "Datasheet of the images",
-        "about": {"@id": quote(next(name for name in given if name.endswith("manifest.json")))},
+        "about": {"@id": quote(manifest)},
     }
     if card in files:
         files[card] |= {"about": {"@id": "train/weights.safetensors"}}
@@ -208,23 +208,25 @@ def main() -> None:
         "--inputs", type=Path, nargs="+", required=True, help="configurations and manifests of the data"
     )
     arguments = parser.parse_args()
+    if not any(path.name == "manifest.json" for path in arguments.inputs):
+        raise ValueError("--inputs names no manifest.json. Name the one of the images' shards, too.")
     folder: Path = arguments.experiment
     copies = folder / "crate"
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir(parents=True)
-    inputs = []
+    inputs = {}
     for path in arguments.inputs:
         inside = path.is_relative_to(folder)
         goal = path if inside else copies / f"{path.parent.name}-{path.name}"
         if not inside:
             shutil.copyfile(path, goal)
-        inputs.append(goal.relative_to(folder).as_posix())
+        inputs[path] = goal.relative_to(folder).as_posix()
     shutil.copyfile(arguments.snakefile, copies / "Snakefile")
-    manifest = next(path for path in arguments.inputs if path.name == "manifest.json")
+    manifest = next(path for path in inputs if path.name == "manifest.json")
     source = read_json(folder / "config" / "plan.json")["source"]
     write_text(copies / "datasheet.md", datasheet(read_json(manifest), source))
-    text = json.dumps(crate(folder, "crate/Snakefile", inputs), indent=2, ensure_ascii=False)
-    write_text(folder / "ro-crate-metadata.json", f"{text}\n")
+    metadata = crate(folder, "crate/Snakefile", list(inputs.values()), inputs[manifest])
+    write_text(folder / "ro-crate-metadata.json", f"{json.dumps(metadata, indent=2, ensure_ascii=False)}\n")
 
 
 if __name__ == "__main__":
