@@ -20,13 +20,15 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on
 test: .venv/.ready ## every test that needs no cluster, no GPU and no network
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile
 
-lint: .venv/.ready ## style, types, imports, rules
+lint: .venv/.ready ## style, types, imports, rules, spelling, links
 	ruff check $(python_files)
 	ruff format --check $(python_files)
 	mypy
 	lint-imports
 	snakefmt --check $(snakefiles)
 	snakemake --lint
+	git ls-files -z | xargs --null codespell
+	python -m pytest tests/unit/test_links.py
 
 format: .venv/.ready ## put every file into the style that lint checks
 	ruff check --fix $(python_files)

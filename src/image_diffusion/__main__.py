@@ -15,7 +15,7 @@ from image_diffusion.core.mistakes import nearest
 
 COMMANDS = (
     *("init", "configure", "crop", "detect", "encode", "embed", "doctor", "train", "ema", "sample", "evaluate"),
-    *("sweep", "export", "published", "track", "follow"),
+    *("sweep", "export", "published", "track", "follow", "crate"),
 )
 
 

@@ -73,8 +73,8 @@ def main() -> None:
         f"{training.stage.experiment}: {found.parameters:,} parameters, {found.steps:,} steps of "
         f"{training.stage.train.global_batch} images, {found.processes} of: {found.device}\n"
         f"time    {duration(found.total_s + previews_s + sample_s)}: steps {duration(found.train_s)} "
-        f"({found.images_per_second:,.0f} images/s, {found.tflops:.3g} TFLOP/s, {found.share_of_peak:.0%} of a large "
-        f"product's rate), validation {duration(found.validation_s)}, previews {duration(previews_s)}, "
+        f"({found.images_per_second:,.0f} images/s, {found.tflops:.3g} TFLOP/s, {found.share_of_peak:.0%} of the "
+        f"device's measured peak), validation {duration(found.validation_s)}, previews {duration(previews_s)}, "
         f"samples {duration(sample_s)}\n"
         f"memory  {together:.2f} GiB of {memory:.2f} GiB\n"
         f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB",

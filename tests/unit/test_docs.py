@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from image_diffusion.experiment import load_experiment
+from image_diffusion.experiment import load_experiment, parse_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda path: path.stem)
@@ -22,9 +24,18 @@ def test_the_page_for_clusters_tells_what_an_experiment_asks_for(path: Path) -> 
     assert row in (ROOT / "docs/cluster.md").read_text().splitlines(), row
 
 
-def test_the_readme_lists_every_experiment() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in readme]
+def test_the_page_of_experiments_lists_every_one() -> None:
+    page = (ROOT / "docs/experiments.md").read_text()
+    assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in page]
+
+
+@pytest.mark.parametrize("page", ["README.md", "config/README.md", "docs/text.md", "docs/prior.md"])
+def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    whole = [found for block in blocks if {"data", "system"} <= (found := yaml.safe_load(block)).keys()]
+    assert whole
+    for experiment in whole:
+        parse_experiment(experiment, page)
 
 
 def test_the_page_of_results_has_a_place_for_the_table_of_a_gpu() -> None:

@@ -57,6 +57,11 @@ class Files:
         has_detector = plan.pairs_of_detector if plan.pairs else plan.detector == "inpipe"
         return [*made, *([f"{self._dataset(plan)}/detector/detector.json"] if has_detector else [])]
 
+    def given(self, wildcards: Wildcards) -> list[str]:
+        """What an experiment was made from: the configurations of its stages, and what describes its data."""
+        plan = self.plans.of(wildcards)
+        return [*plan.configs.values(), *(path for path in self._data(plan) if path.endswith("/manifest.json"))]
+
     # ---- The configurations of stages
 
     def config(self, stage: str) -> Callable[[Wildcards], str]:
