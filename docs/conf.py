@@ -6,6 +6,7 @@ Pages are Markdown; notebooks are shown as they were executed. Fonts, scripts an
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from docutils import nodes
@@ -19,6 +20,7 @@ author = "the image-diffusion authors"
 version = release = image_diffusion.__version__
 html_title = f"{project} {release}"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -28,7 +30,7 @@ html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_copyright = False
 
-SHOWN_AS = {"../tests/bench/RESULTS.md": "measurements.md", "../CHANGELOG.md": "changelog.md"}
+SHOWN_AS = {"../tests/bench/RESULTS.md": "measurements.md"}
 """Files of the repository that are pages of the site as well: links to them lead there."""
 
 
@@ -62,9 +64,17 @@ def to_pages(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"]({path}", f"]({page}")
 
 
+def as_code(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings mark code with one backtick, as Markdown does, and a star means a star."""
+    for i, line in enumerate(lines):
+        parts = re.split(r"(?<!`)`([^`]+)`(?!`)", line)
+        lines[i] = "".join(f"``{each}``" if j % 2 else each.replace("*", r"\*") for j, each in enumerate(parts))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """What Sphinx calls."""
     app.add_source_parser(Notebook)
     app.add_source_suffix(".ipynb", "ipynb")
     app.connect("source-read", to_pages)
+    app.connect("autodoc-process-docstring", as_code)
     return {"parallel_read_safe": True}
