@@ -4,10 +4,10 @@ SEED ?= 1
 MINUTES ?= 120
 SHELL := bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-python_files := src tests workflow/scripts
+python_files := src tests docs workflow/scripts
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint format test-slurm test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
+.PHONY: help demo test lint docs format test-slurm test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -29,6 +29,10 @@ lint: .venv/.ready ## style, types, imports, rules, spelling, links
 	snakemake --lint
 	git ls-files -z | xargs --null codespell
 	python -m pytest tests/unit/test_links.py
+
+docs: .venv/.ready ## the documentation's site, into site/: no network; a link that leads nowhere is an error
+	sphinx-build --fail-on-warning --keep-going --quiet docs site
+	@printf '\n%-10s %s\n' Site site/index.html
 
 format: .venv/.ready ## put every file into the style that lint checks
 	ruff check --fix $(python_files)

@@ -9,21 +9,25 @@ import argparse
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import image_diffusion
 from image_diffusion.__main__ import COMMANDS
-from image_diffusion.experiment import schema
+from image_diffusion.experiment import load_experiment, schema
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "options.md"
 HEAD = """# Options
 
 Made by `tests/unit/test_options.py` from the code. A section of an experiment is a heading below: its keys, their
-defaults, and what they mean. Where a section comes in several types, the heading names the type. What a system takes
-in place of these defaults stands beside its original's in [systems.md](systems.md).
+defaults, the values they take, and what they mean. Where a section comes in several types, the heading names the type.
+An example is what a file of `config/experiments` writes. What a system takes in place of these defaults stands beside
+its original's in [systems.md](systems.md).
 """
 VERBS = sorted(
     path.stem
@@ -35,20 +39,45 @@ VERBS = sorted(
 def sections() -> list[str]:
     """A table for each class of configuration that an experiment can hold."""
     definitions: dict[str, Any] = schema()["$defs"]
+    shown = examples()
     systems = {name: each for name, each in definitions.items() if "_of_" in name}
     found = []
     for name in sorted(definitions.keys() - systems.keys(), key=lambda name: (name.split("__")[-1].lower(), name)):
         properties = definitions[name]["properties"]
         kind = properties.get("type", {}).get("const")
-        found.append(_table(f"{name.split('__')[-1]}{f': `type: {kind}`' if kind else ''}", properties))
+        title = f"{name.split('__')[-1]}{f': `type: {kind}`' if kind else ''}"
+        found.append(_table(title, properties, shown.get(name, {})))
     for stem in sorted({name.partition("_of_")[0] for name in systems}):
         of = {name.partition("_of_")[2]: each["properties"] for name, each in systems.items() if name.startswith(stem)}
         first, *others = sorted(of)
-        found.append(_table(f"{stem}, of {first}", of[first]))
+        found.append(_table(f"{stem}, of {first}", of[first], shown.get(f"{stem}_of_{first}", {})))
         for other in others:
             differing = {key: each for key, each in of[other].items() if _default(each) != _default(of[first].get(key))}
             if differing:
-                found.append(_table(f"{stem}, of {other}, where it differs", differing))
+                of_other = shown.get(f"{stem}_of_{other}", {})
+                found.append(_table(f"{stem}, of {other}, where it differs", differing, of_other))
+    return found
+
+
+def examples() -> dict[str, dict[str, str]]:
+    """What the shipped experiments write: by the schema's name of a section, then by key, the first that is short."""
+    found: dict[str, dict[str, str]] = {}
+
+    def look(section: BaseModel, name: str) -> None:
+        kind = type(section)
+        whole = f"{kind.__module__}.{kind.__name__}".replace(".", "__")  # where two sections have one name
+        for key, field in kind.model_fields.items():
+            value = section.model_dump(mode="json", include={key})[key]
+            if isinstance(value, dict) or len(_text(value)) > _SHORT or _text(value) == _text(field.get_default()):
+                continue
+            for each in (kind.__name__, whole):
+                found.setdefault(each, {}).setdefault(key, f"{_text(value)} (`{name}`)")
+        for key in kind.model_fields:
+            if isinstance(value := getattr(section, key), BaseModel):
+                look(value, name)
+
+    for path in sorted((ROOT / "config" / "experiments").glob("*.yaml"), key=lambda path: path.stem):
+        look(load_experiment(path), path.stem)
     return found
 
 
@@ -62,7 +91,11 @@ def commands() -> list[str]:
             for action in parser_of(verb)._actions
             if action.option_strings and action.dest != "help"
         ]
-        found.append("\n".join([f"## `python -m image_diffusion.{verb}`", "", *_HEADER, *rows]))
+        about = re.sub(
+            r"(?<=\S) {6,}", " \\\\\n        ", importlib.import_module(f"image_diffusion.{verb}").__doc__ or ""
+        )
+        table = ["| Option | Default | What |", "| --- | --- | --- |", *rows]
+        found.append("\n".join([f"## `python -m image_diffusion.{verb}`", "", about.strip(), "", *table]))
     return found
 
 
@@ -85,16 +118,42 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     raise AssertionError(f"{verb} parsed no arguments")
 
 
-_HEADER = ["| Key | Default | What |", "| --- | --- | --- |"]
+_HEADER = ["| Key | Default | Values | What |", "| --- | --- | --- | --- |"]
+_SHORT = 40
 
 
-def _table(title: str, properties: dict[str, Any]) -> str:
+def _table(title: str, properties: dict[str, Any], shown: dict[str, str]) -> str:
     rows = [
-        f"| `{key}` | {_default(each)} | {_line(each.get('description'))} |"
+        f"| `{key}` | {_default(each)} | {_values(each)} | {_line(each.get('description'))}"
+        f"{f' Example: {shown[key]}.' if key in shown else ''} |"
         for key, each in properties.items()
         if key != "type" or "const" not in each
     ]
     return "\n".join([f"## {title}", "", *(_HEADER + rows if rows else ["No keys beside its type."])])
+
+
+def _values(each: dict[str, Any]) -> str:
+    """What a key takes, as the schema says it."""
+    if "const" in each or "enum" in each:
+        return ", ".join(f"`{value}`" for value in each.get("enum", [each.get("const")]))
+    if "discriminator" in each:
+        return "section of type " + ", ".join(f"`{kind}`" for kind in sorted(each["discriminator"]["mapping"]))
+    if "$ref" in each:
+        return f"section {each['$ref'].rpartition('/')[2].split('__')[-1]}"
+    if choices := each.get("anyOf", each.get("oneOf")):
+        return " or ".join(dict.fromkeys(map(_values, choices)))
+    if "prefixItems" in each:
+        return f"[{'; '.join(map(_values, each['prefixItems']))}]"
+    kind = {"boolean": "`true`, `false`", "string": "text", "null": "`null`", "object": "keys and values"}
+    if each.get("type") == "array":
+        return f"list of {_values(each['items'])}"
+    if "type" not in each:
+        return "section, as the system has it"
+    if each["type"] not in ("integer", "number"):
+        return kind[each["type"]]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {each[name]}" for name, sign in signs.items() if name in each]
+    return " ".join(filter(None, [each["type"], ", ".join(bounds)]))
 
 
 def _default(each: dict[str, Any] | None) -> str:

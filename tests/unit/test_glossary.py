@@ -1,0 +1,115 @@
+"""docs/metrics.md names every metric that can stand in metrics.json."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.core.types import DataSpec
+from image_diffusion.data.sources.painted import Attributes
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.evaluation import RealImages
+from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.intervals import Estimate
+from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.metrics.panel import Reference, measure
+from image_diffusion.metrics.samples import Samples
+from image_diffusion.metrics.similarity import similarities
+from image_diffusion.networks.autoencoder import AutoencoderConfig
+from image_diffusion.networks.dvae import DVAEConfig
+from image_diffusion.process.likelihood import BitsPerDim
+from image_diffusion.systems.codec.evaluation import evaluate_codec
+from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+class Brightness:
+    """A detector of two classes."""
+
+    classes = ["dark", "bright"]  # noqa: RUF012
+    identity: dict[str, Any] = {"name": "test", "sha256": "abc"}  # noqa: RUF012
+    doubt: str | None = None
+
+    def __call__(self, images: Tensor) -> Detected:
+        level = images.float().mean(dim=(1, 2, 3))[:, None] / 255
+        return Detected(torch.cat([level, level**2], dim=1), torch.cat([1 - level, level], dim=1))
+
+    def metric_name(self, metric: str) -> str:
+        return metric
+
+
+def images(count: int, digest: str = "set", **protocol: Any) -> Samples:
+    rng = np.random.default_rng(count)
+    pixels = rng.integers(0, 256, (count, 16, 16, 3), dtype=np.uint8)
+    return Samples(pixels, np.arange(count) % 2, Brightness.classes, digest, protocol)
+
+
+def panel() -> set[str]:
+    rng = torch.Generator().manual_seed(0)
+    seen = [
+        Detected(*(torch.randn(120, size, generator=rng) for size in (3, 2, 4)))  # features, logits, spatial
+        for _ in range(2)
+    ]
+    labels, settings = torch.arange(120) % 2, EvaluateConfig(infinity=True)
+    reference = Reference.of(seen[1], labels)
+    return set(measure(seen[0], labels, reference, Brightness.classes, settings)) | set(
+        measure(seen[0], None, reference, [], settings)
+    )
+
+
+def likelihood() -> set[str]:
+    def bound(x: Tensor, labels: Tensor, numbers: Tensor) -> BitsPerDim:
+        shapes = {"terms": (len(x), 2), "x0_mse": (len(x), 2), "eps_mse": (len(x), 2)}
+        given = {name: torch.zeros(shapes.get(name, (len(x),))) for name in get_type_hints(BitsPerDim)}
+        return BitsPerDim(**given)
+
+    return set(measure_likelihood(bound, [1, 0], images(4), LikelihoodConfig())[0])
+
+
+def codecs() -> set[str]:
+    spec = DataSpec(channels=3, resolution=16, num_classes=2)
+    data, found = RealImages(images(60), images(40)), set[str]()
+    dvae = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
+    for config in (dvae, AutoencoderConfig(block_channels=[16, 16])):
+        found |= set(evaluate_codec(config.build(spec).eval(), data, Brightness(), EvaluateConfig())["metrics"])
+    return found
+
+
+def enlarging() -> set[str]:
+    held_out = images(3)
+    enlarged = {"side": 8, "split": "validation", "data": held_out.digest}
+    made = images(6, enlarged=enlarged, settings={"first_seed": 0})
+    return set(evaluate_enlarging(made, held_out, 4))
+
+
+def test_every_metric_stands_in_the_glossary() -> None:
+    attributes = {f"agreement_{name}" for name in Attributes.__dataclass_fields__} | {
+        "attributes_seen",
+        "attributes_held_out",
+    }
+    found = panel() | likelihood() | codecs() | enlarging() | attributes | {"copies"}
+    names = set(re.findall(r"`([a-z0-9_]+)`", (DOCS / "metrics.md").read_text()))
+    ways = ("_mean", "_soft", "_hard")
+    missing = {
+        name
+        for name in found
+        if name not in names and name.removesuffix(name[-5:] if name.endswith(ways) else "") not in names
+    }
+    assert len(found) > 40 and not missing
+
+
+def test_every_similarity_stands_on_the_page_of_the_prior() -> None:
+    some = torch.randn(4, 8)
+    page = (DOCS / "prior.md").read_text()
+    assert not [name for name in similarities(some, some, some, some) if f"`{name}" not in page]
+
+
+def test_the_fields_of_an_entry_are_explained() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    assert not [name for name in Estimate(0.0, 1).as_dict() if f"`{name}`" not in page]

@@ -1,0 +1,54 @@
+"""The notebooks of the documentation run on a project of a few images; the picture of the rules is Snakemake's."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from notebooks import executed
+from projects import ROOT, Project, make_project
+
+pytestmark = pytest.mark.slow
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+GRAPH = ROOT / "docs" / "images" / "rules.svg"
+STYLE = """digraph rules {
+bgcolor=transparent;
+node [shape=box, style="rounded,filled", fillcolor="#eef3fa", color="#4a6fa5", fontname="sans-serif", fontsize=12];
+edge [color="#8a94a3"];
+"""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_was_committed_with_what_it_prints(made: Project, path: Path, tmp_path: Path) -> None:
+    for here, there in {"shapes": "micro", "datasets/shapes-32": "datasets/dots-16"}.items():
+        (tmp_path / "results" / here).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "results" / here).symlink_to(made / "results" / there)
+    committed = json.loads(path.read_text())["cells"]
+    for before, now in zip(committed, executed(path, tmp_path)["cells"], strict=True):
+        kinds = [[each["output_type"] for each in cell.get("outputs", [])] for cell in (before, now)]
+        assert kinds[0] == kinds[1], "run: python tests/workflow/notebooks.py NOTEBOOK FOLDER"
+
+
+def test_the_picture_of_the_rules_is_snakemakes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*make_project(tmp_path / "project").command(), "--config", "experiments=[demo]", "--rulegraph"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    names = dict(re.findall(r'(\d+)\[label = "(\w+)"', done))
+    edges = {(names[a], names[b]) for a, b in re.findall(r"(\d+) -> (\d+)", done)}
+    edges = {(a, b) for a, b in edges if b != "all"}
+    if os.environ.get("IMAGE_DIFFUSION_WRITE"):  # needs graphviz
+        dot = STYLE + "".join(f"{a} -> {b};\n" for a, b in sorted(edges)) + "}\n"
+        subprocess.run(["dot", "-Tsvg", "-o", GRAPH], input=dot, text=True, check=True)
+    titles = map(html.unescape, re.findall(r"<title>(.*?)</title>", GRAPH.read_text()))
+    drawn = {tuple(title.split("->")) for title in titles if "->" in title}
+    assert drawn == edges, "run: IMAGE_DIFFUSION_WRITE=1 pytest tests/workflow/test_workflow_docs.py"
