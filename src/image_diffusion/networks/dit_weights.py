@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +93,31 @@ def class_of(folder: Path) -> str | None:
     return None
 
 
+def load_without_code(path: Path, known: Sequence[Any], kind: str, parts: str, advice: str) -> Any:
+    """The content of a .safetensors file, or of a torch file that holds nothing but tensors, plain data and objects of
+    known classes, none of whose code is run.
+
+    kind, parts, advice: what the file should be, what it may hold, and what to do where it holds more. Raises
+    ValueError where it is damaged, or would have to run code.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        with torch.serialization.safe_globals([*known]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
+        if refused is None:
+            raise ValueError(f"{path} is damaged, or not {kind}. Copy it again.") from None
+        raise ValueError(
+            f"{path} holds more than {parts} ({refused.partition('. ')[0]}), and is not loaded, because that would run "
+            f"code from it. {advice}"
+        ) from None
+    except Exception as error:  # damaged bytes make the readers fail in any way
+        reason = str(error).partition(". ")[0] or type(error).__name__
+        raise ValueError(f"{path} is damaged, or not {kind}: {reason}. Copy it again.") from None
+
+
 def load_tensors(path: Path) -> Mapping[str, Any]:
     """The content of a .safetensors file or, loaded safely, of a torch file: tensors and plain data by name.
 
@@ -101,24 +126,11 @@ def load_tensors(path: Path) -> Mapping[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Give a .pt or .safetensors file, or a diffusers folder.")
-    try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
-        if refused is None:
-            raise ValueError(f"{path} is damaged, or not a file of tensors. Copy it again.") from None
-        raise ValueError(
-            f"{path} holds more than tensors and plain data ({refused.partition('. ')[0]}), and is not loaded, because "
-            f"that would run code from it. If you trust it, save its weights alone: "
-            f"torch.save(torch.load('{path.name}', weights_only=False)['ema'], 'weights.pt'), of a "
-            f"prior ['ema_model']."
-        ) from None
-    except Exception as error:  # damaged bytes make the readers fail in any way
-        reason = str(error).partition(". ")[0] or type(error).__name__
-        raise ValueError(f"{path} is damaged, or not a file of tensors: {reason}. Copy it again.") from None
+    advice = (
+        f"If you trust it, save its weights alone: torch.save(torch.load('{path.name}', weights_only=False)['ema'], "
+        f"'weights.pt'), of a prior ['ema_model']."
+    )
+    content = load_without_code(path, [argparse.Namespace], "a file of tensors", "tensors and plain data", advice)
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not tensors by name.")
     if not all(isinstance(name, str) for name in content):

@@ -7,7 +7,6 @@ that knows the names of these parts alone, puts inert objects in their place, an
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from image_diffusion.networks.dit_weights import load_without_code
 
 _PARTS = (
     *(f"dall_e.{each}" for each in ("encoder.Encoder", "encoder.EncoderBlock", "decoder.Decoder", "utils.Conv2d")),
@@ -120,20 +121,10 @@ class _Part:
 
 
 def _load(path: Path) -> Any:
-    try:
-        with torch.serialization.safe_globals([(_Part, name) for name in _PARTS]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
-        if refused is None:
-            raise ValueError(f"{path} is damaged, or not a file of OpenAI's discrete VAE. Copy it again.") from None
-        raise ValueError(
-            f"{path} holds more than the parts of OpenAI's discrete VAE ({refused.partition('. ')[0]}), and is not "
-            f"loaded, because that would run code from it. Get it from its authors again."
-        ) from None
-    except Exception as error:  # damaged bytes make the reader fail in any way
-        reason = str(error).partition(". ")[0] or type(error).__name__
-        raise ValueError(f"{path} is damaged: {reason}. Copy it again.") from None
+    whose = "OpenAI's discrete VAE"
+    known = [(_Part, name) for name in _PARTS]
+    advice = "Get it from its authors again."
+    return load_without_code(path, known, f"a file of {whose}", f"the parts of {whose}", advice)
 
 
 def _tensors(part: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
