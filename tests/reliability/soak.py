@@ -287,16 +287,16 @@ class Soak:
             where += ", as if untouched"
         self._inject(number, {"flip": "flipped bit", "cut": "cut file", "removal": "removed file"}[kind], where)
 
-    def _asked_for(self, draw: random.Random, number: int) -> str | None:
-        """Perhaps remove what the stage that was killed least has made, so that it will run; that stage."""
-        stage = min(MADE_BY, key=lambda name: self.tally.kills[name])
-        files = sorted((self.project / "results").glob(MADE_BY[stage]))
-        if not files or draw.random() < 0.5:
-            return None
-        path = draw.choice(files)
-        path.unlink()
-        self._inject(number, "removed file", str(path.relative_to(self.project)))
-        return stage
+    def _asked_for(self, draw: random.Random, number: int) -> list[str]:
+        """Remove what some of the stages that were killed least have made, so that they will run; those stages."""
+        asked = []
+        for stage in sorted(MADE_BY, key=lambda name: self.tally.kills[name])[: draw.randint(0, 3)]:
+            if files := sorted((self.project / "results").glob(MADE_BY[stage])):
+                path = draw.choice(files)
+                path.unlink()
+                self._inject(number, "removed file", str(path.relative_to(self.project)))
+                asked.append(stage)
+        return asked
 
     # ---- Commands
 
@@ -351,8 +351,8 @@ class Soak:
             self.lengths[gone[1]] = 0.7 * self.lengths.get(gone[1], length) + 0.3 * length
         return present
 
-    def _disturbed_command(self, draw: random.Random, number: int, wanted: str | None) -> None:
-        """The same command, while something happens to it and to what it starts. wanted: the stage to kill first."""
+    def _disturbed_command(self, draw: random.Random, number: int, wanted: list[str]) -> None:
+        """The same command, while something happens to it and to what it starts. wanted: the stages to kill first."""
         settings: dict[str, str] = {}
         shift = draw.choice([-86400, -3600, -30, 30, 3600, 86400]) if draw.random() < 0.1 else 0
         if shift:
@@ -372,22 +372,21 @@ class Soak:
         if shift:
             _shift_times(self.project, began_at, shift)
 
-    def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes], wanted: str | None) -> None:
-        """Kill at random moments: everything, Snakemake alone, a stage, a rank; first the wanted stage."""
+    def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes], wanted: list[str]) -> None:
+        """Kill at random moments: everything, Snakemake alone, a stage, a rank; first the wanted stages."""
         began: dict[tuple[int, str], float] = {}
         patience = draw.randint(1, 12)
         while running.poll() is None and patience:
-            # A moment of the wanted stage, or of whatever runs after a while.
-            until = time.monotonic() + (20 if wanted else draw.expovariate(2))
-            while running.poll() is None and time.monotonic() < until:
-                if wanted and any(name == wanted for _, name in self._seen(began)):
-                    break
+            # A moment of a wanted stage, or of whatever runs after a while.
+            until, seen = time.monotonic() + (8 if wanted else draw.expovariate(2)), list[str]()
+            while running.poll() is None and time.monotonic() < until and not seen:
                 time.sleep(0.01)
-            aim = wanted or next((name for _, name in reversed(self._seen(began)) if name in STAGES), None)
+                seen = [name for _, name in self._seen(began) if name in wanted]
+            aim = seen[0] if seen else next((name for _, name in reversed(self._seen(began)) if name in STAGES), None)
             if aim is None and draw.random() < 0.8:  # there is more to kill when a stage has begun
                 continue
             time.sleep(draw.random() ** 2 * self.lengths.get(aim or "", 0.5))
-            wanted = None
+            wanted = [name for name in wanted if name != aim]
             present = [each for each in self.warm.running() if each[1] != "follow"]
             victims = [each for each in present if aim is None or each[1] == aim]
             if not victims or running.poll() is not None:

@@ -87,11 +87,12 @@ def standing_in(command: str) -> str:
     """The same command about what is here: the experiment of a reader is `micro`, and he has two cores."""
     mine = rf"experiments=\[(?!({'|'.join(SHIPPED)})\])[\w-]+\]"
     command = re.sub(mine, "experiments=[micro]", command)
-    command = re.sub(r"(?<!--output )\bresults/(mine|demo|<experiment>)/", "results/micro/", command)
+    command = re.sub(r"(?<!--output )\bresults/(mine|demo|shapes|x|<experiment>)/", "results/micro/", command)
     for shown, here in {
         "/path/to/image-diffusion": str(ROOT),
         "/path/to/mine": ".",
         "/scratch/me": "elsewhere",
+        "/models/sd-vae-ft-ema": "vae",
         "--average 0.999 ": "--average 0.9999 ",
         "--config train.yaml": "--config results/micro/config/train.yaml",
         "--data manifest.json": "--data results/datasets/dots-16/crops/manifest.json",

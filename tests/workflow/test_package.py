@@ -17,13 +17,17 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package in a folder of its own: a source distribution of what git knows, the wheel of that, and no clone."""
+    """The package in a folder of its own: a source distribution of what git knows, the wheel of that, and no clone. Its
+    tag is v1.2.3."""
     folder = tmp_path_factory.mktemp("package")
     known = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, known.split("\0")):
         (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, folder / "clone" / name)
+    someone = ["-c", "user.name=someone", "-c", "user.email=someone@localhost"]
+    for command in (["init"], ["add", "."], [*someone, "commit", "--message", "all"], ["tag", "v1.2.3"]):
+        subprocess.run(["git", *command], cwd=folder / "clone", check=True, capture_output=True)
     build = "from setuptools.build_meta import build_sdist; build_sdist('..')"
     subprocess.run([sys.executable, "-c", build], cwd=folder / "clone", check=True, capture_output=True)
     (archive,) = folder.glob("*.tar.gz")
@@ -63,6 +67,11 @@ def test_a_project_is_begun_and_planned(installed: Path, tmp_path: Path) -> None
         f"{installed}/image_diffusion/__init__.py",
         f"{installed}/image_diffusion/project/workflow",
     ]
+
+
+def test_the_version_is_that_of_the_tag(installed: Path, tmp_path: Path) -> None:
+    told = "import image_diffusion; print(image_diffusion.__version__)"
+    assert run(installed, [sys.executable, "-c", told], tmp_path).stdout == "1.2.3\n"
 
 
 def test_commands_have_one_name(installed: Path, tmp_path: Path) -> None:
