@@ -76,8 +76,12 @@ def test_the_site_is_set_in_one_place(on_slurm: Project, tmp_path: Path) -> None
     path = project / "config/config.yaml"
     path.write_text(
         path.read_text().split("slurm:")[0]
-        + "slurm:\n  gpu_type: a100\n  every_stage: {slurm_partition: short}\n  stages: {train: {runtime: 1440}}\n"
+        + "slurm:\n  gpu_type: a100\n  every_stage: {slurm_partition: short, mem_mb: 1234, slurm_extra: --exclusive}\n"
+        + "  stages: {train: {runtime: 1440}}\n"
     )
     shown = project.run("--profile", "slurm", "--dry-run")
     for asked in ("gres=gpu:a100:2", "gres=gpu:a100:1", "slurm_partition=short", "runtime=1440"):
         assert asked in shown, asked
+    sent = [line for line in shown.splitlines() if "slurm_partition=" in line]
+    assert sent and all("mem_mb=1234" in line and "slurm_extra=--exclusive" in line for line in sent), sent
+    assert "slurm_extra=--exclusive --signal=TERM@120" in shown, "training is still told of the end of its time"

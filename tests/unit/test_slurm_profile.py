@@ -1,0 +1,60 @@
+"""What the profile for Slurm makes of the section `slurm` of config.yaml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+import yte
+
+ROOT = Path(__file__).parents[2]
+SIGNAL = "--signal=TERM@120"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile reads config/config.yaml of the folder that Snakemake is started in."""
+    (tmp_path / "config").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+
+def profile(slurm: dict[str, Any]) -> dict[str, Any]:
+    Path("config/config.yaml").write_text(yaml.safe_dump({"slurm": slurm}))
+    found: dict[str, Any] = yte.process_yaml((ROOT / "workflow/profiles/slurm/profile.v9+.yaml").read_text())
+    return found
+
+
+def test_nothing_is_asked_for_where_nothing_is_said() -> None:
+    found = profile({"gpu_type": "a100", "every_stage": None, "stages": None})
+    assert "set-resources" not in found and found["default-resources"] == {"runtime": 60, "mem_mb": 8000}
+
+
+def test_every_stage_is_every_rule_and_one_stage_goes_before_it() -> None:
+    asked = profile({"every_stage": {"mem_mb": 1, "qos": "long"}, "stages": {"crop": {"mem_mb": 2}}})["set-resources"]
+    text = "".join(path.read_text() for path in (ROOT / "workflow/rules").glob("*.smk"))
+    assert sorted(asked) == sorted(re.findall(r"^rule (\w+):", text, re.MULTILINE))
+    assert asked.pop("crop") == {"mem_mb": 2, "qos": "long"}
+    assert all(each == {"mem_mb": 1, "qos": "long"} for each in asked.values())
+
+
+@pytest.mark.parametrize(
+    ("extra", "asked"),
+    [("--exclusive", f"--exclusive {SIGNAL}"), ("--signal=USR1@300 -x", "--signal=USR1@300 -x"), (None, None)],
+)
+def test_training_is_told_of_the_end_of_its_time(extra: str | None, asked: str | None) -> None:
+    given = {"slurm_extra": extra} if extra else {"qos": "long"}
+    for slurm in ({"every_stage": given}, {"stages": {"train": given}}):
+        assert profile(slurm)["set-resources"]["train"].get("slurm_extra") == asked
+    assert f'slurm_extra="{SIGNAL}",' in (ROOT / "workflow/rules/train.smk").read_text()
+
+
+def test_the_example_of_the_page_names_no_option_that_the_plugin_manages() -> None:
+    from snakemake_executor_plugin_slurm import validation
+
+    page = (ROOT / "docs/cluster.md").read_text()
+    (example,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if block.startswith("slurm:")]
+    for resources in profile(yaml.safe_load(example)["slurm"])["set-resources"].values():
+        validation.validate_slurm_extra(type("Job", (), {"resources": type("Resources", (), resources)}))
