@@ -132,10 +132,11 @@ def read_journals(folder: Path) -> list[History]:
 def of_weights(history: History, model: Mapping[str, Any]) -> History:
     """The history of a training beside the weights it ended with. model: their model.json; where that is of another
     run than one that finished here, the journal of the weights is missing, which is told."""
-    if history.status != "finished" or history.tags.get("fingerprint") == model.get("fingerprint"):
+    run = model.get("fingerprint")
+    if run is None or history.status != "finished" or history.tags.get("fingerprint") == run:
         return history
-    tell_once(f"warning: the journal of run {model['fingerprint']}, whose weights these are, is missing.")
-    return replace(history, damaged=[*history.damaged, f"run {model['fingerprint']}"])
+    tell_once(f"warning: the journal of run {run}, whose weights these are, is missing.")
+    return replace(history, damaged=[*history.damaged, f"run {run}"])
 
 
 @dataclass
