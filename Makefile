@@ -20,7 +20,7 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on
 test: .venv/.ready ## every test that needs no cluster, no GPU and no network
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile
 
-lint: .venv/.ready ## style, types, imports, rules, spelling, links
+lint: docs ## style, types, imports, rules, spelling, links, documentation
 	ruff check $(python_files)
 	ruff format --check $(python_files)
 	mypy
