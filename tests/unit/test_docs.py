@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,14 @@ def test_the_page_of_results_has_a_place_for_the_table_of_a_gpu() -> None:
     lines = (ROOT / "tests/bench/RESULTS.md").read_text().splitlines()
     assert lines.count("<!-- bench-gpu -->") == lines.count("<!-- /bench-gpu -->") == 1
     assert lines.index("<!-- bench-gpu -->") < lines.index("<!-- /bench-gpu -->")
+
+
+def test_the_notes_of_a_release_are_what_the_changelog_says_of_it(tmp_path: Path) -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    (step,) = [each for each in jobs["release"]["steps"] if "CHANGELOG.md" in each.get("run", "")]
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.2.0\n\n- new\n\n## 0.1.0\n\n- old\n")
+    for tag, said in (("v0.2.0", "- new"), ("v0.1.0", "- old")):
+        subprocess.run(["bash", "-ec", step["run"]], cwd=tmp_path, env={**os.environ, "TAG": tag}, check=True)
+        assert (tmp_path / "notes.md").read_text().strip() == said
+    missing = subprocess.run(["bash", "-ec", step["run"]], cwd=tmp_path, env={**os.environ, "TAG": "v9"}, check=False)
+    assert missing.returncode != 0
