@@ -2,6 +2,8 @@
 
     python -m image_diffusion.sweep --axis guidance_scale --points 1=one/metrics.json 2=two/metrics.json \
         --headline inpipe_fd --output curve.json --plot curve.png
+
+Each point is what `evaluate` wrote of it; nothing is sampled or measured here.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import re
@@ -92,7 +93,9 @@ def commands() -> list[str]:
             if action.option_strings and action.dest != "help"
         ]
         about = re.sub(
-            r"(?<=\S) {6,}", " \\\\\n        ", importlib.import_module(f"image_diffusion.{verb}").__doc__ or ""
+            r"(?<=\S) {6,}",
+            " \\\\\n        ",
+            inspect.cleandoc(importlib.import_module(f"image_diffusion.{verb}").__doc__ or ""),
         )
         table = ["| Option | Default | What |", "| --- | --- | --- |", *rows]
         found.append("\n".join([f"## `python -m image_diffusion.{verb}`", "", about.strip(), "", *table]))
