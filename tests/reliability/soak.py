@@ -383,7 +383,7 @@ class Soak:
                 time.sleep(0.01)
                 seen = [name for _, name in self._seen(began) if name in wanted]
             aim = seen[0] if seen else next((name for _, name in reversed(self._seen(began)) if name in STAGES), None)
-            if aim is None and draw.random() < 0.8:  # there is more to kill when a stage has begun
+            if aim is None and draw.random() < 0.97:  # there is more to kill when a stage has begun
                 continue
             time.sleep(draw.random() ** 2 * self.lengths.get(aim or "", 0.5))
             wanted = [name for name in wanted if name != aim]
