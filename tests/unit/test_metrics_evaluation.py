@@ -14,6 +14,7 @@ from torch import Tensor
 
 from image_diffusion.core.files import write_json
 from image_diffusion.core.verify import write_listing
+from image_diffusion.metrics import curve
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
 from image_diffusion.metrics.curve import measure_previews, read_previews
@@ -324,6 +325,15 @@ def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
     curve = measure_previews(previews, Brightness(), reference, CLASSES, settings)
     assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]
+
+
+def test_no_point_of_a_curve_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: list[Any] = []
+    monkeypatch.setattr(curve, "save_figure", lambda figure, path: drawn.append(figure))
+    points = [{"step": 1, "num_samples": 9, "fd": 2.0, "kd": 0.1}, {"step": 2, "num_samples": 9, "fd": 1.0, "kd": -0.2}]
+    curve.plot_curve(points, tmp_path / "curve.png")
+    fd, kd = drawn[0].axes
+    assert fd.get_ylim()[0] == 0 and kd.get_ylim()[0] < -0.2
 
 
 def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages, tmp_path: Path):

@@ -73,7 +73,9 @@ def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
     names = [name for name in curve[0] if name not in ("step", "num_samples")]
     figure = new_figure(4 * len(names), 3)
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
-        axis.plot([point["step"] for point in curve], [point[name] for point in curve], marker="o", markersize=3)
+        values = [point[name] for point in curve]
+        axis.plot([point["step"] for point in curve], values, marker="o", markersize=3)
         axis.set(title=name, xlabel="step")
-        axis.set_ylim(bottom=0)
+        if min(values) >= 0:  # a kernel distance may be below zero
+            axis.set_ylim(bottom=0)
     save_figure(figure, path)
