@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core import journal as journal_module
+from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal
-from image_diffusion.tracking.plan import plan
+from image_diffusion.tracking.plan import data_sets, plan
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,15 @@ def test_results_are_shown_with_the_latest_run_only(tmp_path: Path) -> None:
     (experiment / "metrics.json").write_text("{}")
     first, second = plan(experiment, [])
     assert ([file.name for file in first.files], [file.name for file in second.files]) == ([], ["metrics.json"])
+
+
+def test_a_damaged_manifest_of_another_experiment_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("crops", "tokens"):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "manifest.json", {"shards": [], "kind": name})
+    assert [each.name for each in data_sets(tmp_path)] == [f"{tmp_path.name}/crops", f"{tmp_path.name}/tokens"]
+    (tmp_path / "tokens/manifest.json").write_text("{")
+    assert [each.name for each in data_sets(tmp_path)] == [f"{tmp_path.name}/crops"]
+    assert "tokens/manifest.json is damaged" in capsys.readouterr().err

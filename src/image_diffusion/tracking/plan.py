@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from image_diffusion.core import plain_yaml
+from image_diffusion.core.errors import tell_once
 from image_diffusion.core.files import digest, read_json, sha256_file
 from image_diffusion.core.history import History, Point, of_weights, read_journals
 from image_diffusion.data.records import content_digest
@@ -226,8 +227,15 @@ def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
 
 
 def data_sets(folder: Path) -> Iterator[DataSet]:
+    """What was made of a data set, by whichever experiment. A damaged manifest is told and left out: its own stage makes
+    it again.
+    """
     for manifest in sorted(folder.glob("*/manifest.json")):
-        found = content_digest(read_json(manifest))
+        try:
+            found = content_digest(read_json(manifest))
+        except ValueError as error:
+            tell_once(f"warning: {error} It is not shown.")
+            continue
         yield DataSet(f"{folder.name}/{manifest.parent.name}", found, manifest.parent.resolve())
 
 
