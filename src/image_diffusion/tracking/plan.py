@@ -227,8 +227,8 @@ def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
 
 
 def data_sets(folder: Path) -> Iterator[DataSet]:
-    """What was made of a data set, by whichever experiment. A damaged manifest is told and left out: its own stage makes
-    it again.
+    """What was made of a data set, by whichever experiment. A damaged manifest is told and left out: the stage that
+    wrote it makes it again.
     """
     for manifest in sorted(folder.glob("*/manifest.json")):
         try:
