@@ -10,7 +10,7 @@ import pytest
 from image_diffusion.core import journal as journal_module
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal
-from image_diffusion.tracking.plan import data_sets, plan
+from image_diffusion.tracking.plan import _runs_in, data_sets, plan
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +86,22 @@ def test_results_are_shown_with_the_latest_run_only(tmp_path: Path) -> None:
     (experiment / "metrics.json").write_text("{}")
     first, second = plan(experiment, [])
     assert ([file.name for file in first.files], [file.name for file in second.files]) == ([], ["metrics.json"])
+
+
+def test_between_the_end_of_a_training_and_its_weights_no_journal_is_missed(tmp_path: Path) -> None:
+    """The follower may look while the weights of the training before still lie there."""
+    (tmp_path / "train").mkdir()
+    write_json(tmp_path / "train/model.json", {"fingerprint": "before"})
+
+    def damaged() -> list[str]:
+        return [line for run in _runs_in(tmp_path) for line in run.history.damaged]
+
+    for fingerprint in ("before", "now"):
+        with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": fingerprint}) as journal:
+            journal.metrics({"loss": 1.0}, step=1)
+    assert damaged() == []
+    (tmp_path / "journal/train/attempt-0001.jsonl").unlink()
+    assert damaged() == ["run before"]
 
 
 def test_a_damaged_manifest_of_another_experiment_stops_nothing(

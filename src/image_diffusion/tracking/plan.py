@@ -192,7 +192,10 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
         histories = read_journals(stage)
         weights = folder / "train" / "model.json"
         if histories and stage.name == "train" and weights.is_file():
-            histories[-1] = of_weights(histories[-1], read_json(weights))
+            model = read_json(weights)
+            # A training may just have ended, and its weights not yet lie where those of the one before do.
+            if not any(each.tags.get("fingerprint") == model.get("fingerprint") for each in histories):
+                histories[-1] = of_weights(histories[-1], model)
         for history in histories:
             latest = history is histories[-1]
             kept = [file for file in _recorded(history) if file.path.is_file() and _sha256(file.path) == file.sha256]
