@@ -148,7 +148,7 @@ class Soak:
         draw = random.Random(f"{self.seed} {number}")
         names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 3, 4, 7]))))
         self._edit(draw, number, names)
-        disturbed = draw.randint(2, 8)
+        disturbed = draw.randint(4, 16)
         for turn in range(disturbed):
             if turn and draw.random() < 0.15:
                 self._edit(draw, number, names)
