@@ -95,6 +95,7 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
     with snakemake(training, WEIGHTS) as running:
         orphan = wait_for_training(cluster, training, 0)
         running.kill()
+    subprocess.run(["scancel", "--signal=STOP", orphan], check=True)  # so that it is still there when we have looked
     training.run("--profile", "slurm", "--dry-run", WEIGHTS)
     training.run("--list-rules")
     assert cluster.job_of("train") == orphan, "who only looks cancels nothing"
@@ -104,9 +105,11 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
             assert running.wait(120) == 1
         assert "Directory cannot be locked" in printed(training) and cluster.job_of("train") == orphan
         training.run("--unlock")
-    finish(training, WEIGHTS)
+    with snakemake(training, WEIGHTS) as running:
+        wait_until(lambda: f"Waiting for Slurm job {orphan}" in printed(training), 120)
+        subprocess.run(["scancel", "--signal=CONT", orphan], check=True)
+        assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
-    assert f"Waiting for Slurm job {orphan} (rule_train_wildcards_micro)" in printed(training)
     assert "Cancelling" not in printed(training) and not cluster.jobs()
 
 
@@ -116,6 +119,7 @@ def test_what_a_killed_snakemake_left_is_cancelled_where_something_else_is_wante
     with snakemake(training, WEIGHTS) as running:
         orphan = wait_for_training(cluster, training, 0)
         running.kill()
+    subprocess.run(["scancel", "--signal=STOP", orphan], check=True)
     training.edit(lambda experiment: experiment["train"].update(steps=8))
     finish(training, WEIGHTS)
     assert f"Cancelling what a killed Snakemake left in the queue: {orphan}" in printed(training)
