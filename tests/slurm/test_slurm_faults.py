@@ -96,11 +96,12 @@ def test_a_killed_snakemake_is_followed_by_the_same_command(
         orphan = wait_for_training(cluster, training, 0)
         running.kill()
     subprocess.run(["scancel", "--signal=STOP", orphan], check=True)  # so that it is still there when we have looked
+    if elsewhere:
+        (training / ".snakemake/owner").write_text("login2")  # where it was started, as far as this machine can know
     training.run("--profile", "slurm", "--dry-run", WEIGHTS)
     training.run("--list-rules")
     assert cluster.has(orphan), "who only looks cancels nothing"
     if elsewhere:
-        (training / ".snakemake/owner").write_text("login2")  # where it was started, as far as this machine can know
         with snakemake(training, WEIGHTS) as running:
             assert running.wait(120) == 1
         assert "Directory cannot be locked" in printed(training) and cluster.has(orphan)
