@@ -193,11 +193,19 @@ def found(folder: Path, name: str) -> dict[str, str]:
         part, *inside = path.relative_to(results).parts
         is_ours = part == name or (part == "datasets" and inside[1] in data)
         if is_ours and path.is_file() and not NOT_COMPARED & {*inside} and not _is_note(path.name):
-            made[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
+            said = _listed(path, results / name) if path.name == "listing.json" else path.read_bytes()
+            made[str(path.relative_to(results))] = hashlib.sha256(said).hexdigest()
     for stage in LOGGED:
         made[f"{name}: what {stage} logged"] = _logged(folder, name, stage)
         made[f"{name}: what MLflow lacks of {stage}"] = _not_tracked(folder, name, stage)
     return made
+
+
+def _listed(listing: Path, experiment: Path) -> bytes:
+    """The checksums of the previews of a training, without those that one of more steps has left there: its own when it
+    is extended again, and shown by nobody until then."""
+    last, files = read_json(experiment / "train/model.json")["step"], read_json(listing)["files"]
+    return json.dumps({name: sha256 for name, sha256 in files.items() if int(name[5:12]) <= last}).encode()
 
 
 def _is_note(name: str) -> bool:
