@@ -163,7 +163,7 @@ def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
     frozen = {name for name in found if name.startswith(("blocks.", "t_embedder."))}
     assert same == frozen | {"pos_embed"} | (same & {"y_embedder.embedding_table.weight"})
     with pytest.raises(
-        ValueError, match=r"train.freeze has block.\*, which names no parameter. They begin with: x_emb"
+        ValueError, match=r"train.freeze has block.\*, which names no parameter. They begin with: pos_emb"
     ):
         trained(tmp_path / "c", crops, network, freeze=["block.*"])
     assert (
