@@ -35,8 +35,8 @@ class AdamW(_AdamBase):
     decay_vectors: bool = False
     """Whether biases and gains, parameters of fewer than two dimensions, decay as well."""
 
-    def build(self, flat: Flat, factors: Mapping[str, float]) -> FlatAdam:
-        """The optimizer of these parameters. factors: of their learning rates, by name."""
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatAdam:
+        """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
         vectors = self.weight_decay if self.decay_vectors else 0.0
         return FlatAdam(flat, torch.optim.AdamW, self, (self.weight_decay, vectors), factors)
 
@@ -47,8 +47,8 @@ class Adam(_AdamBase):
     type: Literal["adam"] = "adam"
     """Adam, without weight decay."""
 
-    def build(self, flat: Flat, factors: Mapping[str, float]) -> FlatAdam:
-        """The optimizer of these parameters. factors: of their learning rates, by name."""
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatAdam:
+        """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
         return FlatAdam(flat, torch.optim.Adam, self, (0.0, 0.0), factors)
 
 
@@ -68,10 +68,11 @@ class FlatAdam:
         kind: type[torch.optim.Adam],
         config: _AdamBase,
         decay: tuple[float, float],
-        factors: Mapping[str, float],
+        factors: Mapping[str, float] | None,
     ) -> None:
         self._lr = config.lr
         self.moments = {name: torch.zeros_like(flat.values) for name in ("exp_avg", "exp_avg_sq")}
+        factors = factors or {slot.name: 1.0 for slot in flat.slots}
         cuts = {b.start for a, b in pairwise(flat.slots) if factors[a.name] != factors[b.name]}
         ends = sorted([0, flat.matrices_end, flat.size, *(cuts - {flat.matrices_end})])
         factor_at = {slot.start: factors[slot.name] for slot in flat.slots}
