@@ -22,6 +22,7 @@ from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.train import prepare_training
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.counted import counted
 from image_diffusion.training.flat import Flat
 from image_diffusion.training.kept import weights_at, weights_in
 from image_diffusion.training.lora import Lora, add_adapters, merged
@@ -242,6 +243,19 @@ def test_what_adapters_give_is_a_plain_network(tmp_path: Path, crops: Path) -> N
     assert all(torch.equal(raw[name], kept[name]) for name in kept)
     again = trained(tmp_path / "again", crops, init_from=str(tmp_path / "lora/train"))  # a start like any other
     assert again.keys() == first.keys()
+
+
+@needs_peft
+def test_the_doctor_counts_adapters_alone(tmp_path: Path, crops: Path) -> None:
+    trained(tmp_path / "base", crops)
+    trained(tmp_path / "lora", crops, **ADAPTED, init_from=str(tmp_path / "base/train"))
+    found = {}
+    for name in ("base", "lora"):
+        training = prepare_training(tmp_path / name / "train.yaml", crops / "manifest.json", None)
+        found[name] = counted(training.network, training.task, training.stage.train, 1)
+    adapted = 2 * 2 * sum(a + b for a, b in ((16, 48), (16, 16), (16, 64), (64, 16), (16, 96)))
+    assert found["lora"].parameters == adapted + 4 * 16 < found["base"].parameters
+    assert found["lora"].fixed < found["base"].fixed
 
 
 @needs_peft
