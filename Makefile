@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests docs workflow/scripts
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint docs format test-slurm test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
+.PHONY: help demo test lint docs format test-slurm submit test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -41,6 +41,11 @@ format: .venv/.ready ## put every file into the style that lint checks
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
 	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadfile
+
+submit: .venv/.ready ## Snakemake for the cluster as a small job of its own, which survives a logout: SBATCH="--time=7-0"
+	mkdir -p logs
+	sbatch --job-name=image-diffusion --comment=head --cpus-per-task=2 --mem=8G --output=logs/submit-%j.log $(SBATCH) \
+		--wrap "exec snakemake --cores all --profile slurm"
 
 test-gpu: .venv/.ready ## the tests that need a GPU, in nine minutes at most
 	OMP_NUM_THREADS=1 timeout 540 python -m pytest tests/gpu --numprocesses=4

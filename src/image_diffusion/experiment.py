@@ -45,8 +45,9 @@ class ResourcesConfig(Config):
     """Machines that train together."""
     processes_per_node: int = Field(1, ge=1)
     """Processes on each: one for each GPU, or any number on CPUs."""
-    gpus_per_node: int = Field(0, ge=0)
-    """GPUs that are requested on each machine from a cluster; 0 on CPUs."""
+    gpus_per_node: int | None = Field(None, ge=0)
+    """GPUs that are requested on each machine from a cluster; 0 on CPUs. Empty: one for each process, and on this
+    machine whatever there is."""
     cpus_per_process: int = Field(2, ge=1)
     """CPU cores that are requested for each process."""
     memory_mb: int = Field(8000, ge=1)

@@ -6,7 +6,7 @@ Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]:
 grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory.
 
 With --part 2/8 only the images of that part are made, and written alone; parts run side by side, and a last call with
---made joins what they wrote: the same bytes as of one call.
+--made joins what they wrote: the same bytes as of one call. The parts are then removed.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def main(given: Sequence[str] | None = None) -> None:
         journal.metrics({"examples_seen": model.examples_seen}, model.step)
         journal.image("samples", output / "grid.png", model.step)
         journal.image("denoising", output / "steps.png", model.step)
+    for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
+        part.unlink(missing_ok=True)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
 
 

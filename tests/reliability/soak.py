@@ -119,6 +119,8 @@ class Soak:
         self.references = work / "references" / digest([package_digest(ROOT / "src"), told])[:12]
         self.tally = Tally()
         self.open: list[Fault] = []
+        self.scarred: set[str] = set()
+        """Experiments whose journal was damaged: it is told when the run that it belongs to goes on, rounds later."""
         self.lengths: dict[str, float] = {}
         """Seconds that a stage of this name has been seen to run."""
         self.log = (work / "faults.jsonl").open("a", buffering=1)
@@ -195,6 +197,7 @@ class Soak:
                 shutil.copytree(folder, kept / folder.name, symlinks=True)
         remove(self.project)
         self.open.clear()
+        self.scarred.clear()
         return kept
 
     def _without_told(self, wrong: list[str], made: dict[str, str], said: str) -> list[str]:
@@ -210,9 +213,10 @@ class Soak:
                 drawn = [fault for fault in self.open if fault.where.startswith(previews)]
                 hit, told = hit + drawn, told or bool(drawn)
                 wrong = [path for path in wrong if not path.startswith(f"{name}/") or not drawn]
-            if hit and (told or no_journal):
+            if (hit or name in self.scarred) and (told or no_journal):
                 wrong = [path for path in wrong if not path.startswith(f"{name}: ")]
                 remove(self.project / "results" / name)
+                self.scarred.discard(name)
                 for fault in hit:
                     fault.told = True
         return wrong
@@ -228,6 +232,8 @@ class Soak:
 
     def _inject(self, number: int, kind: str, where: str) -> None:
         self.open.append(Fault(number, kind, where))
+        if (parts := Path(where).parts)[2:3] == ("journal",):
+            self.scarred.add(parts[1])
         self.tally.injected[kind] += 1
         self.note(kind, where, number)
 

@@ -54,6 +54,19 @@ def test_a_replay_sends_no_point_that_a_run_has(
     assert None not in about_models
 
 
+def test_who_stays_logs_no_model_and_whoever_comes_after_does(
+    finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
+) -> None:
+    """Scores that were sent before there was a model are then its own."""
+    database = tmp_path / "mlflow.db"
+    shutil.copy(empty, database)
+    tracker = Tracker(f"sqlite:///{database}", "faults")
+    tracker.send(Request(finished), live=True)
+    assert not contents(database)["models"]
+    track(f"sqlite:///{database}", finished)
+    assert contents(database) == contents(sent[0])
+
+
 def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"x" * 4096)
     with pytest.raises(TrackingError, match=rf"not a database\. Move {tmp_path}/mlflow\.db away and run the"):

@@ -48,6 +48,10 @@ class Cluster:
         running = [line.split()[0] for line in self.jobs("RUNNING") if f"rule_{rule}" in line]
         return running[0] if running else None
 
+    def has(self, job: str) -> bool:
+        """Whether a job is in the queue, in whatever state."""
+        return any(line.startswith(f"{job} ") for line in self.jobs())
+
     def kill_daemon(self, name: str) -> None:
         """SIGKILL one daemon: slurmctld, slurmd-n1, slurmd-n2."""
         os.kill(int((self.folder / "run" / f"{name}.pid").read_text()), signal.SIGKILL)

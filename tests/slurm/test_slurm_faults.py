@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -87,16 +88,43 @@ def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, training: Proj
     assert len(history.starts) == 2
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another login node"])
 def test_a_killed_snakemake_is_followed_by_the_same_command(
-    cluster: Cluster, training: Project, undisturbed: bytes
+    cluster: Cluster, training: Project, undisturbed: bytes, elsewhere: bool
 ) -> None:
     with snakemake(training, WEIGHTS) as running:
         orphan = wait_for_training(cluster, training, 0)
         running.kill()
-    finish(training, WEIGHTS)
+    subprocess.run(["scancel", "--signal=STOP", orphan], check=True)  # so that it is still there when we have looked
+    if elsewhere:
+        (training / ".snakemake/owner").write_text("login2")  # where it was started, as far as this machine can know
+    training.run("--profile", "slurm", "--dry-run", WEIGHTS)
+    training.run("--list-rules")
+    assert cluster.has(orphan), "who only looks cancels nothing"
+    if elsewhere:
+        with snakemake(training, WEIGHTS) as running:
+            assert running.wait(120) == 1
+        assert "Directory cannot be locked" in printed(training) and cluster.has(orphan)
+        training.run("--unlock")
+    with snakemake(training, WEIGHTS) as running:
+        wait_until(lambda: f"Waiting for Slurm job {orphan}" in printed(training), 120)
+        subprocess.run(["scancel", "--signal=CONT", orphan], check=True)
+        assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
+    assert "Cancelling" not in printed(training) and not cluster.jobs()
+
+
+def test_what_a_killed_snakemake_left_is_cancelled_where_something_else_is_wanted(
+    cluster: Cluster, training: Project
+) -> None:
+    with snakemake(training, WEIGHTS) as running:
+        orphan = wait_for_training(cluster, training, 0)
+        running.kill()
+    subprocess.run(["scancel", "--signal=STOP", orphan], check=True)
+    training.edit(lambda experiment: experiment["train"].update(steps=8))
+    finish(training, WEIGHTS)
     assert f"Cancelling what a killed Snakemake left in the queue: {orphan}" in printed(training)
-    assert not cluster.jobs()
+    assert json.loads((training / WEIGHTS).with_name("model.json").read_text())["step"] == 8
 
 
 def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
@@ -105,12 +133,34 @@ def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, training: P
         for _ in range(2):
             job = wait_for_training(cluster, training, steps_saved(training))
             subprocess.run(["scancel", "--signal=STOP", job], check=True)  # so that a minute is not enough
-            wait_until(lambda last=job: not any(line.startswith(f"{last} ") for line in cluster.jobs()), 180)
+            wait_until(lambda last=job: not cluster.has(last), 180)
         assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
     history = read_journal(training / "results/micro/journal/train")
     assert history is not None
     assert len(history.starts) > 2
+
+
+def submissions(project: Project, rule: str) -> int:
+    return len(re.findall(rf"has been submitted with SLURM jobid .*/rule_{rule}/", printed(project)))
+
+
+def test_a_mistake_is_sent_once(project: Project) -> None:
+    project.edit(lambda experiment: experiment["train"].update(optimizer={"type": "adamw", "lr": 10}))
+    with snakemake(project, WEIGHTS) as running:
+        assert running.wait(300) == 1
+    assert submissions(project, "train") == 1
+    assert "is not sent again, since it would end so again: " in printed(project)
+
+
+def test_what_runs_out_of_memory_is_sent_again_with_more(
+    cluster: Cluster, training: Project, undisturbed: bytes
+) -> None:
+    training.edit(lambda experiment: experiment["resources"].update(memory_mb=800))
+    finish(training, WEIGHTS)
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    short = re.findall(r"ran out of memory; the next attempt asks for 1\.5 times as much\..*", printed(training))
+    assert short and submissions(training, "train") == 1 + len(short), short
 
 
 def printed(project: Project) -> str:

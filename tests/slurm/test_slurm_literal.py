@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, slurm_project
+from cluster import Cluster, slurm_project, wait_until
 from projects import ROOT, Project
 
 RESULTS = [
@@ -42,10 +43,17 @@ def on_slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proj
     return project
 
 
+def with_python() -> dict[str, str]:
+    """This environment, activated."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
 def test_every_stage_was_a_job(on_slurm: Project) -> None:
     printed = (on_slurm / "printed.log").read_text()
     jobs = set(re.findall(r"has been submitted with SLURM jobid .*/rule_(\w+)/", printed))
     assert jobs == {"crop", "detect", "train", "encode", "sample", "evaluate"}
+    assert printed.count("Asked of the queue") == 1
+    assert re.search(r"^train +2 +gpu:2 +2 +6000 +10 +1$", printed, re.MULTILINE), "what it asks for stands there"
 
 
 def test_training_was_four_processes_on_two_nodes(on_slurm: Project) -> None:
@@ -63,6 +71,20 @@ def test_this_machine_alone_makes_the_same_bytes(on_slurm: Project, tmp_path: Pa
 def test_a_second_time_there_is_nothing_to_do_here_or_there(on_slurm: Project) -> None:
     assert on_slurm.planned() == set()
     assert on_slurm.planned("--profile", "slurm") == set()
+
+
+def test_the_head_can_be_a_job_of_its_own(cluster: Cluster, on_slurm: Project) -> None:
+    """The recipe of `make submit`, for a stage that is missing."""
+    metrics = on_slurm / "results/micro/metrics.json"
+    before = metrics.read_bytes()
+    metrics.unlink()
+    recipe = (ROOT / "Makefile").read_text().split("\nsubmit:")[1].split("\n\n")[0].partition("\n")[2]
+    command = recipe.replace("\t", "").replace("$(SBATCH)", "--time=30")
+    subprocess.run(["bash", "-euc", command], cwd=on_slurm.folder, env=with_python(), check=True)
+    wait_until(lambda: not cluster.jobs(), 400)
+    (log,) = (on_slurm / "logs").glob("submit-*.log")
+    assert metrics.read_bytes() == before, log.read_text()[-3000:]
+    assert "Asked of the queue" in log.read_text()
 
 
 def test_a_dry_run_shows_what_would_be_asked_for(on_slurm: Project) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core.lifeline import VARIABLE, announce, mark
-from image_diffusion.training.launch import Layout, command_line, main
+from image_diffusion.training.launch import Layout, command_line, main, own_name
 
 MODULE = ["image_diffusion.train", "--config", "train.yaml"]
-IN_SLURM = {"SLURM_JOB_ID": "40123"}
+IN_SLURM = {"SLURM_JOB_ID": "40123", "SLURM_NNODES": "2"}
 
 
 def layout(nodes: int, processes_per_node: int) -> Layout:
@@ -32,6 +33,28 @@ def test_several_nodes_of_a_slurm_job_meet_at_the_first() -> None:
     assert line[0] == "srun"
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"} <= set(line)
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=first:20123", "--rdzv-id=40123"} <= set(line)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"SLURM_NNODES": "1"}, r"trains on 2 nodes, and Slurm job 40123 has 1\. Ask for more \(salloc --nodes=2\)"),
+        ({"SLURM_STEP_ID": "0"}, r"this is a step of Slurm job 40123, which cannot start others\. Start it outside"),
+    ],
+)
+def test_an_allocation_that_cannot_do_it_is_told(environment: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        command_line(layout(2, 4), MODULE, IN_SLURM | environment, "first")
+    assert command_line(layout(1, 4), MODULE, IN_SLURM | environment, "first")[0] == sys.executable
+
+
+def test_the_shell_of_an_allocation_is_no_step() -> None:
+    assert command_line(layout(2, 4), MODULE, IN_SLURM | {"SLURM_STEP_ID": "4294967290"}, "first")[0] == "srun"
+
+
+def test_a_machine_has_the_name_that_slurm_gives_it_where_that_is_one_of_the_network() -> None:
+    assert own_name({"SLURMD_NODENAME": "localhost"}) == "localhost"
+    assert own_name({"SLURMD_NODENAME": "no.such.invalid"}) == own_name({}) == socket.gethostname()
 
 
 def test_several_nodes_outside_slurm_are_processes_here() -> None:
@@ -58,11 +81,14 @@ def test_the_launcher_becomes_the_command_with_the_threads_it_was_given(monkeypa
     started = []
     monkeypatch.setenv(VARIABLE, "another")  # and so put back in the end
     monkeypatch.setattr(os, "execvpe", lambda *given: started.append(given))
-    monkeypatch.setattr(sys, "argv", ["launch", "--threads-per-process", "3", "--logs", "logs", "--", "program", "x"])
+    given = ["launch", "--threads-per-process", "3", "--grace-s", "7"]
+    given += ["--logs", "logs", "--", "program", "x"]
+    monkeypatch.setattr(sys, "argv", given)
     main()
     ((program, line, environment),) = started
     assert program == line[0] == sys.executable and line[-3:] == ["--module", "program", "x"]
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
+    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "7"
     assert environment[VARIABLE] == f"another {mark()}"
 
 

@@ -187,7 +187,11 @@ def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
     for i, path in reversed(list(enumerate(parts))):
         run(monkeypatch, sample, *given, "--part", f"{i}/3", "--output", path)
     assert [len(np.load(path)["arr_0"]) for path in parts] == [8, 8, 7]
+    with pytest.raises(ValueError, match="--made holds 16 images, but sample.num_samples is 23"):
+        run(monkeypatch, sample, *given, "--made", *parts[:2], "--output", tmp_path / "three" / "samples.npz")
+    assert all(path.exists() for path in parts)
     run(monkeypatch, sample, *given, "--made", *parts, "--output", tmp_path / "two" / "samples.npz")
+    assert not any(path.exists() for path in parts), "a killed Snakemake would leave them for ever"
     for name in ("samples.npz", "samples.json", "grid.png", "steps.png", "pictures/00000005.png"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     with np.load(tmp_path / "two" / "samples.npz") as arrays:
@@ -197,8 +201,6 @@ def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
     assert len(pictures) == 23
     with Image.open(pictures[-1]) as picture:
         assert (np.asarray(picture) == images[-1]).all()
-    with pytest.raises(ValueError, match="--made holds 16 images, but sample.num_samples is 23"):
-        run(monkeypatch, sample, *given, "--made", *parts[:2], "--output", tmp_path / "three" / "samples.npz")
 
 
 def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from image_diffusion.workflow.machine import ALL_CORES, Machine
 from plans import RESOURCES, a_plan, plans_of
@@ -10,7 +13,9 @@ from plans import RESOURCES, a_plan, plans_of
 ONE = {"experiment": "one"}
 
 
-def machine(config: dict[str, Any] | None = None, queued: bool = False, remote: bool = False, **asked: int) -> Machine:
+def machine(
+    config: dict[str, Any] | None = None, queued: bool = False, remote: bool = False, **asked: int | None
+) -> Machine:
     plans = plans_of(a_plan(resources={**RESOURCES, **asked}))
     return Machine(plans, config or {}, queued, remote)
 
@@ -18,7 +23,7 @@ def machine(config: dict[str, Any] | None = None, queued: bool = False, remote: 
 def test_one_node_of_cpus_asks_for_nothing_special() -> None:
     here = machine(processes_per_node=3)
     assert (here.cpus(ONE), here.threads(ONE), here.training_cpus(ONE), here.training_threads(ONE)) == (2, 2, 6, 6)
-    assert (here.memory_mb(ONE), here.runtime_min(ONE)) == (8000, 60)
+    assert (here.training_memory_mb(ONE), here.runtime_min(ONE)) == (8000, 60)
     assert (here.nodes(ONE), here.processes(ONE)) == (1, 3)
     assert [ask(ONE) for ask in (here.gpus, here.one_gpu, here.tasks, here.mpi)] == [None] * 4
 
@@ -29,9 +34,47 @@ def test_several_nodes_start_their_tasks_themselves() -> None:
     assert (cluster.gpus(ONE), cluster.one_gpu(ONE)) == ("gpu:8", "gpu:1")
 
 
+def test_a_stage_of_one_gpu_asks_for_its_share_of_the_memory() -> None:
+    node = machine(processes_per_node=8, gpus_per_node=8, memory_mb=256_001)
+    assert (node.training_memory_mb(ONE), node.memory_mb(ONE)) == (256_001, 32_001)
+
+
+def test_gpus_that_are_not_spoken_of_are_one_for_each_process_on_a_cluster_alone() -> None:
+    asked: dict[str, Any] = {"gpus_per_node": None, "processes_per_node": 2}
+    sent, here = machine(queued=True, **asked), machine(**asked)
+    assert (sent.gpus(ONE), sent.one_gpu(ONE)) == ("gpu:2", "gpu:1")
+    assert (here.gpus(ONE), here.one_gpu(ONE), here.threads(ONE)) == (None, None, 2)
+    assert machine({"gpus_per_node": 0}, queued=True, **asked).gpus(ONE) is None
+
+
+def test_joining_what_several_jobs_have_made_takes_no_gpu() -> None:
+    node = machine(gpus_per_node=8)
+    asked = [node.one_gpu_to_begin(ONE, SimpleNamespace(parts=parts)) for parts in ([], ["part-0"])]
+    assert asked == ["gpu:1", None]
+
+
 def test_the_type_of_gpu_is_the_sites() -> None:
     assert machine({"slurm": {"gpu_type": "a100"}}, gpus_per_node=4).gpus(ONE) == "gpu:a100:4"
     assert machine({"slurm": None}, gpus_per_node=4).gpus(ONE) == "gpu:4"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "grace_s"),
+    [
+        (None, 90),
+        ({"every_stage": {"slurm_extra": "--exclusive"}}, 90),
+        ({"every_stage": {"slurm_extra": "--signal=TERM@600 -x"}}, 570),
+        (
+            {
+                "every_stage": {"slurm_extra": "--signal=TERM@600"},
+                "stages": {"train": {"slurm_extra": "--signal B:INT@60"}},
+            },
+            30,
+        ),
+    ],
+)
+def test_training_has_the_time_that_slurm_tells_it_before_the_end(slurm: dict[str, Any] | None, grace_s: int) -> None:
+    assert machine({"slurm": slurm}).grace_s(ONE) == grace_s
 
 
 def test_the_callers_number_goes_before_the_experiments() -> None:

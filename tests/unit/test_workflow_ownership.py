@@ -7,12 +7,16 @@ import socket
 import stat
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from image_diffusion.workflow import queue as queue_module
 from image_diffusion.workflow.ownership import hold, take_over
-from image_diffusion.workflow.queue import tell_of_unseen_jobs
+from image_diffusion.workflow.queue import is_in_queue, orphans, settle, tell_of_unseen_jobs
 
 HERE = socket.gethostname()
 
@@ -38,14 +42,19 @@ def queue(folder: Path, jobs: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cancelled
 
 
+@pytest.fixture(autouse=True)
+def _on_a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
 def test_a_fresh_folder_is_ours(tmp_path: Path) -> None:
-    with take_over(tmp_path):
+    with take_over(tmp_path).file:
         assert (tmp_path / ".snakemake" / "owner").read_text() == HERE
 
 
 def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
     lock = locked(tmp_path, HERE)
-    with take_over(tmp_path):
+    with take_over(tmp_path).file:
         assert not lock.exists()
 
 
@@ -61,42 +70,96 @@ def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
         assert living.stdout is not None
         living.stdout.readline()
         lock.touch()
-        with take_over(tmp_path):
+        with take_over(tmp_path).file:
             assert lock.exists()
         living.kill()
-    with take_over(tmp_path):
+    with take_over(tmp_path).file:
         assert not lock.exists()
 
 
 def test_the_locks_of_another_machine_stay(tmp_path: Path) -> None:
     lock = locked(tmp_path, "login2")
-    with take_over(tmp_path):
+    with take_over(tmp_path).file:
         assert lock.exists()
     assert (tmp_path / ".snakemake" / "owner").read_text() == "login2"
 
 
-def test_the_jobs_of_a_dead_snakemake_are_cancelled(
+def job(name: str, config: Path, *wildcards: str) -> Any:
+    """A job as Snakemake has it."""
+    return SimpleNamespace(
+        rule=SimpleNamespace(name=name), wildcards=wildcards, input=SimpleNamespace(config=str(config))
+    )
+
+
+def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    then, later = "2026-01-01T12:00:00", "2026-01-01T13:00:00"
+    noon = datetime.fromisoformat(then).timestamp()
     jobs = [
-        f"11 rule_train_wildcards_one|{tmp_path}",
-        f"12 rule_diffusion_train|{tmp_path}",
-        f"13 my own job|{tmp_path}",
-        f"14 rule_train|{tmp_path}/elsewhere",
+        f"11|{later}|rule_train_wildcards_one|{tmp_path}",
+        f"12|{then}|rule_diffusion_train_wildcards_two|{tmp_path}",
+        f"13|{later}|my own job|{tmp_path}",
+        f"14|{later}|rule_train|{tmp_path}/elsewhere",
+        f"15|{later}|rule_sample_wildcards_one|{tmp_path}",
+        f"16|{later}|rule_train_wildcards_three|{tmp_path}",
     ]
     cancelled = queue(tmp_path, "\n".join(jobs), monkeypatch)
-    take_over(tmp_path).close()
-    assert not cancelled.exists()  # nothing was left: these are of another time
+    config = tmp_path / "train.yaml"
+    config.touch()
+    os.utime(config, (noon + 60, noon + 60))
+    wanted = [job("train", config, "one"), job("diffusion_train", config, "two"), job("sample", config, "one")]
+    left = orphans(tmp_path)
+    assert [each.job for each in left] == ["11", "12", "15", "16"]
+    monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
+    settle(left, wanted, wait=True)
+    assert cancelled.read_text() == "12 15 16\n", "of an old configuration, of a stage that begins anew, of nobody"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "Cancelling what a killed Snakemake left in the queue: 12 15 16"
+    assert second.startswith("Waiting for Slurm job 11 (rule_train_wildcards_one), which a Snakemake has left ")
+    settle(left, wanted, wait=False)
+    assert cancelled.read_text().endswith("11 12 15 16\n")
+
+
+def test_a_configuration_that_changed_after_a_job_was_sent_is_no_longer_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
+    (tmp_path / "train.yaml").touch()
+    settle(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
+    assert cancelled.read_text() == "11\n"
+
+
+def test_reading_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
     locked(tmp_path, HERE)
-    take_over(tmp_path).close()
-    assert cancelled.read_text() == "11 12\n"
-    assert capsys.readouterr().err == "Cancelling what a killed Snakemake left in the queue: 11 12\n"
+    with take_over(tmp_path).file:
+        assert not cancelled.exists()
+
+
+@pytest.mark.parametrize(("jobs", "ours"), [("7|2026-01-01T12:00:00|head|/", False), ("", True)])
+def test_the_locks_of_a_head_that_was_a_job_go_when_it_is_over(
+    jobs: str, ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue(tmp_path, jobs, monkeypatch)
+    lock = locked(tmp_path, "n1 7")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    owner = take_over(tmp_path)
+    with owner.file:
+        assert (owner.is_ours, lock.exists()) == (ours, not ours)
+        assert not ours or (tmp_path / ".snakemake" / "owner").read_text() == f"{HERE} 8"
+
+
+def test_a_queue_that_does_not_answer_may_have_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue(tmp_path, "", monkeypatch)
+    (tmp_path / "bin/squeue").write_text("#!/bin/sh\nexit 1\n")
+    assert is_in_queue("7") and not orphans(tmp_path)
 
 
 def test_a_machine_without_a_queue_has_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     lock = locked(tmp_path, HERE)
-    take_over(tmp_path).close()
+    take_over(tmp_path).file.close()
     assert not lock.exists()
 
 

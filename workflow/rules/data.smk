@@ -82,7 +82,7 @@ rule encode:
     threads: machine.threads
     resources:
         nodes=1,
-        gres=machine.one_gpu,
+        gres=machine.one_gpu_to_begin,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,

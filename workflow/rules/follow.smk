@@ -5,7 +5,8 @@ from pathlib import Path
 from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.following import Following
 from image_diffusion.workflow.ownership import hold
-from image_diffusion.workflow.queue import tell_of_unseen_jobs
+from image_diffusion.workflow.queue import orphans, settle, tell_of_unseen_jobs
+from image_diffusion.workflow.request import request
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
 held = []
@@ -13,6 +14,10 @@ held = []
 
 onstart:
     held.append(hold(Path(results)))
+    if owner.is_ours and (left := orphans(Path())):
+        settle(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
+    if machine.queued and (asked := request(workflow.dag.needrun_jobs())):
+        print(asked, file=sys.stderr)
     following.start()
 
 

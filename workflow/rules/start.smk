@@ -13,6 +13,7 @@ sys.path.insert(0, str(source))
 include: "owner.smk"
 
 
+from image_diffusion.workflow.attempts import send_again_if_it_helps
 from image_diffusion.workflow.start import start
 
 known = start(
@@ -23,6 +24,8 @@ known = start(
     moved=workflow.modifier.path_modifier.replace_prefix,
 )
 results, plans, files, machine, code = known.results, known.plans, known.files, known.machine, known.code
+if machine.queued and not machine.remote and workflow.modifier.is_main_snakefile():
+    send_again_if_it_helps(machine)
 
 
 wildcard_constraints:

@@ -28,11 +28,12 @@ rule train:
         gres=machine.gpus,
         tasks_per_gpu=0,
         cpus_per_task=machine.training_cpus,
-        mem_mb=machine.memory_mb,
+        mem_mb=machine.training_memory_mb,
         runtime=machine.runtime_min,
         # Here and not in params: weights do not depend on where they were trained.
         processes=machine.processes,
         threads_per_process=machine.cpus,
+        grace_s=machine.grace_s,
         # Two minutes before the time is up training is told: it saves and ends, and the next attempt goes on.
         slurm_extra="--signal=TERM@120",
     params:
@@ -44,5 +45,6 @@ rule train:
     shell:
         "exec logged {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
         " --processes-per-node {resources.processes} --threads-per-process {resources.threads_per_process} --logs {params.logs:q}"
+        " --grace-s {resources.grace_s}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " {params.start:q} {params.pairs:q} --output {output.weights:q} --journal {params.journal:q}"

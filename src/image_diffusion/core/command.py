@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from image_diffusion.core.attempt import ending_of, note
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.lifeline import VARIABLE, end_with
@@ -39,6 +40,7 @@ def run(main: Callable[[], None], *smaller: str) -> None:
         main()
     except Stopped as stopped:
         print(f"stopped: {stopped}", file=sys.stderr, flush=True)
+        note("stopped", str(stopped))
         sys.exit(STOPPED)
     except KeyboardInterrupt:
         print("stopped: interrupted. Run the same command again to go on.", file=sys.stderr, flush=True)
@@ -50,4 +52,5 @@ def run(main: Callable[[], None], *smaller: str) -> None:
             print(hidden(traceback.format_exc()), file=sys.stderr, flush=True)
         if told:
             print(hidden(f"error: {sentence or error}"), file=sys.stderr, flush=True)
+        note(ending_of(error), hidden(f"{sentence or error or type(error).__name__}"))
         sys.exit(1)

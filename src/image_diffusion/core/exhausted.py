@@ -55,6 +55,11 @@ def sentence_on(error: BaseException, settings: Sequence[str] = ()) -> str | Non
     return None
 
 
+def is_of_host_memory(error: BaseException) -> bool:
+    """Whether the machine's own memory ran out, rather than a GPU's."""
+    return _is_of_memory(error) and not _is_on_gpu(error)
+
+
 def room_at(path: Path) -> str:
     """How much is free where a path lies: a sentence."""
     folder = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
@@ -71,8 +76,12 @@ def _is_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _MEMORY_WORDS.search(str(error)) is not None  # PyTorch's are among them
 
 
+def _is_on_gpu(error: BaseException) -> bool:
+    return "CUDA" in str(error) or "HIP" in str(error)
+
+
 def _on_memory(error: BaseException, settings: Sequence[str]) -> str:
-    asked, on_gpu = "", "CUDA" in str(error) or "HIP" in str(error)
+    asked, on_gpu = "", _is_on_gpu(error)
     if found := _ASKED.search(str(error)):
         number, unit = (float(found[1]) / 2**30, "GiB") if found[2] == "bytes" else (float(found[1]), found[2])
         asked = f": {number:,.4g} {unit} more were asked for"

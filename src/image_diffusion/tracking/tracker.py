@@ -37,7 +37,8 @@ class Tracker:
     def send(self, request: Request, live: bool = False) -> dict[str, Any]:
         """Send what there is; returns what `tracked.json` holds.
 
-        live: stages may be running, also on machines whose locks are not seen here, so that none is called killed.
+        live: stages may be running, also on machines whose locks are not seen here, so that none is called killed; and
+        this process stays, so that no model is logged, which takes 0.7 GB.
         """
         with ExitStack() as stack:
             for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
@@ -84,7 +85,7 @@ def send(
         runs.send_images(run_id, history.images)
         for file in small:
             runs.send_file(run_id, file.path, file.name, file.sha256)
-        if history.stage == PARENT and history.status == "finished" and each.latest:
+        if history.stage == PARENT and history.status == "finished" and each.latest and not live:
             weights = final_weights(each, run_id, request)
             if weights is not None:
                 made = models.log(weights)

@@ -16,11 +16,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from image_diffusion.core import command
+from image_diffusion.training.launch import own_name
 
 
 def main() -> None:
     """Start the processes and wait for them. A failure that one of them has told is not told again."""
     arguments = parse_args(sys.argv[1:])
+    if not arguments.standalone and arguments.local_addr is None:
+        arguments.local_addr = own_name(os.environ)  # what the others are told to connect to
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     try:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from image_diffusion.workflow.plans import Plans, Wildcards
 
 ALL_CORES = 1024
 """Threads that no machine has: Snakemake gives a job that asks for them every core, and so runs it alone."""
+
+SIGNAL_LEAD_S = 120
+"""Seconds before its time is up that training is told so, unless the site's slurm_extra has a --signal of its own."""
+
+MORE_MEMORY = 1.5
+"""How much more memory a job is sent with that ran out of it."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,13 @@ class Machine:
     """Whether jobs are sent to a queue."""
     remote: bool
     """Whether this is a job that was sent."""
+    _short: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def _asked(self, name: str, wildcards: Wildcards) -> int:
-        return int(self.config.get(name, self.plans.of(wildcards).resources[name]))
+        asked = self.config.get(name, self.plans.of(wildcards).resources[name])
+        if asked is None:  # GPUs: on a cluster nobody gets one without asking for it
+            return self.processes(wildcards) if self.queued or self.remote else 0
+        return int(asked)
 
     # ---- One process
 
@@ -41,9 +53,13 @@ class Machine:
         """One GPU, where the experiment uses any."""
         return self._gpus(min(1, self._asked("gpus_per_node", wildcards)))
 
-    def memory_mb(self, wildcards: Wildcards) -> int:
-        """Memory, in MB."""
-        return self._asked("memory_mb", wildcards)
+    def one_gpu_to_begin(self, wildcards: Wildcards, input: Any) -> str | None:
+        """The same, unless several jobs have made the parts: joining them takes none."""
+        return None if input.parts else self.one_gpu(wildcards)
+
+    def memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
+        """Memory in MB: a process's share of what the experiment trains with on each machine."""
+        return -(-self.training_memory_mb(wildcards, attempt) // self.processes(wildcards))
 
     def runtime_min(self, wildcards: Wildcards) -> int:
         """Time for one job, in minutes."""
@@ -67,6 +83,11 @@ class Machine:
         """The same on this machine, where stages that use its GPU run one at a time."""
         return ALL_CORES if self._alone(wildcards) else self.training_cpus(wildcards)
 
+    def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
+        """Memory of each node, in MB: half as much more after each attempt that ran out of it."""
+        short = self._short[_named(wildcards)] if attempt > 1 else 0
+        return round(self._asked("memory_mb", wildcards) * MORE_MEMORY**short)
+
     def gpus(self, wildcards: Wildcards) -> str | None:
         """The GPUs of each node; none on CPUs."""
         return self._gpus(self._asked("gpus_per_node", wildcards))
@@ -80,11 +101,25 @@ class Machine:
         """That a job on several nodes starts its tasks itself; a job on one node has no such resource."""
         return "srun" if self.nodes(wildcards) > 1 else None
 
+    def grace_s(self, wildcards: Wildcards) -> int:
+        """Seconds that training has to save and end: what lies between Slurm's signal and the end of the job's time,
+        less half a minute for the way there and back."""
+        site = self.config.get("slurm") or {}
+        every, stages = site.get("every_stage") or {}, site.get("stages") or {}
+        extra = {**every, **(stages.get("train") or {})}.get("slurm_extra") or ""
+        given = re.search(r"--signal[= ]\S*@(\d+)", extra)
+        return max(1, (int(given[1]) if given else SIGNAL_LEAD_S) - 30)
+
     # ---- Attempts
 
     def attempts(self, number: int) -> int:
         """How often a job that a queue has lost is sent again. Inside the job, and on this machine, it is not."""
         return number if self.queued and not self.remote else 0
+
+    def ran_out_of_memory(self, wildcards: Wildcards) -> int:
+        """Have the next attempt ask for more; how often it has been so for these wildcards."""
+        self._short[_named(wildcards)] += 1
+        return self._short[_named(wildcards)]
 
     def _alone(self, wildcards: Wildcards) -> bool:
         return self._asked("gpus_per_node", wildcards) > 0 and not self.remote
@@ -93,3 +128,7 @@ class Machine:
         """In Slurm's words: gpu:a100:8."""
         kind = (self.config.get("slurm") or {}).get("gpu_type")
         return ":".join(["gpu", *([kind] if kind else []), str(number)]) if number else None
+
+
+def _named(wildcards: Wildcards) -> tuple[str, ...]:
+    return tuple(f"{key}={wildcards[key]}" for key in sorted(wildcards.keys()))

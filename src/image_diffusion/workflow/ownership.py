@@ -6,39 +6,47 @@ import fcntl
 import os
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from image_diffusion.core.exhausted import sentence_on
-from image_diffusion.workflow.queue import cancel_jobs
+from image_diffusion.workflow.queue import is_in_queue
 
 
-def take_over(folder: Path) -> TextIO:
-    """Clear away what a killed Snakemake left in a folder: its locks, and its jobs in a Slurm queue.
+@dataclass(frozen=True)
+class Owner:
+    """Who works in a folder. is_ours: whether we do, and nobody else."""
 
-    It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive:
-    then its locks stay, and Snakemake says that the folder is locked and how to unlock it. Returns what holds our lock,
-    until it is closed. Where that cannot be written, Snakemake ends with one clear line.
+    file: TextIO
+    is_ours: bool
+
+
+def take_over(folder: Path) -> Owner:
+    """Clear away the locks that a killed Snakemake left in a folder. Its jobs in a queue are for those who run any.
+
+    It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive,
+    unless it was a Slurm job that is over: then its locks stay, and Snakemake says that the folder is locked and how to
+    unlock it. Returns what holds our lock, until its file is closed. Where that cannot be written, Snakemake ends with
+    one clear line.
     """
     state = folder / ".snakemake"
     mine = _opened(state / "owner")
     try:
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return mine
+        return Owner(mine, False)
     mine.seek(0)
-    last_host = mine.read()
+    last_host, _, last_job = mine.read().partition(" ")
     left = list((state / "locks").glob("*"))
-    if left and last_host not in ("", socket.gethostname()):
-        return mine
-    if left:
-        cancel_jobs(folder)
-        for lock in left:
-            lock.unlink()
+    if left and last_host not in ("", socket.gethostname()) and (not last_job or is_in_queue(last_job)):
+        return Owner(mine, False)
+    for lock in left:
+        lock.unlink()
     mine.truncate(0)
-    mine.write(socket.gethostname())
+    mine.write(" ".join(filter(None, [socket.gethostname(), os.environ.get("SLURM_JOB_ID")])))
     mine.flush()
-    return mine
+    return Owner(mine, True)
 
 
 def hold(results: Path) -> TextIO:

@@ -1,0 +1,104 @@
+"""Whether a failed job of a queue is sent again: after an accident, and with more memory where that ran out, but not
+after a mistake, which would end the same way. Snakemake asks a rule for the number of its attempts, and not the job
+that failed; what is changed here is looked for first, and a Snakemake that has it no longer is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.attempt import Attempt, read_attempt
+from image_diffusion.workflow.incomplete import WRITTEN_FOR
+from image_diffusion.workflow.machine import MORE_MEMORY, Machine
+
+OFTEN_SHORT = 3
+"""How often a job is sent again with more memory."""
+_KILLED_FOR_MEMORY = re.compile(r"oom[-_ ]?kill|exceeded memory limit|out.of.memory", re.IGNORECASE)
+
+
+def send_again_if_it_helps(machine: Machine) -> None:
+    """From now on Snakemake sends a failed job again only where that can end otherwise, and says why it failed.
+
+    machine: what the next attempt asks for.
+    """
+    job_class = _place()
+    job_class.restart_times = property(lambda job: times_to_send(job, machine))
+
+
+def times_to_send(job: Any, machine: Machine) -> int:
+    """How often Snakemake may send a job that has just failed again: as often as its rule says, or not at all.
+
+    job: Snakemake's. Tells in one line why the job failed, where anybody knows.
+    """
+    times = job.rule.restart_times or 0
+    note = Path(f"{job.log[0]}.attempt") if job.log else None
+    attempt = read_attempt(note) if note is not None else None
+    if note is None or attempt is None:
+        return int(times)
+    note.unlink(missing_ok=True)  # the next attempt writes its own
+    reason, out_of_memory = why(attempt, job.rule.name)
+    name = f"{job.rule.name} of {', '.join(map(str, job.wildcards))} (job {attempt.job}, {attempt.host})"
+    if attempt.ending == "mistake":
+        _tell(f"{name} is not sent again, since it would end so again: {attempt.said}")
+        return 0
+    if out_of_memory:
+        times_short = machine.ran_out_of_memory(job.wildcards)
+        if times_short > OFTEN_SHORT:
+            _tell(f"{name} ran out of memory for the {times_short}th time and is not sent again. {reason}")
+            return 0
+        _tell(f"{name} ran out of memory; the next attempt asks for {MORE_MEMORY:g} times as much. {reason}")
+    elif attempt.ending == "stopped":
+        _tell(f"{name} was stopped and goes on in the next job: {attempt.said}")
+    else:
+        _tell(f"{name} failed. {attempt.said} {reason}".replace("  ", " "))
+    return int(times)
+
+
+def why(attempt: Attempt, rule: str) -> tuple[str, bool]:
+    """What Slurm says of the end of a job, in a sentence; and whether memory ran out."""
+    logs = Path(".snakemake", "slurm_logs", f"rule_{rule}").rglob(f"{attempt.job}.log")
+    said = "".join(log.read_text(errors="replace") for log in logs)
+    state = _answer("sacct", "-j", attempt.job, "--noheader", "--parsable2", "--format=State,ExitCode,MaxRSS,NodeList")
+    if state:
+        lines = [line.split("|") for line in state.splitlines()]
+        used = max((line[2] for line in lines if line[2]), key=lambda text: (len(text), text), default="")
+        facts = [lines[0][0], f"exit code {lines[0][1]}", *([f"{used} of memory used"] if used else [])]
+    else:
+        record = _answer("scontrol", "show", "job", "--oneliner", attempt.job)
+        found = dict(re.findall(r"(\w+)=(\S*)", record))
+        facts = [found["JobState"], f"exit code {found.get('ExitCode')}"] if "JobState" in found else []
+        if found.get("Reason", "None") != "None":
+            facts.append(found["Reason"])
+    killed = "OUT_OF_MEMORY" in "".join(facts) or _KILLED_FOR_MEMORY.search(said)
+    return f"Slurm: {', '.join(facts)}." if facts else "", attempt.ending == "memory" or bool(killed)
+
+
+def _answer(*command: str) -> str:
+    """What Slurm answers; nothing where it does not."""
+    if not shutil.which(command[0]):
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _tell(sentence: str) -> None:
+    print(sentence.rstrip(), file=sys.stderr, flush=True)
+
+
+def _place() -> Any:
+    from snakemake.jobs import Job
+
+    if isinstance(getattr(Job, "restart_times", None), property):
+        return Job
+    raise SystemExit(
+        f"error: Snakemake {version('snakemake')} asks elsewhere how often a job is sent again than {WRITTEN_FOR}, "
+        f"which this workflow was written for. Run: python -m pip install 'snakemake=={WRITTEN_FOR}.*'"
+    )
