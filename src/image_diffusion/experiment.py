@@ -17,14 +17,16 @@ from pydantic.json_schema import models_json_schema
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config import Config, parse, read_yaml
+from image_diffusion.core.shapes import shapes_only
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.data.sources import Source
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.embedding.pairs import PairsConfig
 from image_diffusion.systems.given import Others, SampleSettings, Section
-from image_diffusion.systems.system import System, name_of, no_export
+from image_diffusion.systems.system import System, name_of, no_export, spec_of
 from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.tuning import check_tuning
 
 
 class ExportConfig(Config):
@@ -253,3 +255,7 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     experiment.system.check_flips(experiment.train.flip_probability)
     experiment.system.check(experiment, others)
+    if experiment.train.tunes:
+        with shapes_only():
+            network = experiment.system.build_network(spec_of(experiment, others.codec))
+        check_tuning(network, experiment.train)

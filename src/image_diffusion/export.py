@@ -98,7 +98,7 @@ def _not_known(content: Mapping[str, Any], path: Path) -> str:
     """What is said of a file or folder that no system knows."""
     known = (
         "Give those of a DiT or SiT, of a U-Net of improved-diffusion or guided-diffusion, of lucidrains' RIN, of a "
-        "discrete VAE of DALLE-pytorch or OpenAI, or of a prior of DALLE2-pytorch."
+        "discrete VAE of DALLE-pytorch or OpenAI, of a prior of DALLE2-pytorch, or a folder of a PriorTransformer."
     )
     if path.is_dir():
         found = class_of(path)

@@ -37,6 +37,9 @@ class Published(Config):
     """Of the file, where its authors give it."""
     codec: str | None = None
     """The autoencoder of its latents, where it works on any: a folder or a name on the Hugging Face Hub."""
+    experiment: str | None = None
+    """The experiment file that describes what the file does not tell, as --experiment of export does: its path from
+    here."""
     sample: SampleConfig
     """How images are made with it."""
 
@@ -53,7 +56,8 @@ def read_published(config: Path, path: Path, codec: str | None, folder: Path) ->
         raise ValueError(f"{config} describes {known.file}, but --read is {path}. Name the one that it describes.")
     if known.sha256 is not None and sha256_file(path) != known.sha256:
         raise ValueError(f"{path} is damaged, or another file: its sha256 is not {known.sha256}. Copy it again.")
-    read_foreign(path, codec or known.codec or "", None, folder)
+    described = config.parent / known.experiment if known.experiment is not None else None
+    read_foreign(path, codec or known.codec or "", described, folder)
     return known
 
 

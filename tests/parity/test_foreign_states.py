@@ -214,10 +214,10 @@ def test_the_state_of_an_optimizer_is_told_from_weights(tmp_path: Path) -> None:
 
 
 def test_another_class_of_diffusers_is_named(tmp_path: Path) -> None:
-    (tmp_path / "prior").mkdir()
-    (tmp_path / "prior/config.json").write_text('{"_class_name": "PriorTransformer"}')
-    with pytest.raises(ValueError, match="a folder of diffusers' PriorTransformer, which is not known here"):
-        read_foreign(tmp_path / "prior", "", None, tmp_path / "train")
+    (tmp_path / "flux").mkdir()
+    (tmp_path / "flux/config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    with pytest.raises(ValueError, match="a folder of diffusers' FluxTransformer2DModel, which is not known here"):
+        read_foreign(tmp_path / "flux", "", None, tmp_path / "train")
 
 
 STATES: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, Any] | None]] = {

@@ -26,6 +26,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import TEXT, DiTConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.objectives.flow_matching import FlowMatching
@@ -210,16 +211,27 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     sampling = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, guidance_scale=2.0)
     embedded = EmbeddingGenerator(network, prior, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
     asked = {"text_embed": text.tolist(), "seeds": SEEDS, "num_inference_steps": 3, "guidance_scale": 2.0}
+    statistics = {"mean": torch.randn(16).tolist(), "std": (torch.rand(16) + 0.5).tolist()}
+    kandinsky = PriorSystem(
+        network=PriorTransformerConfig(depth=1, num_heads=2, head_width=8, max_text_len=4), image_statistics=statistics
+    )  # type: ignore[arg-type]
+    transformer = randomised(kandinsky.build_network(spec))
+    normalised = EmbeddingGenerator(transformer, kandinsky, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
     dvae = DVAESystem(network=DVAEConfig(num_tokens=16, codebook_dim=4, num_layers=1, hidden_dim=8))
     pixels = DataSpec(channels=3, resolution=16)
     codec = randomised(dvae.build_network(pixels))
     decoded = reconstruct(codec, torch.tensor(images).permute(0, 3, 1, 2)).decoded["hard"].permute(0, 2, 3, 1).numpy()
-    for name, system, of, trained in (("prior", prior, spec, network), ("dvae", dvae, pixels, codec)):
+    for name, system, of, trained in (
+        ("prior", prior, spec, network),
+        ("kandinsky", kandinsky, spec, transformer),
+        ("dvae", dvae, pixels, codec),
+    ):
         model = Model(trained, system, of, {}, [], 1, 1, "0" * 64, num_steps=1, fingerprint="")
         system.export(model, Rgb(), "pipeline", root / name)
     return {
         "the prior": (embedded.numpy(), root / "prior", asked),
+        "a prior transformer": (normalised.numpy(), root / "kandinsky", asked),
         "the discrete VAE": (decoded, root / "dvae", {"images": images.tolist(), "output_type": "np"}),
     }
 
@@ -276,11 +288,12 @@ def test_the_images_are_the_same_without_this_package(exported: dict[str, Compar
 
 
 def test_every_case_is_looked_at(exported: dict[str, Compared]) -> None:
-    assert set(exported) == {*NAMES, "the prior"}
+    assert set(exported) == {*NAMES, "the prior", "a prior transformer"}
 
 
-def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared]) -> None:
-    found = exported["the prior"]
+@pytest.mark.parametrize("name", ["the prior", "a prior transformer"])
+def test_the_prior_gives_the_same_embeddings(exported: dict[str, Compared], name: str) -> None:
+    found = exported[name]
     assert found.here.shape == (3, 16) and np.abs(found.here - found.there).max() < 1e-5
 
 

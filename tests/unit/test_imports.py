@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SLOW = ["matplotlib", "scipy", "sklearn", "pandas", "pyarrow", "diffusers", "transformers", "torchvision", "mlflow"]
+SLOW = [
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "pandas",
+    "pyarrow",
+    "diffusers",
+    "transformers",
+    "peft",
+    "torchvision",
+    "mlflow",
+]
 
 
 @pytest.mark.parametrize("verb", ["configure", "train", "sample", "encode", "track", "follow"])

@@ -13,7 +13,11 @@ from image_diffusion import published
 from image_diffusion.core.config import load
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.process.flow import Flow
 from image_diffusion.systems.diffusion.iddpm_published import PUBLISHED
+from image_diffusion.systems.diffusion.sampling import Generator
+from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.training.model import load_codec, load_model
 from tiny_autoencoders import write_autoencoder
 
 FOLDER = Path(__file__).parents[2] / "config" / "published"
@@ -25,7 +29,7 @@ def test_every_checkpoint_that_is_known_has_its_file() -> None:
     enlarge = {"upsample_cond_500K", "64_256_upsampler", "128_512_upsampler"}  # of images, which no checkpoint has
     assert len(set(files)) == len(files)
     assert {Path(file).stem for file in files} == set(PUBLISHED) - enlarge | {
-        "DiT-XL-2-256x256", "DiT-XL-2-512x512"
+        "DiT-XL-2-256x256", "DiT-XL-2-512x512", "SiT-XL-2-256x256"
     }  # fmt: skip
 
 
@@ -50,6 +54,25 @@ def test_one_command_makes_images_of_a_file(
     with np.load(tmp_path / "out/samples/samples.npz") as samples:
         assert samples["arr_0"].shape == (3, 32, 32, 3) and samples["arr_1"].tolist() == [207, 360, 387]
     assert (tmp_path / "out/samples/grid.png").is_file() and (tmp_path / "out/train/model.json").is_file()
+
+
+def test_a_sit_is_told_from_a_dit_by_what_is_known_of_its_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = DiTConfig(depth=1, width=384, num_heads=6, patch=2, time_frequencies="dit")
+    built = network.build(DataSpec(channels=4, resolution=4, num_classes=1000), learned_variance=True)
+    torch.save(built.state_dict(), tmp_path / "SiT-XL-2-256x256.pt")
+    write_autoencoder("sd", tmp_path / "vae")
+    published.read_published(
+        FOLDER / "sit_xl2_imagenet256.yaml", tmp_path / "SiT-XL-2-256x256.pt", str(tmp_path / "vae"), tmp_path / "out"
+    )
+    model = load_model(tmp_path / "out")
+    assert isinstance(model.system, DiTSystem) and isinstance(model.system.process, Flow)
+    assert not model.system.learns_variance and model.system.network.depth == 1
+    settings = load(published.Published, FOLDER / "sit_xl2_imagenet256.yaml").sample
+    codec = load_codec(model, None, torch.device("cpu"))
+    settings = settings.model_copy(update={"sampler": settings.sampler.model_copy(update={"num_steps": 2})})
+    images = Generator(model.network, model.system, model.spec, codec, settings)(torch.arange(1), torch.tensor([207]))
+    assert images.shape == (1, 3, 32, 32)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -154,6 +154,23 @@ def test_a_published_file_of_a_thousand_classes_starts_a_training_of_three(
     torch.testing.assert_close(found[name], published.state_dict()[name], rtol=0, atol=1e-6)
 
 
+def test_a_file_of_the_shape_of_dit_xl_starts_a_training_of_three_classes() -> None:
+    """Of shapes alone: 675 million numbers take a minute and 14 GB to train."""
+    from image_diffusion.core.shapes import shapes_only
+
+    system = DiTSystem(network=DiTConfig(size="DiT-XL/2", time_frequencies="dit"))
+    ours = Trained(system, DataSpec(channels=4, resolution=32, num_classes=3), ["a", "b", "c"])
+    theirs = Trained(system, DataSpec(channels=4, resolution=32, num_classes=1000), None)
+    with shapes_only():
+        network, there = (each.system.build_network(each.spec) for each in (ours, theirs))
+        found, changes = fitted(network, ours, there.state_dict(), theirs)
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        name: tensor.shape for name, tensor in network.state_dict().items()
+    }
+    assert [(each.name, each.there, each.here) for each in changes] == [(TABLE, (1001, 1152), (4, 1152))]
+    assert sum(tensor.numel() for tensor in there.state_dict().values()) > 670e6
+
+
 def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
     network = {"depth": 2, "width": 16, "num_heads": 2, "patch": 4}
     first = trained(tmp_path / "a", crops, network)
@@ -163,7 +180,7 @@ def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
     frozen = {name for name in found if name.startswith(("blocks.", "t_embedder."))}
     assert same == frozen | {"pos_embed"} | (same & {"y_embedder.embedding_table.weight"})
     with pytest.raises(
-        ValueError, match=r"train.freeze has block.\*, which names no parameter. They begin with: x_emb"
+        ValueError, match=r"train.freeze has block.\*, which names no parameter. They begin with: pos_emb"
     ):
         trained(tmp_path / "c", crops, network, freeze=["block.*"])
     assert (

@@ -138,6 +138,25 @@ def load_tensors(path: Path) -> Mapping[str, Any]:
     return content
 
 
+def folder_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model's folder that diffusers wrote, by name. Raises ValueError where there are none."""
+    files = next(
+        (
+            found
+            for pattern in (
+                f"{_WEIGHTS_FILE}.safetensors",
+                f"{_WEIGHTS_FILE}-*-of-*.safetensors",
+                f"{_WEIGHTS_FILE}.bin",
+            )
+            if (found := sorted(folder.glob(pattern)))
+        ),
+        None,
+    )
+    if files is None:
+        raise ValueError(f"{folder} has no {_WEIGHTS_FILE}.safetensors. Give a folder that diffusers wrote.")
+    return {name: tensor for file in files for name, tensor in load_tensors(file).items()}
+
+
 def diffusers_names(depth: int) -> dict[str, list[str]]:
     """Where diffusers' DiTTransformer2DModel keeps each weight and bias, by the published name.
 
@@ -250,21 +269,7 @@ def _read_folder(folder: Path, time_frequencies: TimeFrequencies) -> DiTWeights:
     for key, supported in (("norm_type", "ada_norm_zero"), ("activation_fn", "gelu-approximate")):
         if settings.get(key, supported) != supported:
             raise ValueError(f"{folder}/config.json has {key} {settings[key]!r}; a DiT has {supported!r}.")
-    files = next(
-        (
-            found
-            for pattern in (
-                f"{_WEIGHTS_FILE}.safetensors",
-                f"{_WEIGHTS_FILE}-*-of-*.safetensors",
-                f"{_WEIGHTS_FILE}.bin",
-            )
-            if (found := sorted(folder.glob(pattern)))
-        ),
-        None,
-    )
-    if files is None:
-        raise ValueError(f"{folder} has no {_WEIGHTS_FILE}.safetensors. Give a folder that diffusers wrote.")
-    theirs = {name: tensor for file in files for name, tensor in load_tensors(file).items()}
+    theirs = folder_tensors(folder)
     num_heads, head_width, patch = (
         int(settings[key]) for key in ("num_attention_heads", "attention_head_dim", "patch_size")
     )

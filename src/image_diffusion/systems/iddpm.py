@@ -20,7 +20,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from image_diffusion.codecs.codec import Codec
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config import dump
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import UNet, UNetConfig
 from image_diffusion.networks.unet_weights import check_fit, is_unet, num_label_rows
@@ -33,7 +35,9 @@ from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.iddpm_published import published
 from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.given import Described, Foreign, Section
+from image_diffusion.systems.diffusion.unet_export import check_ddpm, write_ddpm
+from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections
+from image_diffusion.systems.system import spec_of
 
 
 class IddpmSystem(DiffusionSystem):
@@ -55,13 +59,24 @@ class IddpmSystem(DiffusionSystem):
         ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
-    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
+    exports: ClassVar[tuple[str, ...]] = ("diffusers", "pipeline")
     class_rows: ClassVar[tuple[str, ...]] = ("label_emb.weight",)
 
     @property
     def low_resolution(self) -> int | None:
         """Side of the small images that the network enlarges; None: it makes images from noise alone."""
         return self.network.low_resolution
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        super().check(experiment, others)
+        if experiment.section("export").format == "diffusers":
+            classes = experiment.data.source.known_classes() or []
+            check_ddpm(self, dump(experiment.codec), spec_of(experiment, others.codec), len(classes))
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "diffusers":
+            return super().export(model, codec, format_, folder)
+        return write_ddpm(self, model, folder)
 
     @property
     def build_options(self) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.codecs.rgb import Rgb
@@ -25,7 +25,8 @@ from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.data.pairs import IMAGE, TEXT, TOKENS
 from image_diffusion.data.shards import Shards
 from image_diffusion.data.sources.embeddings import Embeddings
-from image_diffusion.networks.prior import Prior, PriorConfig
+from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising, EmbeddingObjective
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoiser, Grid
@@ -33,8 +34,9 @@ from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
 from image_diffusion.systems.embedding.hub_export import write_prior
 from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
+from image_diffusion.systems.embedding.prior_folder import check_diffusers, folder_of, read_folder, write_folder
 from image_diffusion.systems.embedding.published import check_fit, entry_of, is_prior, named_tensors, published, spec_of
-from image_diffusion.systems.embedding.reading import EmbeddingReading
+from image_diffusion.systems.embedding.reading import EmbeddingReading, ImageStatistics
 from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, ToJudge
 from image_diffusion.systems.system import System
 
@@ -44,14 +46,16 @@ class PriorSystem(System):
 
     type: Literal["prior"] = "prior"
     """A diffusion prior of embeddings."""
-    network: PriorConfig = PriorConfig()
-    """Size of the network."""
+    network: Annotated[PriorConfig | PriorTransformerConfig, Field(discriminator="type")] = PriorConfig()
+    """The network and its size."""
     process: Discrete = Discrete(schedule=Cosine())
     """How noise is added."""
     objective: EmbeddingDenoising = EmbeddingDenoising()
     """What the network predicts, and how its error is weighed."""
     image_scale: float | None = Field(None, gt=0)
     """What image embeddings are multiplied with; unset: the root of their dimension, right for those of norm 1."""
+    image_statistics: ImageStatistics | None = None
+    """What image embeddings are normalised by in place of a scale, as Karlo and Kandinsky do; unset: image_scale."""
     token_encodings: bool = True
     """Condition on the encodings of a caption's tokens too, where the pairs hold them."""
 
@@ -71,10 +75,17 @@ class PriorSystem(System):
         "flip_probability": 0.0,
         "grid_every_steps": None,
     }
-    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
+    exports: ClassVar[tuple[str, ...]] = ("diffusers", "pipeline")
     reads: ClassVar = ("pairs",)
     mirrors: ClassVar = False
+    scaled_by: ClassVar = ("image_scale", "image_statistics")
     judged_by: ClassVar = ("prediction",)
+
+    @model_validator(mode="after")
+    def _scaled_once(self) -> PriorSystem:
+        if self.image_scale is not None and self.image_statistics is not None:
+            raise ValueError("image_scale and image_statistics are both set. Leave out one of the two.")
+        return self
 
     @model_validator(mode="after")
     def _table_fits(self) -> PriorSystem:
@@ -99,6 +110,8 @@ class PriorSystem(System):
                 f"off. Set system.network.max_text_len to {pairs.num_tokens}, or store fewer."
             )
         experiment.section("prediction").check(self)
+        if experiment.section("export").format == "diffusers":
+            check_diffusers(self)
 
     def headline(self, experiment: Sections) -> str:
         return "loss_validation"
@@ -114,9 +127,14 @@ class PriorSystem(System):
         """What image embeddings are multiplied with."""
         return self.image_scale or math.sqrt(spec.channels)
 
-    def build_network(self, spec: DataSpec) -> Prior:
+    def stored(self, x: Tensor, spec: DataSpec) -> Tensor:
+        """Image embeddings as they are stored, of x [..., dim]."""
+        return self.reading(self.scale(spec)).stored(x, spec)
+
+    def build_network(self, spec: DataSpec) -> nn.Module:
         """The network, randomly initialised."""
-        return self.network.build(spec)
+        network: nn.Module = self.network.build(spec)
+        return network
 
     def build_objective(self, spec: DataSpec) -> EmbeddingObjective:
         """The objective for embeddings of `spec`."""
@@ -132,8 +150,8 @@ class PriorSystem(System):
                 f"The prior learns from pairs of embeddings, [B, 2 or more, dim], but the data set holds "
                 f"{list(pairs.shape[1:])}. Train on what embed wrote."
             )
-        x = pairs[:, IMAGE].float() * self.scale(DataSpec(channels=pairs.shape[2], resolution=1))
-        return Batch(x, self.caption(pairs), streams)
+        scale = self.scale(DataSpec(channels=pairs.shape[2], resolution=1))
+        return Batch(self.reading(scale).x(pairs[:, IMAGE].float()), self.caption(pairs), streams)
 
     def caption(self, pairs: Tensor) -> dict[str, Tensor]:
         """What the network is told of stored pairs [B, 2 + L, dim]: "text_embed" and, where it is, "text_encodings"."""
@@ -155,6 +173,7 @@ class PriorSystem(System):
             learns_nulls=self.learns_nulls,
             self_cond=self.network.self_cond,
             norm=norm,
+            statistics=self.image_statistics,
         )
 
     def denoiser(
@@ -170,8 +189,8 @@ class PriorSystem(System):
         return self.reading(1.0).denoiser(network, grid, cond, guide, restrict)
 
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
-        if format_ != "pipeline":
-            return super().export(model, codec, format_, folder)
+        if format_ == "diffusers":
+            return write_folder(self, model, folder)
         return write_prior(self, model, folder)
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
@@ -179,7 +198,10 @@ class PriorSystem(System):
 
     @classmethod
     def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:
-        """A prior of DALLE2-pytorch, of a published name or as an experiment describes it."""
+        """A prior of DALLE2-pytorch, of a published name or as an experiment describes it; or diffusers' own."""
+        if path.is_dir() and (folder := folder_of(path)) is not None:
+            weights, parts, spec, told = read_folder(folder, described(cls))
+            return Foreign(weights, cls(**parts), spec, Rgb(), Rgb().identity, told)
         if not is_prior(content):
             return None
         tensors, experiment = named_tensors(content), described(cls)

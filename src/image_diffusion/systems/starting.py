@@ -45,8 +45,15 @@ def fitted(
 
     Rows of classes go by name; other classes start from the mean row and a random one; positions of another
     resolution are interpolated (bicubic). Where only one of the two knows classes, their table is new, or left out.
-    Raises ValueError for any other difference of shape or name, with what of the configuration would fit.
+    Raises ValueError for any other difference of shape or name, with what of the configuration would fit, and for
+    weights that were trained on another x.
     """
+    for key in ours.system.scaled_by:
+        if getattr(ours.system, key) != getattr(theirs.system, key):
+            raise ValueError(
+                f"system.{key} is another than the weights were trained with, so that x would be. Take theirs from the "
+                f"model.json beside the weights."
+            )
     system, own = ours.system, network.state_dict()
     found, changes, wrong = dict(own), [], []
 

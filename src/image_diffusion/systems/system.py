@@ -66,6 +66,9 @@ class System(Config, ABC):
     positions: ClassVar[tuple[str, ...]] = ()
     """Tensors [1, N, D] of its network with a row for each place of a square grid: interpolated for another one."""
 
+    scaled_by: ClassVar[tuple[str, ...]] = ()
+    """Keys of it that say how what is stored becomes x: a training goes on from weights of the same ones alone."""
+
     # ---- Before any work
 
     def check(self, experiment: Sections, others: Others) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ from image_diffusion.core.config import Config, dump
 from image_diffusion.core.types import WeightsOf
 from image_diffusion.training.determinism import Mode
 from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
+from image_diffusion.training.lora import Lora
 from image_diffusion.training.optimizer import AdamW, Optimizer
 from image_diffusion.training.schedule import Constant, Schedule
 
@@ -80,6 +81,14 @@ class TrainConfig(Config):
     mean of all; another resolution interpolates positions. Unset: random weights."""
     freeze: tuple[str, ...] = ()
     """Parameters that stay as they are, by name: ["blocks.0.*", "t_embedder.*"]. A * stands for anything."""
+    lora: Lora | None = None
+    """Train low-rank adapters in place of the weights, to which they are added at the end; unset: the weights."""
+    layer_decay: float | None = Field(None, gt=0, le=1)
+    """Learning rates that fall towards the input: the last of the network's blocks has this factor, the one before its
+    square, and so on; what lies behind the blocks keeps the whole rate. Unset: one rate for all."""
+    lr_factors: dict[str, Annotated[float, Field(gt=0)]] = Field({})
+    """Factors of the learning rate for parameters by name: {"y_embedder.*": 10}. A * stands for anything; factors of
+    several patterns, and of `layer_decay`, are multiplied."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save what a run needs to go on."""
     log_every_steps: int = Field(100, gt=0)
@@ -106,6 +115,10 @@ class TrainConfig(Config):
             raise ValueError(
                 "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
             )
+        if self.lora is not None and self.freeze:
+            raise ValueError("lora and freeze are both set, but with adapters all else is frozen. Leave freeze out.")
+        if self.lora is not None and self.init_from is None:
+            raise ValueError("lora is set, but there is nothing that adapters could adapt. Set init_from.")
         if self.sharding == "full":
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
@@ -125,6 +138,11 @@ class TrainConfig(Config):
             named = average_name(self.weights)
             return named if named in self.ema.names else None
         return next(iter(self.ema.names), None)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether it names parts of the network, which has to be built to check them."""
+        return bool(self.freeze or self.lora or self.lr_factors)
 
     def advice(self) -> list[str]:
         """What will work and was hardly meant, a sentence each."""
@@ -171,8 +189,7 @@ class TrainConfig(Config):
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")
-        if not self.freeze:
-            free.add("freeze")
+        free |= {key for key in ("freeze", "lora", "layer_decay", "lr_factors") if not getattr(self, key)}
         told = {key: value for key, value in dump(self).items() if key not in free}
         if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
             told["deterministic"] = "off"

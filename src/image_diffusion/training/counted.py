@@ -7,7 +7,8 @@ every operation and every piece of memory is seen, as long as it lives.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -50,9 +51,8 @@ def counted(
     fake, memory = FakeTensorMode(allow_non_fake_inputs=True), _Memory()
     with fake, memory:
         built = network()
-        cast("Any", built).to = lambda *_, **__: built  # it is nowhere, and fake tensors cannot be moved in place
     whole = task(built)
-    with fake, memory:
+    with fake, memory, _nothing_moves():
         parts = Parts(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
         fixed = memory.live
         ids = torch.zeros(share, dtype=torch.int64)
@@ -77,6 +77,17 @@ def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
         return 0
     vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
     return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+
+
+@contextmanager
+def _nothing_moves() -> Iterator[None]:
+    """Meanwhile a module stays where it is: nowhere, for fake tensors cannot be moved in place."""
+    moves, module = nn.Module.to, cast("Any", nn.Module)
+    module.to = lambda self, *_, **__: self
+    try:
+        yield
+    finally:
+        module.to = moves
 
 
 class _Memory(TorchDispatchMode):

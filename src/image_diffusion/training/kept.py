@@ -13,6 +13,7 @@ from image_diffusion.core.weights import read_weights
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, folder_name, read_checkpoint
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.ema import average_name
+from image_diffusion.training.lora import lora_of, merged
 
 
 def weights_at(
@@ -38,8 +39,9 @@ def weights_at(
         raise ValueError(
             f"{run / folder_name(step)} is missing. Keep it with train.checkpoint.keep_every, and train again."
         )
-    described = {**model, "step": step, "examples_seen": found.examples_seen, "ema": wanted}
-    return _weights(found, wanted), described
+    checkpoint, identity = found
+    described = {**model, "step": step, "examples_seen": checkpoint.examples_seen, "ema": wanted}
+    return _weights(checkpoint, wanted, identity), described
 
 
 def weights_in(
@@ -65,7 +67,7 @@ def weights_in(
         raise ValueError(f"{folder} holds the averages {', '.join(names)}. Name the number of one, or raw.")
     wanted = _named(average) if average is not None else next(iter(names), None)
     model = {key: identity[key] for key in ("system", "spec", "codec", "classes")}
-    return _weights(found, wanted), {
+    return _weights(found, wanted, identity), {
         **model, "step": found.step, "examples_seen": found.examples_seen, "ema": wanted, "fingerprint": run.name,
     }  # fmt: skip
 
@@ -117,18 +119,17 @@ def _named(average: str) -> str | None:
         raise ValueError(f"'{average}' is no average. Give the number of a rate or a width, or raw.") from None
 
 
-def _weights(checkpoint: Checkpoint, average: str | None) -> dict[str, Tensor]:
-    """The network's tensors, those that are averaged from an average."""
-    if average is None:
-        return checkpoint.groups["network"]
-    if average not in checkpoint.groups:
+def _weights(checkpoint: Checkpoint, average: str | None, identity: dict[str, Any]) -> dict[str, Tensor]:
+    """The network's tensors, those that are averaged from an average. identity: of the run."""
+    if average is not None and average not in checkpoint.groups:
         known = ", ".join(sorted(name for name in checkpoint.groups if name.startswith("ema-"))) or "none"
         raise ValueError(f"There is no average {average} at step {checkpoint.step:,}. Kept are: {known}.")
-    return checkpoint.groups["network"] | checkpoint.groups[average]
+    averaged = checkpoint.groups[average] if average is not None else {}
+    return merged(checkpoint.groups["network"] | averaged, lora_of(identity))
 
 
-def _read(folder: Path) -> Checkpoint | None:
-    return _checked(folder)[0] if folder.is_dir() else None
+def _read(folder: Path) -> tuple[Checkpoint, dict[str, Any]] | None:
+    return _checked(folder) if folder.is_dir() else None
 
 
 def _checked(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -34,10 +35,10 @@ class AdamW(_AdamBase):
     decay_vectors: bool = False
     """Whether biases and gains, parameters of fewer than two dimensions, decay as well."""
 
-    def build(self, flat: Flat) -> FlatAdam:
-        """The optimizer of these parameters."""
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatAdam:
+        """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
         vectors = self.weight_decay if self.decay_vectors else 0.0
-        return FlatAdam(flat, torch.optim.AdamW, self, (self.weight_decay, vectors))
+        return FlatAdam(flat, torch.optim.AdamW, self, (self.weight_decay, vectors), factors)
 
 
 class Adam(_AdamBase):
@@ -46,25 +47,36 @@ class Adam(_AdamBase):
     type: Literal["adam"] = "adam"
     """Adam, without weight decay."""
 
-    def build(self, flat: Flat) -> FlatAdam:
-        """The optimizer of these parameters."""
-        return FlatAdam(flat, torch.optim.Adam, self, (0.0, 0.0))
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatAdam:
+        """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
+        return FlatAdam(flat, torch.optim.Adam, self, (0.0, 0.0), factors)
 
 
 Optimizer = Annotated[AdamW | Adam, Field(discriminator="type")]
 
 
 class FlatAdam:
-    """PyTorch's fused Adam on two vectors: the matrices and, with their own decay, the rest.
+    """PyTorch's fused Adam on two vectors: the matrices and, with their own decay, the rest; each in as many parts as
+    the rates of neighbouring parameters differ.
 
-    moments: by name, vectors of the flat layout. steps: float32 [2], updates of each part, on the device.
+    moments: by name, vectors of the flat layout. steps: float32, updates of each part, on the device.
     """
 
-    def __init__(self, flat: Flat, kind: type[torch.optim.Adam], config: _AdamBase, decay: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        flat: Flat,
+        kind: type[torch.optim.Adam],
+        config: _AdamBase,
+        decay: tuple[float, float],
+        factors: Mapping[str, float] | None,
+    ) -> None:
         self._lr = config.lr
         self.moments = {name: torch.zeros_like(flat.values) for name in ("exp_avg", "exp_avg_sq")}
-        self.steps = torch.zeros(2, device=flat.values.device)
-        ends = (0, flat.matrices_end, flat.size)
+        factors = factors or {slot.name: 1.0 for slot in flat.slots}
+        cuts = {b.start for a, b in pairwise(flat.slots) if factors[a.name] != factors[b.name]}
+        ends = sorted([0, flat.matrices_end, flat.size, *(cuts - {flat.matrices_end})])
+        factor_at = {slot.start: factors[slot.name] for slot in flat.slots}
+        self.steps = torch.zeros(len(ends) - 1, device=flat.values.device)
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, Any] = {}
         for i, (start, stop) in enumerate(pairwise(ends)):
@@ -72,16 +84,18 @@ class FlatAdam:
                 continue
             part = nn.Parameter(flat.values[start:stop])
             part.grad = flat.gradient[start:stop]
-            groups.append({"params": [part], "weight_decay": decay[i]})
+            decays = decay[start >= flat.matrices_end]
+            groups.append({"params": [part], "weight_decay": decays, "factor": factor_at[start]})
             moments = {name: vector[start:stop] for name, vector in self.moments.items()}
             states[part] = {"step": self.steps[i], **moments}
         self.torch = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.torch.state.update(states)
 
     def set_rate(self, factor: float) -> float:
-        """Set the learning rate of the next update to a multiple of the configured one, and return it."""
+        """Set the learning rate of the next update to a multiple of the configured one, and return it: that of
+        parameters with a factor of 1."""
         for group in self.torch.param_groups:
-            group["lr"] = self._lr * factor
+            group["lr"] = self._lr * factor * group["factor"]
         return self._lr * factor
 
     def vectors(self) -> dict[str, Tensor]:

@@ -24,10 +24,12 @@ from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import Averages
 from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
+from image_diffusion.training.lora import merged
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizer import FlatAdam
 from image_diffusion.training.precision import Precision
 from image_diffusion.training.speed import Speed
+from image_diffusion.training.tuning import tune
 
 
 @runtime_checkable
@@ -97,12 +99,13 @@ class Parts:
             )
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
+        factors = tune(task.network, config)
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)
         self.network.to(memory_format=layout)
         self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
-        self.optimizer: FlatAdam = config.optimizer.build(self.flat)
+        self.optimizer: FlatAdam = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
@@ -201,17 +204,14 @@ class Parts:
     def weights(self) -> dict[str, Tensor]:
         """The tensors that are written at the end, under the network's own names, in the first process. All processes
         call it together."""
-        state = self.raw_weights()
         if self.config.weights == "best":
             assert self.best is not None, "the last step is validated"
-            state |= self.flat.named(self.best.vector)
-        elif self.config.weights != "raw":
-            state |= self.flat.named(self._average())
-        return state
+            return self._written(self.best.vector)
+        return self._written(self.flat.values if self.config.weights == "raw" else self._average())
 
     def raw_weights(self) -> dict[str, Tensor]:
         """The tensors as trained, likewise."""
-        return {name: tensor.detach().clone() for name, tensor in self._network_state().items()}
+        return self._written(self.flat.values)
 
     def capture(self, step: int, reports_due: bool) -> Checkpoint:
         """A checkpoint of this moment, still on the device. All processes call it together."""
@@ -273,6 +273,13 @@ class Parts:
     def _network_state(self) -> dict[str, Tensor]:
         """The network's tensors by name, whole in the first process. All processes call it together."""
         return self.network.state_dict() | self.flat.named(self.flat.values)
+
+    def _written(self, vector: Tensor) -> dict[str, Tensor]:
+        """The network's tensors with a vector of the flat layout for what is trained, in the first process with
+        adapters added to their weights."""
+        state = self.network.state_dict() | self.flat.named(vector)
+        state = merged(state, self.config.lora if self.world.is_main else None)
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _fill_network(self, tensors: dict[str, Tensor] | None) -> None:
         """Give the network tensors of its names, which the first process has, in every process."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from image_diffusion.core.files import sha256_file
 from image_diffusion.training.checkpoint import Damaged, read_checkpoint, read_record
 from image_diffusion.training.ema import power_of_width
+from image_diffusion.training.lora import lora_of, merged
 
 Profiles = NDArray[np.float64]
 
@@ -89,7 +90,7 @@ def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
     last = max(each.step for each in kept)
     factors = coefficients([k.step for k in kept], [k.gamma for k in kept], last, power_of_width(width))
     try:
-        newest, _ = read_checkpoint(max(k.path.parent for k in kept))
+        newest, identity = read_checkpoint(max(k.path.parent for k in kept))
     except Damaged as damage:
         raise ValueError(
             f"The newest checkpoint in {state} is damaged: {damage}. Remove it and run this again."
@@ -99,4 +100,4 @@ def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
         for name, tensor in safetensors.torch.load_file(each.path).items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
     averaged = {name: tensor.to(newest.groups["network"][name].dtype) for name, tensor in sums.items()}
-    return newest.groups["network"] | averaged, last
+    return merged(newest.groups["network"] | averaged, lora_of(identity)), last

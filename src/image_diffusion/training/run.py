@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,13 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import World, join
 from image_diffusion.training.loop import train
+from image_diffusion.training.lora import plain_name
 from image_diffusion.training.parts import Parts, Task
 from image_diffusion.training.precision import faster_in_bf16
 from image_diffusion.training.signals import Stop
 from image_diffusion.training.state import State
+
+_THAW = "Take it out of train.freeze, or name it in train.lora.whole."
 
 
 def run(
@@ -58,8 +60,7 @@ def run(
         task = build(world)
         if start is None and isinstance(config.init_from, str):
             start = Path(config.init_from)
-        told = _warm_start(task.network, model, start) if world.is_main and start is not None else ""
-        _freeze(task.network, config.freeze)
+        told, rows = _warm_start(task.network, model, start) if world.is_main and start is not None else ("", [])
         parts = Parts(task, config, world)
         if world.is_main and (advice := faster_in_bf16(config.precision, world.device)):
             print(advice, flush=True)
@@ -70,6 +71,8 @@ def run(
             checkpoint = state.load()
             if told and checkpoint is None:
                 print(told, flush=True)
+                for name in set(rows) - {plain_name(each) for each in parts.flat.parameters}:
+                    print(f"warning: {name} is new for other classes, but frozen. {_THAW}", file=sys.stderr)
         step, due = parts.restore(checkpoint)
         keeps = state is not None and journal is not None
         book: Journal | NullJournal = NullJournal()
@@ -97,16 +100,20 @@ def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any], 
     return plain
 
 
-def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> str:
-    """Begin with the weights in a folder, as far as they fit; what does not, for the user. model: of the training."""
+def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
+    """Begin with the weights in a folder, as far as they fit; what does not, for the user, and the tables of classes
+    among that. model: of the training."""
     found, theirs = read_weights(folder)
     changes: list[Change] = []
+    rows: list[str] = []
     if any(theirs[key] != model[key] for key in ("system", "spec", "classes")):
         there = _of(theirs, f"{folder}/model.json", named="train" in theirs)
+        here = _of(model, "train.yaml", named=True)
         try:
-            found, changes = fitted(network, _of(model, "train.yaml", named=True), found, there)
+            found, changes = fitted(network, here, found, there)
         except ValueError as error:
             raise ValueError(f"train.init_from is {folder}. {error}") from None
+        rows = [each.name for each in changes if each.here and each.name in here.system.class_rows]
     try:
         network.load_state_dict(found)
     except RuntimeError as error:
@@ -114,7 +121,7 @@ def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> str:
         raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
     other = "" if theirs["codec"] == model["codec"] else _other_latents(model["codec"], theirs["codec"])
     told = [f"Starting from {folder}: {len(found) - len(changes)} of {len(found)} tensors as they are.{other}"]
-    return "\n".join([*told, *filter(None, [table(changes)])])
+    return "\n".join([*told, *filter(None, [table(changes)])]), rows
 
 
 def _of(model: dict[str, Any], where: str, *, named: bool) -> Trained:
@@ -128,17 +135,6 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     if ours["identity"] != theirs["identity"]:
         return f" They were trained in the space of another codec, {theirs['identity']}."
     return " Their latents were normalised otherwise." if ours != theirs else ""
-
-
-def _freeze(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Take parameters out of the training. Raises ValueError for a pattern that is none's name."""
-    for pattern in patterns:
-        matched = [p for name, p in network.named_parameters() if fnmatchcase(name, pattern)]
-        if not matched:
-            names = ", ".join(dict(network.named_children()))
-            raise ValueError(f"train.freeze has {pattern}, which names no parameter. They begin with: {names}.")
-        for parameter in matched:
-            parameter.requires_grad_(False)
 
 
 def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | None) -> None:

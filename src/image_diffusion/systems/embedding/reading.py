@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config import Config
@@ -13,6 +14,21 @@ from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
+
+
+class ImageStatistics(Config):
+    """What image embeddings are normalised by: x = (embedding - mean) / std."""
+
+    mean: tuple[float, ...]
+    """Mean of each dimension."""
+    std: tuple[Annotated[float, Field(gt=0)], ...]
+    """Standard deviation of each dimension."""
+
+    @model_validator(mode="after")
+    def _of_one_dimension(self) -> ImageStatistics:
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} numbers, but std {len(self.std)}. Give one a dimension.")
+        return self
 
 
 class EmbeddingReading(Config):
@@ -27,11 +43,40 @@ class EmbeddingReading(Config):
     self_cond: bool
     """Whether it is given its own earlier x0."""
     norm: float
-    """What image embeddings are multiplied with."""
+    """What image embeddings are multiplied with; of normalised ones, the norm that they have about."""
+    statistics: ImageStatistics | None = None
+    """What image embeddings are normalised by in place of that."""
 
     def scale(self, spec: DataSpec) -> float:
         """What image embeddings are multiplied with."""
         return self.norm
+
+    def x(self, embeddings: Tensor) -> Tensor:
+        """What the network learns of image embeddings [..., dim]."""
+        if self.statistics is None:
+            return embeddings * self.norm
+        mean, std = self.moments(embeddings)
+        return (embeddings - mean) / std
+
+    def stored(self, x: Tensor, spec: DataSpec) -> Tensor:
+        """The embeddings of x [..., dim], in the scale of the stored ones."""
+        if self.statistics is None:
+            return x / self.norm
+        mean, std = self.moments(x)
+        return x * std + mean
+
+    def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation [dim], for embeddings of a tensor's dimension, on its device. Raises ValueError for
+        statistics of another dimension."""
+        dim = like.shape[-1]
+        if self.statistics is None:
+            return like.new_zeros(dim), like.new_full((dim,), 1 / self.norm)
+        if len(self.statistics.mean) != dim:
+            raise ValueError(
+                f"system.image_statistics has {len(self.statistics.mean)} dimensions, but embeddings have {dim}. Give "
+                f"those of the same embeddings."
+            )
+        return like.new_tensor(self.statistics.mean), like.new_tensor(self.statistics.std)
 
     def denoiser(
         self,

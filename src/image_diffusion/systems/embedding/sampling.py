@@ -119,7 +119,7 @@ class EmbeddingGenerator:
         )
         start = with_norm(noise, self._norm) if settings.clamp_start else noise
         x = self._sampler(denoiser, self._grid, start, streams)
-        return (with_norm(x, self._norm) if settings.clamp_result else x) / self._norm
+        return self._system.stored(with_norm(x, self._norm) if settings.clamp_result else x, self._spec)
 
     def _restrict(self, x0: Tensor) -> Tensor:
         """What is done to each predicted embedding."""

@@ -1,0 +1,254 @@
+"""The prior of Karlo and Kandinsky, as diffusers has it: a causal transformer over a caption's tokens, its embedding, a
+time and a noisy image embedding.
+
+Ramesh et al. 2022, "Hierarchical text-conditional image generation with CLIP latents", section 2.2. Parameters have the
+names of diffusers' `PriorTransformer` (models/transformers/prior_transformer.py), which gives the same numbers. What is
+told not to know its caption or image sees zeros in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.sinusoid import sinusoid
+
+_BESIDE = 4  # tokens beside the caption's: its embedding, the time, the image, and the one that becomes the prediction
+_HIDDEN = -10_000.0  # added where a token may not look, as there
+STATISTICS = ("clip_mean", "clip_std")
+"""Mean and deviation of image embeddings, which diffusers keeps among the parameters."""
+
+
+class PriorTransformerConfig(Config):
+    """diffusers' PriorTransformer, the prior of Karlo and Kandinsky."""
+
+    type: Literal["prior_transformer"] = "prior_transformer"
+    """The prior as diffusers has it."""
+    depth: int = Field(20, gt=0)
+    """Number of blocks."""
+    num_heads: int = Field(32, gt=0)
+    """Heads of attention."""
+    head_width: int = Field(64, gt=0)
+    """Channels of a head; heads times this is the width."""
+    max_text_len: int = Field(77, gt=0)
+    """Places for token encodings: longer captions are cut, free places are not looked at."""
+    norm_in: bool = False
+    """Normalise the tokens before the first block."""
+    norm_text: bool = False
+    """Normalise the text embedding."""
+    time_width: int | None = Field(None, gt=0)
+    """Hidden channels of the time embedding; unset: the width."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout behind attention and inside the feed-forward layers."""
+
+    @property
+    def self_cond(self) -> bool:
+        """It takes no earlier estimate."""
+        return False
+
+    @property
+    def num_timesteps(self) -> None:
+        """It has no table of times."""
+        return
+
+    def build(self, spec: DataSpec) -> PriorTransformer:
+        """The network for embeddings of this dimension, freshly initialised from torch's global generator."""
+        return PriorTransformer(self, spec)
+
+
+class PriorTransformer(nn.Module):
+    """x_t, t, a caption -> prediction [B, dim]."""
+
+    def __init__(self, config: PriorTransformerConfig, spec: DataSpec) -> None:
+        super().__init__()
+        dim, width = spec.channels, config.num_heads * config.head_width
+        self.config, self.spec = config, spec
+        self.time_embedding = _TimeEmbedding(width, config.time_width or width)
+        self.proj_in = nn.Linear(dim, width)
+        self.embedding_proj_norm = nn.LayerNorm(dim) if config.norm_text else nn.Identity()
+        self.embedding_proj = nn.Linear(dim, width)
+        self.encoder_hidden_states_proj = nn.Linear(dim, width)
+        self.positional_embedding = nn.Parameter(torch.zeros(1, config.max_text_len + _BESIDE, width))
+        self.prd_embedding = nn.Parameter(torch.zeros(1, 1, width))
+        self.transformer_blocks = nn.ModuleList(_Block(config, width) for _ in range(config.depth))
+        self.norm_in = nn.LayerNorm(width) if config.norm_in else nn.Identity()
+        self.norm_out = nn.LayerNorm(width)
+        self.proj_to_clip_embeddings = nn.Linear(width, dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        /,
+        text_embed: Tensor,
+        text_encodings: Tensor | None = None,
+        text_keep: Tensor | None = None,
+        image_keep: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, dim], t [B] in timesteps, text_embed [B, dim] -> the prediction [B, dim].
+
+        text_encodings [B, L, dim]: one a token of the caption; rows of zeros say that there is none. text_keep,
+        image_keep: bool [B], false where the caption, or x itself, is zeros; absent: true. Raises ValueError when
+        shapes do not fit the network.
+        """
+        B, dim, places = len(x), self.spec.channels, self.config.max_text_len
+        encodings = x.new_zeros(B, places, dim) if text_encodings is None else text_encodings
+        for name, tensor in (("Image", x), ("Text", text_embed), ("Token", encodings)):
+            if tensor.shape[-1] != dim:
+                raise ValueError(
+                    f"{name} embeddings have {tensor.shape[-1]} dimensions but the network was built for {dim}. "
+                    f"Use embeddings of one model."
+                )
+        encodings = F.pad(encodings, (0, 0, 0, places - encodings.shape[1]))  # a negative room cuts
+        if text_keep is not None:
+            encodings = encodings * text_keep[:, None, None]
+            text_embed = text_embed * text_keep[:, None]
+        if image_keep is not None:
+            x = x * image_keep[:, None]
+        tokens = torch.cat(
+            [
+                self.encoder_hidden_states_proj(encodings),  # [B, max_text_len, width]
+                self.embedding_proj(self.embedding_proj_norm(text_embed))[:, None],
+                self.time_embedding(sinusoid(t, self.proj_in.out_features).to(x.dtype))[:, None],
+                self.proj_in(x)[:, None],
+                self.prd_embedding.expand(B, 1, -1),
+            ],
+            dim=1,
+        )
+        hidden = F.pad((~(encodings != 0).any(dim=-1)).to(x.dtype) * _HIDDEN, (0, _BESIDE))  # [B, N]
+        N = places + _BESIDE
+        ahead = torch.full((N, N), _HIDDEN, device=x.device, dtype=x.dtype).triu(1)
+        bias = hidden[:, None, None] + ahead  # [B, 1, N, N]
+        tokens = self.norm_in(tokens + self.positional_embedding)
+        for block in self.transformer_blocks:
+            tokens = block(tokens, bias)
+        out: Tensor = self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])
+        return out
+
+
+class _TimeEmbedding(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, waves: Tensor) -> Tensor:
+        out: Tensor = self.linear_2(F.silu(self.linear_1(waves)))
+        return out
+
+
+class _Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a normalisation and beside a shortcut."""
+
+    def __init__(self, config: PriorTransformerConfig, width: int) -> None:
+        super().__init__()
+        self.norm1, self.attn1 = nn.LayerNorm(width), _Attention(config, width)
+        self.norm3, self.ff = nn.LayerNorm(width), _FeedForward(width, config.dropout)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = x + self.attn1(self.norm1(x), bias)
+        out: Tensor = x + self.ff(self.norm3(x))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: PriorTransformerConfig, width: int) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.to_out = nn.Sequential(nn.Linear(width, width), nn.Dropout(config.dropout))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Tokens [B, N, D], bias [B, 1, N, N] -> [B, N, D]."""
+        q, k, v = (each(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in self._projections())
+        out = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2).flatten(2)
+        projected: Tensor = self.to_out(out)
+        return projected
+
+    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.to_q, self.to_k, self.to_v
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(_Gelu(width, 4 * width), nn.Dropout(dropout), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+class _Gelu(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x))
+
+
+def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTransformerConfig, int]:
+    """The network of a config.json of diffusers' PriorTransformer, and the dimension of its embeddings.
+
+    where: to name in messages. Raises ValueError for one that has more parts or fewer than Karlo's and Kandinsky's.
+    """
+    dim = config["embedding_dim"]
+    wanted: dict[str, tuple[Any, ...]] = {
+        "encoder_hid_proj_type": ("linear",),
+        "added_emb_type": ("prd",),
+        "additional_embeddings": (_BESIDE,),
+        "time_embed_act_fn": ("silu",),
+        "norm_in_type": (None, "layer"),
+        "embedding_proj_norm_type": (None, "layer"),
+        "embedding_proj_dim": (None, dim),
+        "clip_embed_dim": (None, dim),
+    }
+    usual = {"encoder_hid_proj_type": "linear", "added_emb_type": "prd", "time_embed_act_fn": "silu"}
+    for name, allowed in wanted.items():
+        found = config.get(name, usual.get(name))
+        if found not in allowed:
+            raise ValueError(
+                f"{where} is a PriorTransformer with {name} {found!r}, which is not known here. Known: "
+                f"{', '.join(map(repr, allowed))}, as Karlo's and Kandinsky's have."
+            )
+    network = PriorTransformerConfig(
+        depth=config["num_layers"],
+        num_heads=config["num_attention_heads"],
+        head_width=config["attention_head_dim"],
+        max_text_len=config["num_embeddings"],
+        norm_in=config.get("norm_in_type") == "layer",
+        norm_text=config.get("embedding_proj_norm_type") == "layer",
+        time_width=config.get("time_embed_dim"),
+        dropout=config.get("dropout", 0.0),
+    )
+    return network, dim
+
+
+def to_diffusers_prior(network: PriorTransformer, mean: Tensor, std: Tensor) -> Any:
+    """The same function as diffusers' PriorTransformer. mean, std: float32 [dim], of the image embeddings: what x was
+    normalised by."""
+    from diffusers.models.transformers.prior_transformer import PriorTransformer as Theirs
+
+    config, dim = network.config, network.spec.channels
+    theirs = Theirs(
+        num_attention_heads=config.num_heads,
+        attention_head_dim=config.head_width,
+        num_layers=config.depth,
+        embedding_dim=dim,
+        num_embeddings=config.max_text_len,
+        additional_embeddings=_BESIDE,
+        dropout=config.dropout,
+        norm_in_type="layer" if config.norm_in else None,
+        embedding_proj_norm_type="layer" if config.norm_text else None,
+        time_embed_dim=config.time_width,
+    )
+    statistics = dict(zip(STATISTICS, (mean[None], std[None]), strict=True))
+    theirs.load_state_dict({**network.state_dict(), **statistics})
+    return theirs.eval()
