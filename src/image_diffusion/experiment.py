@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config import Config, parse, read_yaml
+from image_diffusion.core.inherited import BASE, read_inherited
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.data.sources import Source
@@ -212,8 +213,9 @@ def load_sections(path: Path, names: Iterable[str], sections: Mapping[str, Secti
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file. Raises ValueError with one line for each mistake in it."""
-    return parse_experiment(read_yaml(path), str(path))
+    """Read an experiment file, over its base where it names one. Raises ValueError with one line for each mistake."""
+    raw, files = read_inherited(path)
+    return parse_experiment(raw, " over ".join(map(str, files)))
 
 
 def parse_experiment(raw: Any, where: str) -> Experiment:
@@ -239,11 +241,20 @@ def schema() -> dict[str, Any]:
         "title": "Experiment",
         "description": "From images to a report. Which sections there are follows from system.type.",
         "type": "object",
-        "required": ["data", "system", "train"],
-        "properties": {"system": {"required": ["type"], "properties": {"type": {"enum": list(kinds)}}}},
-        "allOf": [{"if": is_of(name), "then": found[kind, "validation"]} for name, kind in kinds.items()],
+        "properties": {"system": {"properties": {"type": {"enum": list(kinds)}}}},
+        # What a file with a base leaves out is not here to be looked at.
+        "if": {"required": [BASE]},
+        "then": {"properties": {BASE: {"type": "string", "description": _BASE}}},
+        "else": {
+            "required": ["data", "system", "train"],
+            "properties": {"system": {"required": ["type"]}},
+            "allOf": [{"if": is_of(name), "then": found[kind, "validation"]} for name, kind in kinds.items()],
+        },
         **definitions,
     }
+
+
+_BASE = "The name of a file beside this one, without .yaml, that this one is written over."
 
 
 def check_experiment(experiment: Experiment, others: Others) -> None:

@@ -103,7 +103,7 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
     write_plans(Path("results"), a_plan())
-    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}})
+    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}, "experiments": ["one"]})
     known = start(ROOT, CONFIG, queued=True, remote=True)
     assert (known.results, dict(known.code), list(known.plans.by_name)) == ("results", {"train": "x"}, ["one"])
     assert known.machine.attempts(2) == 0
