@@ -7,7 +7,6 @@ An image's path decides its shard, so a run over changed images writes only the 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import multiprocessing
 import sys
@@ -23,7 +22,7 @@ import numpy as np
 import PIL
 from PIL import features
 
-from image_diffusion.core.command import run
+from image_diffusion.core.command import Parser, run
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json
 from image_diffusion.core.journal import Journal, NullJournal
@@ -326,14 +325,14 @@ def write_sheets(output: Path, done: Cropped) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
-    parser.add_argument("--config", type=Path, required=True, help="the data section, YAML")
+    parser = Parser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
+    parser.add_config("the data section, YAML")
     parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
     parser.add_argument("--output", type=Path, required=True, help="manifest.json to write, beside the shards")
     parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
-    config = load(DataConfig, arguments.config)
+    config = load(DataConfig, arguments.config, arguments.changes)
     with Journal.open(arguments.journal, "crop") if arguments.journal else NullJournal() as journal:
         journal.params(dump(config))
         done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes)

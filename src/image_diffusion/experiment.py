@@ -5,7 +5,7 @@ Which sections it has is for its system to say: `experiment_of` gives the class 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import Config, parse, read_yaml
+from image_diffusion.core.config import Config, changed, dump, parse, read_yaml, told
 from image_diffusion.core.inherited import BASE, read_inherited
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
@@ -196,19 +196,24 @@ class ExportStage(Config):
     export: ExportConfig
 
 
-def load_sections(path: Path, names: Iterable[str], sections: Mapping[str, Section]) -> dict[str, Any]:
-    """Sections by name from the file of a stage. A section with a default may be left out.
+def load_sections(
+    path: Path | None, names: Iterable[str], sections: Mapping[str, Section], changes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Sections by name from the file of a stage; None: of their defaults. A section with a default may be left out.
+    changes: see `changed`.
 
     Raises ValueError with one line for each mistake in it.
     """
-    found, raw = {}, read_yaml(path)
-    names = list(names)
+    names, found = list(names), {}
+    defaults = {name: sections[name].default for name in names}
+    plain = {name: dump(default) for name, default in defaults.items() if default is not None}
+    raw, where = changed(read_yaml(path) if path is not None else plain, changes), told(path, changes)
     if not isinstance(raw, dict) or set(raw) - set(names):
-        raise ValueError(f"{path} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
+        raise ValueError(f"{where} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
     for name in names:
         section = sections[name]
         missing = section.default if name not in raw and section.default is not None else None
-        found[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{path}: {name}")
+        found[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{where}: {name}")
     return found
 
 

@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.exhausted import sentence_on
@@ -14,6 +16,26 @@ from image_diffusion.core.lifeline import VARIABLE, end_with
 from image_diffusion.core.secrets import hidden
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's options. What describes it keeps its lines in the help."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | named)
+
+    def add_config(self, about: str, required: bool = True) -> None:
+        """--config, the file of a stage, and --set, what is to be another value than it says."""
+        self.add_argument("--config", type=Path, required=required, help=about)
+        self.add_argument(
+            *("--set", "-s"),
+            dest="changes",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="a key of --config and the value to take in place of its own, such as sample.num_samples=16; again "
+            "for others",
+        )
 
 
 def part_of(text: str) -> tuple[int, int]:
