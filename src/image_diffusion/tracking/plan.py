@@ -19,6 +19,7 @@ from image_diffusion.core.errors import tell_once
 from image_diffusion.core.files import digest, read_json, sha256_file
 from image_diffusion.core.history import History, Point, of_weights, read_journals
 from image_diffusion.data.records import content_digest
+from image_diffusion.tracking.shown import measured, scalars, shown
 
 PARENT = "train"
 TRACE = "trace/"
@@ -106,8 +107,11 @@ class FinalWeights:
     files: Mapping[str, Path]
 
 
-def plan(experiment: Path, datasets: Sequence[Path]) -> list[PlannedRun]:
-    """The runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing."""
+def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> list[PlannedRun]:
+    """The runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing.
+
+    headline: the metric of evaluate that the experiment is ranked by.
+    """
     of_data = [replace(each, name=f"{each.history.stage} {data.name}") for data in datasets for each in _runs_in(data)]
     own = _runs_in(experiment)
     trained = [each for each in own if each.history.stage == PARENT]
@@ -126,7 +130,7 @@ def plan(experiment: Path, datasets: Sequence[Path]) -> list[PlannedRun]:
                 params=params,
                 changed=changed,
                 name=experiment.name if number == 1 else f"{experiment.name} ({number})",
-                points=[*each.points, *(point for child in mine for point in _headline(child, child.points))],
+                points=_shown(each, mine, headline),
                 superseded=[
                     *each.superseded,
                     *(point for child in mine for point in _headline(child, child.superseded)),
@@ -267,6 +271,14 @@ def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:
     began = child.history.starts[-1]
     before = [(start, each.history.id) for each in trained for start in each.history.starts if start <= began]
     return max(before)[1] if before else None
+
+
+def _shown(each: PlannedRun, children: Sequence[PlannedRun], headline: str) -> list[Point]:
+    """What the run of a training shows of its own points and of its children's."""
+    own = shown(each.points)
+    theirs = measured([point for child in children for point in _headline(child, child.points)], headline)
+    ended = each.history.status == "finished"
+    return [*own, *theirs, *(scalars([*own, *theirs], headline) if ended else ())]
 
 
 def _gathered(each: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:

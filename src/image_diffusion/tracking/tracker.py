@@ -45,7 +45,7 @@ class Tracker:
         with ExitStack() as stack:
             for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
                 stack.enter_context(locked(folder / ".lock"))
-            planned = plan(request.experiment, request.datasets)
+            planned = plan(request.experiment, request.datasets, request.best_metric)
             ids = send(self._connection, self._runs, planned, request, live)
         page = f"/#/experiments/{self._connection.experiment_id}/runs"
         return {
