@@ -1,5 +1,7 @@
-"""Which metrics the run of a training shows: few enough to read, none twice. The journal keeps them all, and the run of
-`evaluate` all that it has measured."""
+"""Which metrics the run of a training shows: few enough to read, none twice.
+
+The journal keeps them all, and the run of `evaluate` all that it has measured.
+"""
 
 from __future__ import annotations
 
