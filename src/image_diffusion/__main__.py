@@ -11,12 +11,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from image_diffusion.core.command import COMMANDS
 from image_diffusion.core.mistakes import nearest
-
-COMMANDS = (
-    *("init", "configure", "crop", "detect", "encode", "embed", "doctor", "train", "ema", "sample", "evaluate"),
-    *("sweep", "export", "published", "track", "follow", "crate"),
-)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ makes the small images that another one enlarges, is found beside it and configu
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -244,7 +243,7 @@ def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.configure", description=__doc__)
+    parser = command.Parser(prog="python -m image_diffusion.configure", description=__doc__)
     parser.add_argument("--experiments", type=Path, nargs="+", default=[], help="experiment files")
     parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
     parser.add_argument("--schema", type=Path, help="write the JSON schema of experiment files, for editors")

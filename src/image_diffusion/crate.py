@@ -10,7 +10,6 @@ came of it, each file with its size and sha256. What lies elsewhere is copied in
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Sequence
@@ -199,9 +198,7 @@ def _times(folder: Path) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m image_diffusion.crate", description=str(__doc__).partition("\n")[0]
-    )
+    parser = command.Parser(prog="python -m image_diffusion.crate", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--experiment", type=Path, required=True, help="folder of the experiment, in which all is made")
     parser.add_argument("--snakefile", type=Path, required=True, help="the Snakefile of the workflow")
     parser.add_argument(

@@ -7,14 +7,14 @@ An image's path decides its shard, so a run over changed images writes only the 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import PIL
 from PIL import features
 
-from image_diffusion.core.command import run
+from image_diffusion.core.command import Parser, run
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json
 from image_diffusion.core.journal import Journal, NullJournal
@@ -52,6 +52,9 @@ from image_diffusion.data.sources.listing import Item, Listing
 from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
+_LOOK_S = 0.5  # between looks at what other processes have done
+_done: Synchronized[int] | None = None  # in a process of the pool: how many images all of them have done
+
 
 @dataclass(frozen=True)
 class Cropped:
@@ -80,10 +83,9 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     records: list[ShardRecord] = []
     num_written = 0
     with Progress("crop", len(listing.items), "image") as progress:
-        for record, written in _map(config, tasks, output, processes):
+        for record, written in _map(config, tasks, output, processes, progress):
             records.append(record)
             num_written += written
-            progress.advance(record.num_samples + len(record.quarantined))
     bad = sorted(
         [Quarantined(path, reason) for path, reason in listing.rejected]
         + [each for record in records for each in record.quarantined],
@@ -109,34 +111,44 @@ def crop_layout(config: DataConfig, labelled: bool) -> Layout:
     return Layout(("npy",), (config.channels, config.resolution, config.resolution), "uint8", labelled)
 
 
-def crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) -> tuple[ShardRecord, bool]:
+def crop_shard(
+    config: DataConfig, shard: int, items: list[Item], output: Path, count: Callable[[int], None]
+) -> tuple[ShardRecord, bool]:
     """Crop the images of one shard, unless it already holds exactly them; returns its record and whether it was
-    written."""
+    written. count: called with how many images are done, now and then."""
     if record_path(output, shard).is_file():
         made_from = _made_from(config, items, [_sha256(config, item) for item in items])
         if (record := kept(output, shard, made_from)) is not None:
+            count(len(items))
             return record, False
     samples: list[Sample] = []
     bad: list[Quarantined] = []
     layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
     with quiet_pillow():
-        sha256, size, count = write_shard(output, shard, layout, _crops(config, shard, items, samples, bad))
+        crops = _crops(config, shard, items, samples, bad, count)
+        sha256, size, num_samples = write_shard(output, shard, layout, crops)
     # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
     read = _hashes(samples, bad)
     made_from = _made_from(config, items, [read[item.name] for item in items])
     versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
     classes = histogram(each.label for each in samples)
-    record = ShardRecord(shard, made_from, sha256, size, count, classes, samples, versions, bad)
+    record = ShardRecord(shard, made_from, sha256, size, num_samples, classes, samples, versions, bad)
     write_record(output, record)
     return record, True
 
 
 def _crops(
-    config: DataConfig, shard: int, items: list[Item], samples: list[Sample], bad: list[Quarantined]
+    config: DataConfig,
+    shard: int,
+    items: list[Item],
+    samples: list[Sample],
+    bad: list[Quarantined],
+    count: Callable[[int], None],
 ) -> Iterator[Chunk]:
-    """The crops of a shard, one at a time; notes each image as a sample or as bad."""
+    """The crops of a shard, one at a time; notes each image as a sample or as bad, and has it counted."""
     for item in items:
         data = b""
+        count(1)
         try:
             data = config.source.read(item)
             crop = crop_image(data, config)
@@ -180,37 +192,50 @@ def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
 
 
 def _map(
-    config: DataConfig, tasks: list[tuple[int, list[Item]]], output: Path, processes: int
+    config: DataConfig, tasks: list[tuple[int, list[Item]]], output: Path, processes: int, progress: Progress
 ) -> Iterator[tuple[ShardRecord, bool]]:
     """Crop the shards, in their order; in this process where one is enough or no others can be had."""
-    pool = _pool(config, min(processes, len(tasks)))
-    if pool is None:
+    shared = _pool(config, min(processes, len(tasks)))
+    if shared is None:
         for shard, items in tasks:
-            yield crop_shard(config, shard, items, output)
+            yield crop_shard(config, shard, items, output, progress.advance)
         return
+    (pool, done), shown = shared, 0
     with pool:
-        futures = [pool.submit(crop_shard, config, shard, items, output) for shard, items in tasks]
+        futures = [pool.submit(_crop_shard, config, shard, items, output) for shard, items in tasks]
         try:
             for future in futures:
+                while True:
+                    wait([future], _LOOK_S)
+                    now = done.get_obj().value  # without its lock, which a process may have taken into its grave
+                    progress.advance(now - shown)
+                    shown = now
+                    if future.done():
+                        break
                 yield future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _pool(config: DataConfig, workers: int) -> ProcessPoolExecutor | None:
+def _pool(config: DataConfig, workers: int) -> tuple[ProcessPoolExecutor, Synchronized[int]] | None:
+    """Processes that crop, and how many images all of them have done."""
     if workers <= 1:
         return None
     try:
-        return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _set_up, (config, mark()))
+        spawn = multiprocessing.get_context("spawn")
+        done: Synchronized[int] = spawn.Value("q", 0)
+        return ProcessPoolExecutor(workers, spawn, _set_up, (config, mark(), done)), done
     except OSError as error:  # what they share lies in /dev/shm
         told = "crop: one process crops, since several share memory in /dev/shm, which this machine does not give"
         print(f"{told}: {error}.", file=sys.stderr)
         return None
 
 
-def _set_up(config: DataConfig, parent: str) -> None:
+def _set_up(config: DataConfig, parent: str, done: Synchronized[int]) -> None:
     """A process that crops ends with the one that started it; the fast resize must not use every core in each."""
+    global _done
+    _done = done
     end_with(parent.split())
     if config.resize == "fast":
         import torch
@@ -271,6 +296,18 @@ def _manifest(
     }
 
 
+def _crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) -> tuple[ShardRecord, bool]:
+    """`crop_shard` in a process of the pool, which counts with all others."""
+    done = _done
+    assert done is not None
+
+    def count(images: int) -> None:
+        with done.get_lock():
+            done.value += images
+
+    return crop_shard(config, shard, items, output, count)
+
+
 def write_sheets(output: Path, done: Cropped) -> list[Path]:
     """Write the pictures for people beside the manifest, a contact sheet and histograms, and note them in it; returns
     where they are."""
@@ -288,14 +325,14 @@ def write_sheets(output: Path, done: Cropped) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
-    parser.add_argument("--config", type=Path, required=True, help="the data section, YAML")
+    parser = Parser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
+    parser.add_config("the data section, YAML")
     parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
     parser.add_argument("--output", type=Path, required=True, help="manifest.json to write, beside the shards")
     parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
-    config = load(DataConfig, arguments.config)
+    config = load(DataConfig, arguments.config, arguments.changes)
     with Journal.open(arguments.journal, "crop") if arguments.journal else NullJournal() as journal:
         journal.params(dump(config))
         done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes)

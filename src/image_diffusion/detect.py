@@ -6,12 +6,11 @@ absent.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 
-from image_diffusion.core.command import run
+from image_diffusion.core.command import Parser, run
 from image_diffusion.core.config import load
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
@@ -20,7 +19,7 @@ from image_diffusion.metrics.detector_training import DetectorTraining, train_de
 
 def main() -> None:
     """Read the command line, train, say how good the detector is."""
-    parser = argparse.ArgumentParser(description="Train the detector that the in-pipeline metrics are computed on.")
+    parser = Parser(description="Train the detector that the in-pipeline metrics are computed on.")
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
     parser.add_argument("--config", type=Path, help="YAML with the settings of DetectorTraining; default: none needed")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")

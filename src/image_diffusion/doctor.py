@@ -8,7 +8,6 @@ disk has no room for. With --tflops nothing is measured: what it takes of GPUs t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import asdict
@@ -30,8 +29,8 @@ from image_diffusion.training.forecast import GIB, MEASURING_S, Deadline, Foreca
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.doctor", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the configuration of the stage train, YAML")
+    parser = command.Parser(prog="python -m image_diffusion.doctor", description=__doc__)
+    parser.add_config("the configuration of the stage train, YAML")
     parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
     parser.add_argument("--codec-weights", type=Path, help="weights of the experiment that trained the codec")
     parser.add_argument("--pairs", type=place, help="manifest.json of what the system reads beside its data")
@@ -48,7 +47,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="doctor.json to write, beside the folder `train`")
     arguments = parser.parse_args()
 
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.pairs)
+    training = prepare_training(
+        arguments.config, arguments.data, arguments.codec_weights, arguments.pairs, arguments.changes
+    )
     per_node = arguments.processes_per_node
     processes = arguments.nodes * per_node
     if arguments.tflops is not None:

@@ -17,7 +17,6 @@ more of them, the closer the reconstruction (Karras et al. 2024, section 3.2).
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from image_diffusion.training.posthoc import reconstruct
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.ema", description=__doc__.split("\n")[0])
+    parser = command.Parser(prog="python -m image_diffusion.ema", description=__doc__.split("\n")[0])
     parser.add_argument("--state", type=Path, required=True, help="state folder of the run, or of all runs")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: it may go on")
     parser.add_argument("--trained-by", type=Path, help="train.yaml of a run that may go on, to tell it from others")

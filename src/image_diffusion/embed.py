@@ -8,7 +8,6 @@ Which of --data and --detector are wanted follows from pairs.type. Shards that a
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from image_diffusion.core import command
@@ -21,15 +20,15 @@ from image_diffusion.systems.embedding.given import Given
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.embed", description="Images, captions -> pairs.")
-    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
+    parser = command.Parser(prog="python -m image_diffusion.embed", description="Images, captions -> pairs.")
+    parser.add_config("the stage's configuration, YAML")
     parser.add_argument("--data", type=Path, help="manifest.json of the crops, where pairs are made from images")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote, for pairs.type hashed")
     parser.add_argument("--output", type=Path, required=True, help="manifest.json to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
 
-    stage = load(EmbedStage, arguments.config)
+    stage = load(EmbedStage, arguments.config, arguments.changes)
     crops = arguments.data.parent if arguments.data else None
     with Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))

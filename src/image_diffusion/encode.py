@@ -8,7 +8,6 @@ last call without --part finds every shard in place and writes the manifest.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,8 @@ _SHOWN = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.encode", description="Crops -> latents.")
-    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
+    parser = command.Parser(prog="python -m image_diffusion.encode", description="Crops -> latents.")
+    parser.add_config("the stage's configuration, YAML")
     parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
 
-    stage = load(EncodeStage, arguments.config)
+    stage = load(EncodeStage, arguments.config, arguments.changes)
     device = best_device()
     weights = arguments.codec_weights.parent if arguments.codec_weights else None
     codec = codec_of(stage, weights, device)

@@ -36,8 +36,8 @@ from image_diffusion.training.trained_by import check_trained_by
 
 def main() -> None:
     """Read the command line, measure, write metrics.json."""
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.evaluate", description="Judge a trained model.")
-    parser.add_argument("--config", type=Path, required=True, help="resolved section evaluate")
+    parser = command.Parser(prog="python -m image_diffusion.evaluate", description="Judge a trained model.")
+    parser.add_config("resolved section evaluate")
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: samples alone")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
@@ -95,7 +95,7 @@ def to_judge(arguments: argparse.Namespace) -> ToJudge:
 
     return ToJudge(
         model,
-        load_sections(arguments.config, names, known),
+        load_sections(arguments.config, names, known, arguments.changes),
         arguments.data,
         arguments.samples,
         arguments.detector,

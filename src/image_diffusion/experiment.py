@@ -5,7 +5,7 @@ Which sections it has is for its system to say: `experiment_of` gives the class 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,8 @@ from pydantic.json_schema import models_json_schema
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import Config, parse, read_yaml
+from image_diffusion.core.config import Config, changed, dump, parse, read_yaml, told
+from image_diffusion.core.inherited import BASE, read_inherited
 from image_diffusion.core.shapes import shapes_only
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
@@ -198,25 +199,31 @@ class ExportStage(Config):
     export: ExportConfig
 
 
-def load_sections(path: Path, names: Iterable[str], sections: Mapping[str, Section]) -> dict[str, Any]:
-    """Sections by name from the file of a stage. A section with a default may be left out.
+def load_sections(
+    path: Path | None, names: Iterable[str], sections: Mapping[str, Section], changes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Sections by name from the file of a stage; None: of their defaults. A section with a default may be left out.
+    changes: see `changed`.
 
     Raises ValueError with one line for each mistake in it.
     """
-    found, raw = {}, read_yaml(path)
-    names = list(names)
+    names, found = list(names), {}
+    defaults = {name: sections[name].default for name in names}
+    plain = {name: dump(default) for name, default in defaults.items() if default is not None}
+    raw, where = changed(read_yaml(path) if path is not None else plain, changes), told(path, changes)
     if not isinstance(raw, dict) or set(raw) - set(names):
-        raise ValueError(f"{path} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
+        raise ValueError(f"{where} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
     for name in names:
         section = sections[name]
         missing = section.default if name not in raw and section.default is not None else None
-        found[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{path}: {name}")
+        found[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{where}: {name}")
     return found
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file. Raises ValueError with one line for each mistake in it."""
-    return parse_experiment(read_yaml(path), str(path))
+    """Read an experiment file, over its base where it names one. Raises ValueError with one line for each mistake."""
+    raw, files = read_inherited(path)
+    return parse_experiment(raw, " over ".join(map(str, files)))
 
 
 def parse_experiment(raw: Any, where: str) -> Experiment:
@@ -242,11 +249,20 @@ def schema() -> dict[str, Any]:
         "title": "Experiment",
         "description": "From images to a report. Which sections there are follows from system.type.",
         "type": "object",
-        "required": ["data", "system", "train"],
-        "properties": {"system": {"required": ["type"], "properties": {"type": {"enum": list(kinds)}}}},
-        "allOf": [{"if": is_of(name), "then": found[kind, "validation"]} for name, kind in kinds.items()],
+        "properties": {"system": {"properties": {"type": {"enum": list(kinds)}}}},
+        # What a file with a base leaves out is not here to be looked at.
+        "if": {"required": [BASE]},
+        "then": {"properties": {BASE: {"type": "string", "description": _BASE}}},
+        "else": {
+            "required": ["data", "system", "train"],
+            "properties": {"system": {"required": ["type"]}},
+            "allOf": [{"if": is_of(name), "then": found[kind, "validation"]} for name, kind in kinds.items()],
+        },
         **definitions,
     }
+
+
+_BASE = "The name of a file beside this one, without .yaml, that this one is written over."
 
 
 def check_experiment(experiment: Experiment, others: Others) -> None:

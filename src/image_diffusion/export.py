@@ -11,7 +11,6 @@ from which `sample` makes images without training, `evaluate` judges a prior, an
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,8 +112,8 @@ def _not_known(content: Mapping[str, Any], path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.export", description="Weights <-> other programs.")
-    parser.add_argument("--config", type=Path, help="the stage's configuration, export.yaml")
+    parser = command.Parser(prog="python -m image_diffusion.export", description="Weights <-> other programs.")
+    parser.add_config("the stage's configuration, export.yaml", required=False)
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument(
@@ -139,7 +138,7 @@ def main() -> None:
         return
     if arguments.config is None or arguments.weights is None:
         raise ValueError("Give --config and --weights to write a diffusers folder, or --read to read foreign weights.")
-    stage = load(ExportStage, arguments.config)
+    stage = load(ExportStage, arguments.config, arguments.changes)
     if stage.export.format == "none":
         raise ValueError("export.format is none: there is nothing to write. Set it to diffusers or pipeline.")
     codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None

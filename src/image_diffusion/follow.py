@@ -8,7 +8,6 @@ is down or slow delays nothing but what is shown. A Snakemake that dies closes t
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from image_diffusion.core.command import run
+from image_diffusion.core.command import Parser, run
 from image_diffusion.core.files import read_json
 from image_diffusion.core.secrets import store_named
 from image_diffusion.tracking.plan import Request, watched
@@ -83,7 +82,7 @@ def _connected(store: str, project: str) -> Tracker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.follow", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m image_diffusion.follow", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--store",
         help="MLflow tracking URI, e.g. sqlite:///mlflow.db; unset: MLFLOW_TRACKING_URI, where no one sees a password",

@@ -9,11 +9,10 @@ The Snakefile takes the rules as a module, so that rules of your own can stand b
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 
-from image_diffusion.core.command import run
+from image_diffusion.core.command import Parser, run
 from image_diffusion.core.files import write_text
 
 _SNAKEFILE = """# The rules of image-diffusion as they are installed, on what config/ says. Your own rules can go below.
@@ -54,7 +53,7 @@ def begin(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="image-diffusion init", description=str(__doc__).partition("\n")[0])
+    parser = Parser(prog="image-diffusion init", description=str(__doc__).partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the project's folder, which does not exist yet")
     folder = parser.parse_args().folder
     begin(folder)

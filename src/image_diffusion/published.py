@@ -9,7 +9,6 @@ folder `samples`, as the stage sample does.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from pydantic import Field
@@ -62,7 +61,7 @@ def read_published(config: Path, path: Path, codec: str | None, folder: Path) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.published", description=__doc__)
+    parser = command.Parser(prog="python -m image_diffusion.published", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="what is known of the file: config/published/….yaml")
     parser.add_argument("--read", type=Path, required=True, help="the file itself")
     parser.add_argument("--codec", help="the autoencoder of its latents: a folder, where the Hub is not at hand")

@@ -5,6 +5,10 @@
 Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
 grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory.
 
+A person names what is trained, and the rest is found: an experiment, or a folder of weights.
+
+    image-diffusion sample demo --label 3 --num 16 --seed 3 --guidance 2
+
 With --part 2/8 only the images of that part are made, and written alone; parts run side by side, and a last call with
 --made joins what they wrote: the same bytes as of one call. The parts are then removed.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +41,18 @@ from image_diffusion.experiment import load_sections
 from image_diffusion.systems.given import Model, SampleSettings, ToSample
 from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
+from image_diffusion.workflow.trained import find_trained
+
+_SHORT = {
+    "label": "labels",
+    "num": "num_samples",
+    "seed": "seed",
+    "guidance": "guidance.guidance_scale",
+}
+"""Short options, and the keys of the section `sample` that they set; not every system has them all."""
+
+_DRAWN = 16
+"""Images that a person gets who does not say how many."""
 
 _PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<of>\d+)\.npz)(?P<half>\..+\.tmp)?")
 
@@ -50,9 +67,14 @@ def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> li
 
 def main(given: Sequence[str] | None = None) -> None:
     """given: the arguments of the command; None: those of the process."""
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.sample", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, sample.yaml")
-    parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
+    parser = command.Parser(prog="python -m image_diffusion.sample", description=__doc__)
+    parser.add_argument("trained", nargs="?", help="a trained experiment, its folder, or a folder of weights")
+    parser.add_config("the stage's configuration, sample.yaml (that of the experiment, or the defaults)", False)
+    for name, key in _SHORT.items():
+        about = "name or number of a class; again for more, each in turn" if name == "label" else f"sample.{key}"
+        parser.add_argument(f"--{name}", action="append" if name == "label" else "store", help=about)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
+    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
@@ -67,9 +89,10 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
     parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
-    parser.add_argument("--output", type=Path, required=True, help="samples.npz, or a part's .npz, to write")
+    parser.add_argument("--output", type=Path, help="samples.npz, or a part's .npz, to write (drawn/NAME/samples.npz)")
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
     arguments = parser.parse_args(given)
+    find(arguments)
 
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
@@ -77,7 +100,8 @@ def main(given: Sequence[str] | None = None) -> None:
         raise ValueError(
             f"A system of type {model.system.type} makes no images. Sample an experiment whose system does."
         )
-    settings = load_sections(arguments.config, ["sample"], model.system.sections)["sample"]
+    changes = [*short_changes(arguments, model.classes), *arguments.changes]
+    settings = load_sections(arguments.config, ["sample"], model.system.sections, changes)["sample"]
     if arguments.shown:
         settings = settings.model_copy(update={"num_samples": min(settings.num_samples, settings.grid_images)})
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
@@ -119,6 +143,28 @@ def main(given: Sequence[str] | None = None) -> None:
     for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
         part.unlink(missing_ok=True)
     print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
+
+
+def find(arguments: argparse.Namespace) -> None:
+    """Fill in the files that a trained experiment gives, where one is named. Raises ValueError for what is missing."""
+    if arguments.trained is not None:
+        found = find_trained(arguments.trained, arguments.results)
+        for name in ("weights", "config", "codec_weights", "small_images"):
+            setattr(arguments, name, getattr(arguments, name) or getattr(found, name))
+        arguments.output = arguments.output or Path("drawn", found.name, "samples.npz")
+        arguments.num = arguments.num or _DRAWN
+    elif None in (arguments.weights, arguments.config, arguments.output):
+        raise ValueError("Name a trained experiment, or give --config, --weights and --output.")
+
+
+def short_changes(arguments: argparse.Namespace, classes: Sequence[str]) -> list[str]:
+    """What --label, --num, --seed and --guidance stand for, as --set has it."""
+    given = {key: getattr(arguments, name) for name, key in _SHORT.items() if getattr(arguments, name) is not None}
+    if "labels" in given:
+        # A word is a number only where no class is called so.
+        labels = [int(each) if each.isdecimal() and each not in classes else each for each in given["labels"]]
+        given["labels"] = json.dumps(labels)
+    return [f"sample.{key}={value}" for key, value in given.items()]
 
 
 def remove_left(output: Path, part: tuple[int, int] | None, made: Sequence[Path]) -> None:

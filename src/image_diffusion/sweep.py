@@ -27,7 +27,7 @@ def point_of(text: str) -> tuple[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.sweep", description="Points -> a curve.")
+    parser = command.Parser(prog="python -m image_diffusion.sweep", description="Points -> a curve.")
     parser.add_argument("--axis", required=True, help="what was varied")
     parser.add_argument("--points", type=point_of, nargs="+", required=True, help="VALUE=metrics.json, in order")
     parser.add_argument("--headline", required=True, help="the metric whose lowest value is best")

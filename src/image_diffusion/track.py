@@ -8,17 +8,16 @@ Training knows nothing of this: it writes its journal. `follow` does the same wh
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from image_diffusion.core.command import run
+from image_diffusion.core.command import Parser, run
 from image_diffusion.core.files import write_json
 from image_diffusion.core.secrets import store_named
 from image_diffusion.tracking.plan import Request, journals
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.track", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m image_diffusion.track", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--store",
         help="MLflow tracking URI, e.g. sqlite:///mlflow.db; unset: MLFLOW_TRACKING_URI, where no one sees a password",

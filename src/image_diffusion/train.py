@@ -8,8 +8,7 @@ Runs in one process as well. Checkpoints are kept in `state` beside the weights.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ from image_diffusion.training.run import run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m image_diffusion.train", description="Shards -> weights.")
-    parser.add_argument("--config", type=Path, required=True, help="the stage's configuration, YAML")
+    parser = command.Parser(prog="python -m image_diffusion.train", description="Shards -> weights.")
+    parser.add_config("the stage's configuration, YAML")
     parser.add_argument(
         "--data", type=place, required=True, help="manifest.json of crops, latents or pairs: path or URL"
     )
@@ -49,7 +48,9 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     output: Path = arguments.output.parent
-    training = prepare_training(arguments.config, arguments.data, arguments.codec_weights, arguments.pairs)
+    training = prepare_training(
+        arguments.config, arguments.data, arguments.codec_weights, arguments.pairs, arguments.changes
+    )
     config = training.stage.train
     start: Path | None = arguments.init_from.parent if arguments.init_from else None
     if isinstance(config.init_from, WeightsOf) and start is None:
@@ -86,14 +87,18 @@ class Training:
 
 
 def prepare_training(
-    config: Path, data: Path | str, codec_weights: Path | None, pairs: Path | str | None = None
+    config: Path,
+    data: Path | str,
+    codec_weights: Path | None,
+    pairs: Path | str | None = None,
+    changes: Sequence[str] = (),
 ) -> Training:
     """Put together what the stage of a file trains on the data of a manifest. pairs: the manifest of what the system
-    reads beside them.
+    reads beside them. changes: what is to be another value than the file says.
 
     Raises ValueError where configuration, data, pairs and codec do not fit one another.
     """
-    stage = load(TrainStage, config)
+    stage = load(TrainStage, config, changes)
     folder = folder_of(data)
     training = open_shards(folder, "train", in_background=True)
     validation = open_shards(folder, "validation", in_background=True)

@@ -19,6 +19,7 @@ from PIL import Image
 
 from image_diffusion.core.files import read_json
 from image_diffusion.core.history import Point, of_weights, read_journal
+from image_diffusion.tracking.shown import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -226,12 +227,15 @@ def _logged(folder: Path, name: str, stage: str) -> str:
 
 
 def _not_tracked(folder: Path, name: str, stage: str) -> str:
-    """Which of the points of a stage's journal are not in MLflow."""
+    """Which of the points of a stage's journal are not in MLflow, of a training those that its run shows."""
     tracked = read_json(folder / "results" / name / "tracked.json")["runs"]
     with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
         query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
         held = {row for run in tracked if run["stage"] == stage for row in database.execute(query, (run["run_id"],))}
-    return str([point for point in _points(folder, name, stage) if point not in held])
+    history = read_journal(folder / "results" / name / "journal" / stage)
+    points = history.points if history is not None else []
+    keys = {point.key for point in (shown(points) if stage == "train" else points)}
+    return str([point for point in _points(folder, name, stage) if point[0] in keys and point not in held])
 
 
 def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]:

@@ -21,8 +21,10 @@ from breaking import BreakingProxy, Server
 from comparison import results
 from tracked import forked, status_of
 
+from image_diffusion.core.history import Point
 from image_diffusion.follow import follow
 from image_diffusion.tracking.plan import Request
+from image_diffusion.tracking.shown import scalars, shown
 from image_diffusion.tracking.tracker import Tracker
 
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "50"))
@@ -104,12 +106,13 @@ def test_killed_with_a_server_that_dies_and_breaks(
 
 
 def all_points(folder: Path) -> set[tuple[str, int]]:
-    """(metric, step) of everything that an undisturbed training logged."""
+    """(metric, step) of everything that the run of an undisturbed training shows."""
     (attempt,) = (folder / "journal" / "train").glob("attempt-*.jsonl")
-    found = set()
+    found = []
     for line in attempt.read_text().splitlines():
         record = json.loads(line)
         if record["type"] == "metrics":
-            found |= {(key, record["step"]) for key in record["values"]}
-            found |= {("examples_seen", record["step"])} if "examples_seen" in record else set()
-    return found
+            seen = {"examples_seen": record["examples_seen"]} if "examples_seen" in record else {}
+            found += [Point(key, value, record["step"], 0) for key, value in (record["values"] | seen).items()]
+    kept = shown(found)
+    return {(point.key, point.step) for point in (*kept, *scalars(kept, "fid"))}

@@ -17,7 +17,7 @@ from tracked import check_whole, contents, forked, status_of, track
 
 from image_diffusion.follow import follow
 from image_diffusion.tracking.connection import Connection
-from image_diffusion.tracking.models import Models
+from image_diffusion.tracking.models import About, Models
 from image_diffusion.tracking.plan import FinalWeights, Request
 from image_diffusion.tracking.runs import Runs
 from image_diffusion.tracking.tracker import Tracker
@@ -70,7 +70,7 @@ def test_lost_answers_leave_no_twins(
     write_model(tmp_path, 1)
     files = {name: tmp_path / "train" / name for name in ("model.json", "weights.safetensors")}
     model_id = models.log(FinalWeights("model", "twin", run_id, 1, 1000, {}, files))
-    models.register("twins", model_id, run_id, {}, 1.0)
+    models.register("twins", model_id, run_id, {}, 1.0, About("A model.", "A version."))
     assert lost == {"runs/create": 0, "logged-models": 0, "model-versions/create": 0}
     client = connection.client
     assert [run.info.run_id for run in client.search_runs([connection.experiment_id])] == [run_id]

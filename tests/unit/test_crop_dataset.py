@@ -1,6 +1,7 @@
 """A run of crop over a folder: what it writes, and what it does not write again."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def times_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
 
 
-def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(tmp_path: Path) -> None:
+def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fill(tmp_path / "in", 60)
     (tmp_path / "in/class-0/bad.png").write_bytes(b"bad")
     one = crop_dataset(config(tmp_path / "in"), tmp_path / "one")
@@ -54,6 +57,8 @@ def test_any_number_of_processes_and_any_second_run_give_the_same_bytes(tmp_path
     (tmp_path / "one/manifest.json").unlink()
     assert crop_dataset(config(tmp_path / "in"), tmp_path / "one").num_written == 0
     assert (bytes_of(tmp_path / "one"), times_of(tmp_path / "one")) == (before, times)
+    ends = re.findall(r"^crop: (\S+) of 61 images \(100%\)", capsys.readouterr().err, re.MULTILINE)
+    assert ends == ["61"] * 3  # every image is counted, also the bad one and those that are kept
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,9 @@ def test_statistics_are_those_of_the_stored_numbers(tmp_path: Path, crops: Calla
     assert found["global_std"] == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_parts_in_any_order_give_the_bytes_of_one_run(tmp_path: Path, crops: Callable[[], Path]) -> None:
+def test_parts_in_any_order_give_the_bytes_of_one_run(
+    tmp_path: Path, crops: Callable[[], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     encode(tmp_path / "crops", tmp_path / "one")
     settings = EncodeConfig(batch_size=4)
     for part in ((1, 2), (0, 2)):
@@ -128,6 +130,7 @@ def test_parts_in_any_order_give_the_bytes_of_one_run(tmp_path: Path, crops: Cal
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
     assert encode(tmp_path / "crops", tmp_path / "two") == 0
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "two")
+    assert capsys.readouterr().err.count(" images (100%)") == 4  # every image is counted, also those that are kept
     with pytest.raises(ValueError, match=r"Part 2/2 does not exist"):
         encode_shards(tmp_path / "crops", tmp_path / "two", Halves(), settings, CPU, (2, 2))
 

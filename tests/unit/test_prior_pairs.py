@@ -107,9 +107,12 @@ def test_splits_are_disjoint_complete_and_decided_by_the_id(source, tmp_path, sp
     assert found[None].shape != found["key"].shape or not np.array_equal(found[None], found["key"])
 
 
-def test_a_second_run_writes_nothing_and_a_changed_row_one_shard(source, tmp_path):
+def test_a_second_run_writes_nothing_and_a_changed_row_one_shard(source, tmp_path, capsys):
     before, _ = written(source, tmp_path / "out")
     assert written(source, tmp_path / "out") == (before, 0)
+    ends = [line for line in capsys.readouterr().err.splitlines() if "(100%)" in line]
+    count = before["num_samples"]
+    assert [line.split(" (")[0] for line in ends] == [f"embed: {count} of {count} pairs"] * 2
     path = tmp_path / "in" / "text_emb" / "text_emb_1.npy"
     changed = np.load(path)
     changed[3] += 1

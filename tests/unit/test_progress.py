@@ -21,15 +21,45 @@ def test_a_log_gets_a_line_at_the_start_now_and_then_and_at_the_end(
         time.sleep(0.06)
         progress.advance(500, "loss 0.1234")
     start, *_, end = lines = capsys.readouterr().err.splitlines()
-    assert start == "train: 1,000 of 2,000 steps (50%), ? steps/s, ? left"
+    assert start == "train: 1,000 of 2,000 steps (50%)"
     assert re.fullmatch(r"train: 2,000 of 2,000 steps \(100%\), [\d.]+ steps/s, 00:00 left, loss 0.1234", end)
     assert 2 <= len(lines) < 10
+
+
+def test_a_line_comes_later_the_longer_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with Progress("train", 100_000, "step") as progress:
+        for _ in range(3600):
+            now[0] += 1
+            progress.advance()
+    lines = capsys.readouterr().err.splitlines()
+    counts = [int(line.split()[1].replace(",", "")) for line in lines]
+    assert counts[:4] == [0, 10, 20, 30] and counts[-3] - counts[-4] == 60
+    assert len(counts) < 100
+
+
+def test_the_job_is_named_where_several_print_to_one_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(module.VARIABLE, "demo/train")
+    for title in ("train", "features of samples"):
+        with Progress(title, 0, "step"):
+            pass
+    lines = dict.fromkeys(capsys.readouterr().err.splitlines())
+    assert list(lines) == [
+        "demo/train: 0 of 0 steps (0%)",
+        "demo/train: features of samples: 0 of 0 steps (0%)",
+    ]
 
 
 def test_nothing_to_do_is_told_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("crop", 0, "image"):
         pass
-    assert set(capsys.readouterr().err.splitlines()) == {"crop: 0 of 0 images (0%), ? images/s, ? left"}
+    assert set(capsys.readouterr().err.splitlines()) == {"crop: 0 of 0 images (0%)"}
 
 
 def test_one_within_another_is_lines_too(capsys: pytest.CaptureFixture[str]) -> None:

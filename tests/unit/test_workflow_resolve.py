@@ -12,7 +12,7 @@ import pytest
 
 from image_diffusion.core.files import write_text
 from image_diffusion.workflow import resolve as module
-from image_diffusion.workflow.resolve import resolve, resolved_code
+from image_diffusion.workflow.resolve import resolve, resolved, wanted
 from plans import a_plan, write_plans
 
 SCHEMA = Path(__file__).resolve().parents[2] / "workflow" / "schemas" / "config.schema.json"
@@ -117,7 +117,8 @@ def test_a_damaged_cache_is_none(place: Place, text: str) -> None:
 
 
 def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
-    assert resolved_code(Path("results")) == resolve(place.root, CONFIG)
+    code = resolve(place.root, CONFIG)
+    assert resolved(Path("results")) == (code, ["one"])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,6 @@ def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
     [
         ({"results": ["a"]}, "config/config.yaml: results: ['a'] is not of type 'string'."),
         ({"results": datetime.date(2026, 1, 2)}, "config/config.yaml: results: "),
-        ({"experiments": "one"}, "config/config.yaml: experiments is 'one', but a list is meant."),
         ({"experiments": ["on"]}, "config/experiments/on.yaml does not exist. Did you mean one?"),
     ],
 )
@@ -136,6 +136,31 @@ def test_a_mistake_in_the_settings_is_one_line_before_any_work(
         place.does(**changes)
     assert str(caught.value).startswith(line)
     assert "configure" not in place.done
+
+
+def test_an_edited_base_is_configured_again(place: Place) -> None:
+    write_text(Path("config/experiments/one.yaml"), "base: unrelated")
+    assert place.does() == {"configure"}
+    assert place.does() == set()
+    write_text(Path("config/experiments/unrelated.yaml"), "a: 2")
+    assert place.does() == {"configure"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed", "found"),
+    [
+        ([], ["one"], ["one"]),
+        ([], "one", ["one"]),
+        (["--cores", "all", "unrelated"], ["one"], ["unrelated"]),
+        (["unrelated", "--cores", "2", "one", "unrelated"], ["other"], ["unrelated", "one"]),
+        (["results/unrelated/metrics.json", "--config", "experiments=unrelated", "../one", "train"], ["one"], ["one"]),
+        ([], None, None),
+    ],
+)
+def test_experiments_are_those_that_the_command_names_or_else_the_setting(
+    place: Place, arguments: list[str], listed: Any, found: Any
+) -> None:
+    assert wanted({"experiments": listed}, arguments) == found
 
 
 def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

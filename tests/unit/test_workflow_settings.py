@@ -36,11 +36,6 @@ def test_good_settings_are_taken(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"experiments": "mine"},
-            "config.yaml: experiments is 'mine', but a list is meant. "
-            "On the command line: --config 'experiments=[mine]'.",
-        ),
         ({"experiments": ["mien"]}, "experiments/mien.yaml does not exist. Did you mean mine? Known: demo, mine."),
         ({"experiments": ["xyz"]}, "experiments/xyz.yaml does not exist. Known: demo, mine."),
         ({"experimets": ["mine"]}, "config.yaml: experimets is not a known key. Did you mean experiments?"),

@@ -89,12 +89,13 @@ def test_stages_find_python_and_what_lies_beside_the_rules(monkeypatch: pytest.M
 
 
 def test_a_stage_logs_and_takes_the_package_beside_the_rules(folder: Path) -> None:
-    code = "import image_diffusion, sys; print(image_diffusion.__file__); sys.exit(3)"
+    code = "import image_diffusion, os, sys; print(image_diffusion.__file__, os.environ['IMAGE_DIFFUSION_STAGE'])"
+    code += "; sys.exit(3)"
     logged = [ROOT / "workflow/scripts/logged", "logs/a b/x.log", sys.executable, "-c", code]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(logged, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 3
-    assert done.stdout == Path("logs/a b/x.log").read_text() == f"{ROOT / 'src/image_diffusion/__init__.py'}\n"
+    assert done.stdout == Path("logs/a b/x.log").read_text() == f"{ROOT / 'src/image_diffusion/__init__.py'} a b/x\n"
 
 
 def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
@@ -102,7 +103,7 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
     write_plans(Path("results"), a_plan())
-    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}})
+    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}, "experiments": ["one"]})
     known = start(ROOT, CONFIG, queued=True, remote=True)
     assert (known.results, dict(known.code), list(known.plans.by_name)) == ("results", {"train": "x"}, ["one"])
     assert known.machine.attempts(2) == 0

@@ -87,6 +87,7 @@ def standing_in(command: str) -> str:
     """The same command about what is here: the experiment of a reader is `micro`, and he has two cores."""
     mine = rf"experiments=\[(?!({'|'.join(SHIPPED)})\])[\w-]+\]"
     command = re.sub(mine, "experiments=[micro]", command)
+    command = re.sub(r"^(snakemake --cores all|image-diffusion sample) mine\b", r"\1 micro", command)
     command = re.sub(r"(?<!--output )\bresults/(mine|demo|shapes|x|<experiment>)/", "results/micro/", command)
     for shown, here in {
         "/path/to/image-diffusion": str(ROOT),

@@ -65,9 +65,10 @@ def test_an_experiment_that_is_missing(fresh: Project) -> None:
     assert line.startswith("error: config/experiments/macro.yaml does not exist. Did you mean micro?")
 
 
-def test_a_name_where_a_list_is_meant(fresh: Project) -> None:
-    line = told(fresh, "--config", "experiments=micro")
-    assert line.startswith("error: config/config.yaml: experiments is 'micro', but a list is meant.")
+def test_a_base_that_is_missing(fresh: Project) -> None:
+    (fresh / "config/experiments/mine.yaml").write_text("base: mikro\n")
+    line = told(fresh, "mine")
+    assert line.startswith("error: config/experiments/mine.yaml: base is mikro, but config/experiments/mikro.yaml does")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "experiments/micro.yaml"])

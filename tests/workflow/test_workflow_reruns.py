@@ -48,6 +48,21 @@ def test_editing_resources_makes_nothing_again(finished: Project) -> None:
     assert finished.planned() == set()
 
 
+def test_an_experiment_is_a_target_and_may_build_on_another(finished: Project) -> None:
+    path = finished / "config/experiments/train.yaml"  # called like a rule, so no target: the rule is meant
+    path.write_text("base: micro\n")
+    path.with_name("mine.yaml").write_text("base: micro\nsample: {num_samples: 8}\n")
+    assert finished.planned("mine") == {"train", *AFTER_SAMPLE, "mine"}
+    assert finished.planned("--config", "experiments=mine") == {"train", *AFTER_SAMPLE}
+    assert finished.planned("micro") == finished.planned() == set()
+    trained = "results/mine/config/train.yaml"
+    before = (finished / trained).read_bytes()
+    finished.edit(lambda experiment: experiment["train"].update(steps=10))
+    finished.planned("mine")
+    assert (finished / trained).read_bytes() != before
+    assert "results/train/" in finished.run("--dry-run", "--config", "experiments=train")
+
+
 def test_one_more_image_makes_everything_again(finished: Project) -> None:
     image = finished / "images/dark/000.png"
     (finished / "images/dark/new.png").write_bytes(image.read_bytes())

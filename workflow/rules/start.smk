@@ -22,6 +22,7 @@ known = start(
     queued=workflow.resource_settings.nodes is not None,
     remote=workflow.remote_exec,
     moved=workflow.modifier.path_modifier.replace_prefix,
+    arguments=sys.argv[1:] if workflow.modifier.is_main_snakefile() else [],
 )
 results, plans, files, machine, code = known.results, known.plans, known.files, known.machine, known.code
 if machine.queued and not machine.remote and workflow.modifier.is_main_snakefile():

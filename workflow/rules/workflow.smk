@@ -25,3 +25,15 @@ include: "track.smk"
 include: "follow.smk"
 include: "report.smk"
 include: "crate.smk"
+
+
+# `snakemake NAME` makes an experiment, whatever config.yaml lists. One that is called like a rule needs --config.
+for each in plans.asked:
+    if each not in {"all", *(known_rule.name for known_rule in workflow.rules)}:
+
+        rule:
+            name:
+                each
+            input:
+                f"{results}/summary.html",
+                list(files.all_of(each)),

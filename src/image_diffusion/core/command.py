@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from image_diffusion.core.attempt import ending_of, note
 from image_diffusion.core.errors import Stopped
@@ -15,6 +17,58 @@ from image_diffusion.core.lifeline import VARIABLE, end_with
 from image_diffusion.core.secrets import hidden
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+COMMANDS = (
+    *("init", "configure", "crop", "detect", "encode", "embed", "doctor", "train", "ema", "sample", "evaluate"),
+    *("sweep", "export", "published", "track", "follow", "crate", "completion"),
+)
+"""Every command, in the order in which one comes to it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's options. What describes it keeps its lines in the help."""
+
+    asked = False
+    """Whether no command is to run, and only its options are wanted."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | named)
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """The options that are given."""
+        if Parser.asked:
+            raise _AskedError(*(option for action in self._actions for option in action.option_strings))
+        return super().parse_known_args(*given, **named)
+
+    def add_config(self, about: str, required: bool = True) -> None:
+        """--config, the file of a stage, and --set, what is to be another value than it says."""
+        self.add_argument("--config", type=Path, required=required, help=about)
+        self.add_argument(
+            *("--set", "-s"),
+            dest="changes",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="a key of --config and the value to take in place of its own, such as sample.num_samples=16; again "
+            "for others",
+        )
+
+
+class _AskedError(Exception):
+    """Carries the options of a command that was to tell them."""
+
+
+def options_of(main: Callable[[], None]) -> list[str]:
+    """The options of a command, such as --config, from its own `main`, which goes no further."""
+    Parser.asked = True
+    try:
+        main()
+    except _AskedError as found:
+        return [str(option) for option in found.args]
+    finally:
+        Parser.asked = False
+    raise ValueError(f"{main.__module__} reads no options.")
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 import typing
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,9 +92,32 @@ def parse(kind: Any, data: Any, where: str) -> Any:
         raise ValueError("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems))) from None
 
 
-def load(kind: type[T], path: Path) -> T:
-    """Read a YAML file as `kind`. Raises ValueError (see `parse`)."""
-    return typing.cast("T", parse(kind, read_yaml(path), str(path)))
+def load(kind: type[T], path: Path, changes: Sequence[str] = ()) -> T:
+    """Read a YAML file as `kind`, with what the command line changes in it. Raises ValueError (see `parse`)."""
+    return typing.cast("T", parse(kind, changed(read_yaml(path), changes), told(path, changes)))
+
+
+def changed(data: Any, changes: Sequence[str]) -> Any:
+    """Plain data with what `--set` says, in order, merged over it: each "sample.sampler.num_steps=10", the value as
+    YAML has it. Raises ValueError for one that says nothing."""
+    for change in changes:
+        key, separator, text = change.partition("=")
+        names = key.split(".")
+        if not separator or not all(names):
+            raise ValueError(f"--set '{change}' sets nothing. Write KEY=VALUE, such as sample.num_samples=16.")
+        try:
+            value = plain_yaml.from_text(text)
+        except ValueError as error:
+            raise ValueError(f"--set {change}: the value is not valid YAML: {error}.") from None
+        for name in reversed(names):
+            value = {name: value}
+        data = merged(data, value)
+    return data
+
+
+def told(path: Path | None, changes: Sequence[str]) -> str:
+    """Where what is read comes from, for the sentence on a mistake in it. path: None for defaults."""
+    return " --set ".join([str(path or "the defaults"), *changes])
 
 
 def dump(config: Config) -> dict[str, Any]:

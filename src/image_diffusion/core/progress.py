@@ -1,15 +1,23 @@
-"""How far a stage is, by tqdm: a bar on a terminal, a plain line every few seconds in a log."""
+"""How far a stage is, by tqdm: a bar on a terminal; in a log a plain line every ten seconds, later every minute."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import time
 from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
 
+VARIABLE = "IMAGE_DIFFUSION_STAGE"
+"""The environment variable that names the job whose progress it is, where several print to one place: demo/train."""
+
 _LINE = "{desc}: {n:,} of {total:,}{unit} ({percentage:.0f}%), {rate_noinv_fmt}, {remaining} left{postfix}"
-_EVERY_S = 10.0
+_UNKNOWN = re.compile(r", \? \S+, \? left")  # before there is a rate
+_EVERY_S, _AT_MOST_EVERY_S = 10.0, 60.0
+_SHARE = 0.1  # of the time so far that passes between two lines
 
 
 class Progress:
@@ -20,8 +28,9 @@ class Progress:
 
     def __init__(self, title: str, total: int, unit: str, initial: int = 0) -> None:
         log = None if sys.stderr.isatty() else _Lines(sys.stderr)
+        self._started, self._in_log = time.monotonic(), log is not None
         self._bar = _Bar(
-            desc=title,
+            desc=_whose(title),
             total=total,
             unit=f" {unit}s",
             initial=initial,
@@ -37,6 +46,9 @@ class Progress:
         """Count `count` more items as done; `note` is shown behind the numbers, e.g. the loss."""
         if note:
             self._bar.set_postfix_str(note, refresh=False)
+        if self._in_log:
+            passed = time.monotonic() - self._started
+            self._bar.mininterval = min(max(_EVERY_S, _SHARE * passed), max(_EVERY_S, _AT_MOST_EVERY_S))
         self._bar.update(count)
 
     def close(self) -> None:
@@ -64,7 +76,13 @@ class _Lines:
 
     def write(self, text: str) -> None:
         if text.strip():
-            self._file.write(" ".join(text.split()) + "\n")
+            self._file.write(_UNKNOWN.sub("", " ".join(text.split())) + "\n")
 
     def flush(self) -> None:
         self._file.flush()
+
+
+def _whose(title: str) -> str:
+    """A title behind the name of its job: "demo/train", "demo/evaluate: features of samples"."""
+    job = os.environ.get(VARIABLE, "")
+    return title if not job else job if job.endswith(f"/{title}") else f"{job}: {title}"

@@ -39,7 +39,8 @@ class CaptionedCrops:
         self._captions, self._source = captions, source
         self._entries = self._shards.manifest["shards"]
         counts = [entry["num_samples"] for entry in self._entries]
-        self.num_shards, self._first = len(counts), [sum(counts[:shard]) for shard in range(len(counts))]
+        self.num_shards, self.num_crops = len(counts), sum(counts)
+        self._first = [sum(counts[:shard]) for shard in range(len(counts))]
         self._last: tuple[int, Captioned] | None = None
 
     def of(self, shard: int) -> Captioned:

@@ -7,7 +7,7 @@ tokens of both instead: what a prior over tokens is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -119,9 +119,10 @@ def encode_shards(
     with Progress("encode", sum(counts[shard] for shard in mine), "image") as progress:
         for shard in mine:
             if kept(output, shard, task.made_from(shard)) is None:
-                task.encode(shard, sum(counts[:shard]), output)
+                task.encode(shard, sum(counts[:shard]), output, progress.advance)
                 written += 1
-            progress.advance(counts[shard])
+            else:
+                progress.advance(counts[shard])
     return written
 
 
@@ -204,24 +205,25 @@ class _Task:
         crops = self.source.manifest["shards"][shard]["sha256"]
         return _made_from(crops, self.codec, self.settings)
 
-    def encode(self, shard: int, first: int, output: Path) -> None:
-        """Encode one shard, whose samples are numbered from `first` in the whole set."""
+    def encode(self, shard: int, first: int, output: Path, count: Callable[[int], None]) -> None:
+        """Encode one shard, whose samples are numbered from `first` in the whole set. count: called with how many
+        images have been encoded, now and then."""
         entry = self.source.manifest["shards"][shard]
         check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
         sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else _Sums()
-        chunks = self._chunks(crop, first, sums)
+        chunks = self._chunks(crop, first, sums, count)
         head = list(islice(chunks, 1))  # its shape is the shape of them all
         shape = head[0][0]["npy"].shape[1:] if head else ()
         dtype = _stored_dtype(self.codec, self.settings)
         layout = Layout(_MEMBERS, shape, dtype, labelled=self.source.num_classes > 0)
-        sha256, size, count = write_shard(output, shard, layout, chain(head, chunks))
+        sha256, size, num_samples = write_shard(output, shard, layout, chain(head, chunks))
         record = ShardRecord(
             shard=shard,
             made_from=self.made_from(shard),
             sha256=sha256,
             bytes=size,
-            num_samples=count,
+            num_samples=num_samples,
             histogram=crop.histogram,
             samples=crop.samples,
             made_with={"torch": torch.__version__},
@@ -229,7 +231,9 @@ class _Task:
         )
         write_record(output, record)
 
-    def _chunks(self, crop: ShardRecord, first: int, sums: _Sums | _Counts) -> Iterator[Chunk]:
+    def _chunks(
+        self, crop: ShardRecord, first: int, sums: _Sums | _Counts, count: Callable[[int], None]
+    ) -> Iterator[Chunk]:
         for start in range(0, crop.num_samples, self.settings.batch_size):
             rows = range(start, min(start + self.settings.batch_size, crop.num_samples))
             samples = np.arange(first + rows.start, first + rows.stop)
@@ -238,6 +242,7 @@ class _Task:
             mirrored = self._stored(images.flip(-1), crop, rows)
             sums.add(plain)
             sums.add(mirrored)
+            count(len(rows))
             yield {"npy": plain, "flip.npy": mirrored}, self.source.labels[samples]
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ or an embedding that nothing can be learned from, is left out and listed in quar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -69,7 +69,8 @@ class PairSet(Protocol):
 
     kind: of the shards. identity: plain data; together with what a shard is made from it decides every number. shape:
     of one pair, its last number the dimension of an embedding. parts: what the first rows of a pair are, none of which
-    may be zeros; the others are tokens, and captions beyond the first. num_shards: of the set.
+    may be zeros; the others are tokens, and captions beyond the first. num_shards: of the set. num_rows: what pairs are
+    made of, those that lack something included.
     """
 
     @property
@@ -86,6 +87,9 @@ class PairSet(Protocol):
 
     @property
     def num_shards(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int: ...
 
     def samples(self, shard: int) -> list[Sample]:
         """The pairs of a shard; the hash of each one's id stands in `sha256`. Raises ValueError."""
@@ -124,18 +128,19 @@ def write_pairs(
     remove_unfinished(output)
     (output / "manifest.json").unlink(missing_ok=True)  # while shards change, nobody may take the set for whole
     records, indices, written = [], [], 0
-    with Progress("embed", pairs.num_shards, "shard") as progress:
+    with Progress("embed", pairs.num_rows, "pair") as progress:
         for shard in range(pairs.num_shards):
             made_from = digest(
                 {"format": FORMAT, "pairs": pairs.identity, "dtype": dtype, "inputs": pairs.made_from(shard)}
             )
             record = kept(output, shard, made_from)
             if record is None:
-                record = _write(pairs, shard, layout, made_from, output)
+                record = _write(pairs, shard, layout, made_from, output, progress.advance)
                 written += 1
+            else:
+                progress.advance(record.num_samples + len(record.quarantined))
             indices.append(index_of(record))
             records.append(replace(record, samples=[]))  # a set may have hundreds of millions
-            progress.advance()
     bad = [each for record in records for each in record.quarantined]
     write_quarantine(output / "quarantine.csv", bad)
     count = sum(record.num_samples for record in records)
@@ -172,19 +177,28 @@ def _judge(bad: list[Quarantined], good: int, max_bad_fraction: float, output: P
         )
 
 
-def _write(pairs: PairSet, shard: int, layout: Layout, made_from: str, output: Path) -> ShardRecord:
+def _write(
+    pairs: PairSet, shard: int, layout: Layout, made_from: str, output: Path, count: Callable[[int], None]
+) -> ShardRecord:
     samples, bad = list[Sample](), pairs.missing(shard)
-    sha256, size, count = write_shard(output, shard, layout, _chunks(pairs, shard, layout, samples, bad))
-    assert count == len(samples)
-    record = ShardRecord(shard, made_from, sha256, size, count, {}, samples, {"numpy": np.__version__}, bad)
+    count(len(bad))
+    chunks = _chunks(pairs, shard, layout, samples, bad, count)
+    sha256, size, num_samples = write_shard(output, shard, layout, chunks)
+    assert num_samples == len(samples)
+    record = ShardRecord(shard, made_from, sha256, size, num_samples, {}, samples, {"numpy": np.__version__}, bad)
     write_record(output, record)
     return record
 
 
 def _chunks(
-    pairs: PairSet, shard: int, layout: Layout, samples: list[Sample], bad: list[Quarantined]
+    pairs: PairSet,
+    shard: int,
+    layout: Layout,
+    samples: list[Sample],
+    bad: list[Quarantined],
+    count: Callable[[int], None],
 ) -> Iterator[Chunk]:
-    """The pairs of a shard, some at a time; notes each as a sample or as bad."""
+    """The pairs of a shard, some at a time; notes each as a sample or as bad, and has it counted."""
     found, size = pairs.samples(shard), min(256, chunk_samples(layout))
     for start in range(0, len(found), size):
         stop = min(start + size, len(found))
@@ -202,6 +216,7 @@ def _chunks(
                 bad.append(Quarantined(sample.path, fault, sample.sha256))
             else:
                 samples.append(replace(sample, key=f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"))
+        count(stop - start)
         good = np.array([fault is None for fault in faults])
         yield {"npy": stored[good]}, np.zeros(good.sum(), dtype=np.int64)
 

@@ -48,6 +48,12 @@ for _logger in ("alembic", "mlflow", "urllib3"):  # what goes wrong is raised, a
 T = TypeVar("T")
 
 KEY = "image_diffusion.key"  # the tag that says which run, model or version this is
+NOTE = "mlflow.note.content"  # the tag that MLflow shows as a description
+_ABOUT = (
+    "Trainings of image diffusion models. A run that is called like an experiment is its training: its page opens with "
+    "what it is, how good it is and how to make it again; `sample` and `evaluate` are runs below it. Stages of a data "
+    "set, such as `crop`, are runs of their own."
+)
 _LOCK_PATIENCE_S = 300.0
 _REMOTE = ("mlflow", "requests", "urllib3", "sqlalchemy", "sqlite3", "alembic")  # whose exceptions are the store's
 
@@ -79,6 +85,8 @@ class Connection:
             create_database(self._local)
         self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.project, self.experiment_id = project, self._experiment_named(project)
+        if NOTE not in self.client.get_experiment(self.experiment_id).tags:
+            self.client.set_experiment_tag(self.experiment_id, NOTE, _ABOUT)
 
     def once(
         self,

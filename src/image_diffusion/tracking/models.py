@@ -9,6 +9,7 @@ import json
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +34,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).with_name("image_diffusion.zip")))
 from image_diffusion.tracking.pyfunc import _load_pyfunc
 '''
+
+
+@dataclass(frozen=True)
+class About:
+    """What a registered model and one version of it are, in a sentence each."""
+
+    model: str
+    version: str
 
 
 class Models:
@@ -79,9 +88,11 @@ class Models:
             if model_id not in used:
                 self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 
-    def register(self, name: str, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None) -> None:
+    def register(
+        self, name: str, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None, about: About
+    ) -> None:
         """Make a logged model a version of the registered model `name`, and give the alias `best` to the version with
-        the lowest score; a version without a score is never the best."""
+        the lowest score; a version without a score is never the best. A description that is there stays."""
         score_tags = {} if score is None else {"score": repr(score)}
 
         def search() -> list[Any]:
@@ -91,13 +102,21 @@ class Models:
         def create() -> None:
             if not self._client.search_registered_models(f"name = '{name}'"):
                 try:
-                    self._client.create_registered_model(name)
+                    self._client.create_registered_model(name, description=about.model)
                 except MlflowException as error:  # somebody else did, or the answer to our first request was lost
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
             all_tags = {**tags, **score_tags, KEY: model_id}
             source = f"models:/{model_id}"
-            self._client.create_model_version(name, source, run_id, all_tags, model_id=model_id, await_creation_for=0)
+            self._client.create_model_version(
+                name,
+                source,
+                run_id,
+                all_tags,
+                description=about.version,
+                model_id=model_id,
+                await_creation_for=0,
+            )
 
         def delete(twin: Any) -> None:
             self._client.delete_model_version(name, twin.version)
@@ -107,6 +126,10 @@ class Models:
             for key, value in score_tags.items():
                 if mine.tags.get(key) != value:
                     self._write(self._client.set_model_version_tag, name, mine.version, key, value)
+            if not mine.description:
+                self._write(self._client.update_model_version, name, mine.version, about.version)
+            if not self._client.get_registered_model(name).description:
+                self._write(self._client.update_registered_model, name, about.model)
             self._show_version(model_id, name, str(mine.version))
             with locked(self._connection.lock):
                 versions = self._client.search_model_versions(f"name = '{name}'")

@@ -12,14 +12,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from image_diffusion.core import plain_yaml
 from image_diffusion.core.errors import tell_once
 from image_diffusion.core.files import digest, read_json, sha256_file
 from image_diffusion.core.history import History, Point, of_weights, read_journals
 from image_diffusion.data.records import content_digest
+from image_diffusion.tracking.shown import measured, scalars, shown
 
 PARENT = "train"
+TRACE = "trace/"
+"""What the names of tags begin with that no person reads: hashes, and the commit."""
 _WEIGHTS = ("weights.safetensors", "model.json")
 _RESULTS = {  # what is shown of a stage, beside what its journal names
     "train": ("train/model.json",),
@@ -60,7 +64,9 @@ class PlannedRun:
 
     history: its attempts, merged; history.id never changes and is the run's key. latest: whether the results folder
     is of this run. parent: the id of its parent's history. points, superseded: its own and the headline metrics of
-    its children. missing: names of recorded files that are gone or hold something else now.
+    its children. params: its own and, of the latest training, those of its data and of its children's own sections;
+    changed: those that have got another value since. missing: names of recorded files that are gone or hold something
+    else now.
     """
 
     name: str
@@ -68,6 +74,8 @@ class PlannedRun:
     latest: bool
     points: list[Point]
     superseded: list[Point]
+    params: Mapping[str, Any]
+    changed: Mapping[str, Any]
     files: list[File] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     parent: str | None = None
@@ -99,8 +107,11 @@ class FinalWeights:
     files: Mapping[str, Path]
 
 
-def plan(experiment: Path, datasets: Sequence[Path]) -> list[PlannedRun]:
-    """The runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing."""
+def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> list[PlannedRun]:
+    """The runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing.
+
+    headline: the metric of evaluate that the experiment is ranked by.
+    """
     of_data = [replace(each, name=f"{each.history.stage} {data.name}") for data in datasets for each in _runs_in(data)]
     own = _runs_in(experiment)
     trained = [each for each in own if each.history.stage == PARENT]
@@ -112,11 +123,14 @@ def plan(experiment: Path, datasets: Sequence[Path]) -> list[PlannedRun]:
     parents = []
     for number, each in enumerate(trained, start=1):
         mine = [child for child in children if child.parent == each.history.id]
+        params, changed = _gathered(each, [*(of_data if each.latest else ()), *mine])
         parents.append(
             replace(
                 each,
+                params=params,
+                changed=changed,
                 name=experiment.name if number == 1 else f"{experiment.name} ({number})",
-                points=[*each.points, *(point for child in mine for point in _headline(child, child.points))],
+                points=_shown(each, mine, headline),
                 superseded=[
                     *each.superseded,
                     *(point for child in mine for point in _headline(child, child.superseded)),
@@ -201,7 +215,17 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
             kept = [file for file in _recorded(history) if file.path.is_file() and _sha256(file.path) == file.sha256]
             missing = [file.name for file in _recorded(history) if file not in kept]
             files = [*kept, *(_results(folder, history, kept) if latest else ())]
-            run = PlannedRun(history.stage, history, latest, history.points, history.superseded, files, missing)
+            run = PlannedRun(
+                history.stage,
+                history,
+                latest,
+                history.points,
+                history.superseded,
+                history.params,
+                history.changed,
+                files,
+                missing,
+            )
             planned.append(run)
     return sorted(planned, key=lambda each: (each.history.starts[0], each.history.id))
 
@@ -249,6 +273,29 @@ def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:
     return max(before)[1] if before else None
 
 
+def _shown(each: PlannedRun, children: Sequence[PlannedRun], headline: str) -> list[Point]:
+    """What the run of a training shows of its own points and of its children's."""
+    own = shown(each.points)
+    theirs = measured([point for child in children for point in _headline(child, child.points)], headline)
+    ended = each.history.status == "finished"
+    return [*own, *theirs, *(scalars([*own, *theirs], headline) if ended else ())]
+
+
+def _gathered(each: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of a training with those of other stages, and what of them has got another value since: crop's, as
+    `data.resolution`, and what stages say of the section that is called like them."""
+    params, changed = dict(each.params), dict(each.changed)
+    for other in others:
+        stage = other.history.stage
+        for key, value in {**other.params, **other.changed}.items():
+            shown = f"data.{key}" if stage == "crop" else key
+            if stage != "crop" and not key.startswith(f"{stage}."):
+                continue
+            if params.setdefault(shown, value) != value:
+                changed[shown] = value
+    return params, changed
+
+
 def _headline(child: PlannedRun, points: Sequence[Point]) -> Iterator[Point]:
     """A child's metrics as its parent shows them: `fid` of evaluate is `evaluate/fid`."""
     for point in points:
@@ -257,10 +304,13 @@ def _headline(child: PlannedRun, points: Sequence[Point]) -> Iterator[Point]:
 
 
 def tags_of(each: PlannedRun, experiment: Path) -> dict[str, str]:
+    """What a person reads of a run, and under `trace/` what tells it from others."""
     history = each.history
+    trace = {"config_digest": digest(history.params), **history.tags}
+    if "digest" in history.params:
+        trace["manifest_digest"] = str(history.params["digest"])
     tags = {
-        "config_digest": digest(history.params),
-        **history.tags,
+        **{f"{TRACE}{key}": value for key, value in trace.items()},
         "stage": history.stage,
         "rule": history.stage,
         "experiment": experiment.name,
@@ -270,10 +320,8 @@ def tags_of(each: PlannedRun, experiment: Path) -> dict[str, str]:
         "mlflow.source.type": "JOB",
         "mlflow.user": getpass.getuser(),
     }
-    if "digest" in history.params:
-        tags["manifest_digest"] = str(history.params["digest"])
     if history.damaged:
         tags["damaged_lines"] = ", ".join(history.damaged)
-    if "git_commit" in tags:
-        tags["mlflow.source.git.commit"] = tags["git_commit"]
-    return tags | {f"changed/{key}": str(value) for key, value in history.changed.items()}
+    if "git_commit" in trace:
+        tags["mlflow.source.git.commit"] = trace["git_commit"]
+    return tags | {f"changed/{key}": str(value) for key, value in each.changed.items()}

@@ -8,6 +8,7 @@ they show, files are compared before they are sent.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tempfile
@@ -30,7 +31,9 @@ from PIL import Image as PillowImage
 
 from image_diffusion.core.errors import tell_once
 from image_diffusion.core.history import Image, Point
-from image_diffusion.tracking.connection import KEY, Connection
+from image_diffusion.tracking.card import Headline
+from image_diffusion.tracking.connection import KEY, NOTE, Connection
+from image_diffusion.tracking.plan import TRACE
 
 T = TypeVar("T")
 _Identity = tuple[str, int, int, str, str | None]  # of a point
@@ -38,6 +41,9 @@ _Identity = tuple[str, int, int, str, str | None]  # of a point
 _MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 1000, 100, 100  # in one batch
 _MAX_PARAM_CHARS, _MAX_TAG_CHARS, _MAX_KEY_CHARS = 6000, 8000, 250
 _DIGEST_CHARS = 32  # of a data set's sha256: MLflow takes no more than 36
+_MAX_COMPARED = 100  # runs that a headline is compared with
+GROUP, HEADLINE = f"{TRACE}compared", f"{TRACE}headline"
+"""The tags of which runs can be compared, and of the headline as JSON: metric, value, interval."""
 _MAX_PICTURE = 1024  # pixels: MLflow's own thumbnails of 256 are too small for a grid
 
 
@@ -77,6 +83,28 @@ class Runs:
             for batch in _batches(changed, _MAX_TAGS):
                 self._write(self._client.log_batch, run_id, tags=batch, synchronous=True)
                 present.update({tag.key: tag.value for tag in batch})
+
+    def send_note(self, run_id: str, text: str) -> None:
+        """Set what the page of a run opens with, unless a person has written something else there."""
+        text = _cut(text, _MAX_TAG_CHARS)
+        present = self._known[run_id].data.tags
+        note, ours = present.get(NOTE), present.get(f"{TRACE}card")
+        if note is None or ours == hashlib.sha256(note.encode()).hexdigest():
+            self.send_tags(run_id, {NOTE: text, f"{TRACE}card": hashlib.sha256(text.encode()).hexdigest()})
+
+    def headlines(self, group: str, leave_out: str) -> list[tuple[str, Headline]]:
+        """The names and headlines of the runs of a group, but for one run: by their tags."""
+        with self._told():
+            runs = self._client.search_runs(
+                [self._connection.experiment_id], f"tags.`{GROUP}` = '{group}'", max_results=_MAX_COMPARED
+            )
+        found = []
+        for run in runs:
+            if run.info.run_id != leave_out and (text := run.data.tags.get(HEADLINE)):
+                metric, value, interval = json.loads(text)
+                between = (interval[0], interval[1]) if interval else None
+                found.append((str(run.info.run_name), Headline(metric, value, between)))
+        return found
 
     def send_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Set parameters that are not set yet. MLflow never changes a parameter."""
@@ -154,7 +182,7 @@ class Runs:
         """Send a file under a name such as "plots/loss.png", unless the run has it already with the same content."""
         with self._told():
             folder, _, base = name.rpartition("/")
-            tag = f"sha256/{name}"
+            tag = f"{TRACE}sha256/{name}"
             known = self._known[run_id].data.tags.get(_name(tag))
             if known == sha256 and self._sizes(run_id, folder).get(base) == path.stat().st_size:
                 return

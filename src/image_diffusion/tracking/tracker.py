@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from image_diffusion.core.files import digest
+from image_diffusion.tracking.card import card, headline_of, sentence
 from image_diffusion.tracking.connection import Connection, locked
-from image_diffusion.tracking.models import Models
+from image_diffusion.tracking.models import About, Models
 from image_diffusion.tracking.plan import (
     PARENT,
+    TRACE,
     PlannedRun,
     Request,
     data_sets,
@@ -21,7 +24,7 @@ from image_diffusion.tracking.plan import (
     score_of,
     tags_of,
 )
-from image_diffusion.tracking.runs import Runs
+from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
 
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 
@@ -43,7 +46,7 @@ class Tracker:
         with ExitStack() as stack:
             for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded
                 stack.enter_context(locked(folder / ".lock"))
-            planned = plan(request.experiment, request.datasets)
+            planned = plan(request.experiment, request.datasets, request.best_metric)
             ids = send(self._connection, self._runs, planned, request, live)
         page = f"/#/experiments/{self._connection.experiment_id}/runs"
         return {
@@ -66,22 +69,25 @@ def send(
     for each in planned:
         history = each.history
         tags = tags_of(each, request.experiment) | ({"mlflow.parentRunId": ids[each.parent]} if each.parent else {})
+        named = {str(value) for value in (*history.params.values(), *history.tags.values())}
+        used = [item for item in data if item.digest in named]
+        dataset = used[0].name.partition("/")[0] if used else None
+        if dataset is not None:
+            tags["data"] = dataset
         run_id = ids[history.id] = runs.run(history.id, each.name, history.starts[0], tags)
         small = [file for file in each.files if file.path.stat().st_size <= request.largest]
         for file in each.files:
             if file not in small:
-                tags |= {f"path/{file.name}": str(file.path.resolve()), f"sha256/{file.name}": file.sha256}
+                tags |= {f"path/{file.name}": str(file.path.resolve()), f"{TRACE}sha256/{file.name}": file.sha256}
         runs.send_tags(run_id, tags)
-        runs.send_params(run_id, history.params)
-        named = {str(value) for value in (*history.params.values(), *history.tags.values())}
-        used = [item for item in data if item.digest in named]
+        runs.send_params(run_id, each.params)
         for item in used:
             runs.send_dataset(run_id, item.name, item.digest, str(item.folder), history.stage)
         model_id = model[1] if model is not None and each.latest and model[0] == each.parent else None
         if model_id is not None:
             models.use(run_id, model_id)
-        about = (used[0].name, used[0].digest) if used else None
-        runs.send_points(run_id, each.points, each.superseded, model_id, about)
+        measured_on = (used[0].name, used[0].digest) if used else None
+        runs.send_points(run_id, each.points, each.superseded, model_id, measured_on)
         runs.send_images(run_id, history.images)
         for file in small:
             runs.send_file(run_id, file.path, file.name, file.sha256)
@@ -90,17 +96,34 @@ def send(
             if weights is not None:
                 made = models.log(weights)
                 name = registered_name(connection.project, used, request.best_metric)
-                models.register(name, made, run_id, weights.tags, score_of(each, request.best_metric))
+                about = About(
+                    f"Trainings that can be compared, a version each: of one data set, {dataset or 'unnamed'}, by "
+                    f"{request.best_metric}. The alias `best` is the one where that is lowest.",
+                    sentence(request.experiment, dataset),
+                )
+                models.register(name, made, run_id, weights.tags, score_of(each, request.best_metric), about)
                 model = (history.id, made)
+        if history.stage == PARENT and each.latest:
+            _send_card(runs, run_id, request, dataset, registered_name(connection.project, used, request.best_metric))
         if history.ended is not None and not (live and history.status == "killed"):
             runs.send_end(run_id, _ENDINGS[history.status], history.ended)
     return ids
 
 
+def _send_card(runs: Runs, run_id: str, request: Request, dataset: str | None, group: str) -> None:
+    """Send what the page of a training opens with, and what other runs can be compared with it by."""
+    mine = headline_of(request.experiment, request.best_metric)
+    if mine is not None:
+        shown = json.dumps([mine.metric, mine.value, mine.interval])
+        runs.send_tags(run_id, {GROUP: group, HEADLINE: shown, "headline": str(mine)})
+    others = runs.headlines(group, run_id) if mine is not None else []
+    runs.send_note(run_id, card(request.experiment, dataset, request.best_metric, others))
+
+
 def _summary(each: PlannedRun, run_id: str) -> dict[str, Any]:
     history = each.history
     sent = {
-        "params": {key: str(value) for key, value in history.params.items()},
+        "params": {key: str(value) for key, value in each.params.items()},
         "points": [[point.key, repr(point.value), point.step, point.time] for point in each.points],
         "images": [[image.key, image.step, image.time] for image in history.images],
         "files": [[file.name, file.sha256] for file in each.files],

@@ -27,11 +27,15 @@ class Files:
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
         """What `snakemake` makes when no file is named."""
         yield f"{self.results}/summary.html"
-        for name, plan in self.plans.by_name.items():
-            yield from self._made(name)
-            yield from self._data(plan)
-            yield f"{self.results}/{name}/tracked.json"
-            yield f"{self.results}/{name}/report/index.html"
+        for name in self.plans.by_name:
+            yield from self.all_of(name)
+
+    def all_of(self, name: str) -> Iterator[str]:
+        """What is made of one experiment, and of no other."""
+        yield from self._made(name)
+        yield from self._data(self.plans.by_name[name])
+        yield f"{self.results}/{name}/tracked.json"
+        yield f"{self.results}/{name}/report/index.html"
 
     def made(self, wildcards: Wildcards) -> list[str]:
         """What an experiment ends with, apart from what is made of all of it; without an experiment, what all do."""

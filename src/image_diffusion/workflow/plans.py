@@ -126,9 +126,11 @@ class Plans:
     """The experiments that Snakemake is to make and those that they build on, by name; and by what they share."""
 
     by_name: dict[str, Plan]
+    asked: tuple[str, ...] = ()
+    """Those that are not there for others alone."""
 
     @classmethod
-    def read(cls, results: str | Path, names: Iterable[str]) -> Plans:
+    def read(cls, results: str | Path, names: Collection[str]) -> Plans:
         """The plans of experiments, each followed by those that it builds on. Raises ValueError (see `read_plan`)."""
         found: dict[str, Plan] = {}
 
@@ -140,7 +142,7 @@ class Plans:
 
         for name in names:
             add(name)
-        return cls(found)
+        return cls(found, tuple(names))
 
     @cached_property
     def datasets(self) -> dict[str, Plan]:

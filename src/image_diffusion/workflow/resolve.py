@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files import digest, is_ahead, read_json, sha256_file, write_json
+from image_diffusion.core.inherited import read_inherited
 from image_diffusion.workflow.code import package_digest, stage_digests
 from image_diffusion.workflow.environment import package_beside, with_package
 from image_diffusion.workflow.plans import Plans, plan_file
@@ -17,6 +19,19 @@ from image_diffusion.workflow.settings import check_settings
 
 CONFIG = Path("config", "config.yaml")
 EXPERIMENTS = Path("config", "experiments")
+NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""What an experiment may be called."""
+
+
+def wanted(config: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+    """The experiments that Snakemake is to make: those that its command line names as targets, or else the setting
+    `experiments`, a list of names or one name.
+
+    arguments: of the command line; one that is the name of a file in config/experiments is a target.
+    """
+    named = [each for each in arguments if NAME.fullmatch(each) and (EXPERIMENTS / f"{each}.yaml").is_file()]
+    listed = config.get("experiments")
+    return list(dict.fromkeys(named)) or ([listed] if isinstance(listed, str) else listed)
 
 
 def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -46,9 +61,10 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return dict(now["code"])
 
 
-def resolved_code(results: Path) -> dict[str, str]:
-    """What `resolve` found where Snakemake was started, for a job on another machine."""
-    return dict(read_json(_cache(results))["code"])
+def resolved(results: Path) -> tuple[dict[str, str], list[str]]:
+    """What `resolve` found where Snakemake was started, and for which experiments: for a job on another machine."""
+    known = read_json(_cache(results))
+    return dict(known["code"]), list(known["experiments"])
 
 
 def configure(experiments: list[Path], results: Path, source: Path) -> None:
@@ -63,7 +79,8 @@ def configure(experiments: list[Path], results: Path, source: Path) -> None:
 def _read_and_written(results: Path, experiments: list[str]) -> list[Path]:
     """The files that `configure` read and wrote: those of the experiments and of all that they build on."""
     plans = Plans.read(results, experiments).by_name
-    found = {EXPERIMENTS / f"{name}.yaml" for name in plans} | {plan_file(results, name) for name in plans}
+    written = [read_inherited(EXPERIMENTS / f"{name}.yaml")[1] for name in plans]
+    found = {path for files in written for path in files} | {plan_file(results, name) for name in plans}
     for plan in plans.values():
         points = {Path(path) for axis in plan.sweep.values() for path in axis.values()}
         found |= {*map(Path, plan.configs.values()), *points, *(path.with_name("evaluate.yaml") for path in points)}

@@ -40,7 +40,5 @@ def _sentence(problem: Any) -> str:
             close, prefix = nearest(name, known), f"{key}." if key else ""
             advice = f"Did you mean {prefix}{close}?" if close else f"Known: {', '.join(known)}."
             return f"{prefix}{name} is not a known key. {advice}"
-        case "type" if problem.validator_value == "array" and isinstance(value, str):
-            return f"{key} is {value!r}, but a list is meant. On the command line: --config '{key}=[{value}]'."
         case _:
             return f"{key}: {problem.message}." if key else f"{problem.message}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from image_diffusion.workflow.environment import search_path
 from image_diffusion.workflow.files import Files
 from image_diffusion.workflow.machine import Machine
 from image_diffusion.workflow.plans import Plans
-from image_diffusion.workflow.resolve import resolve, resolved_code
+from image_diffusion.workflow.resolve import resolve, resolved, wanted
 from image_diffusion.workflow.sources import look_at_sources
 
 
@@ -38,14 +38,19 @@ class Known:
 
 
 def start(
-    root: Path, config: Mapping[str, Any], queued: bool, remote: bool, moved: Callable[[str], str] = str
+    root: Path,
+    config: Mapping[str, Any],
+    queued: bool,
+    remote: bool,
+    moved: Callable[[str], str] = str,
+    arguments: Sequence[str] = (),
 ) -> Known:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
-    whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. What Snakemake starts
-    on this machine ends when it does, and finds MLflow's store in its environment. A mistake ends Snakemake with one
-    clear line.
+    whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its
+    command line, which may name experiments. What Snakemake starts on this machine ends when it does, and finds
+    MLflow's store in its environment. A mistake ends Snakemake with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
@@ -57,8 +62,12 @@ def start(
                 "The module has a prefix, which does not reach the paths that are written into files. Leave out prefix "
                 "and replace_prefix, and set `results` in the module's config."
             )
-        code = resolved_code(Path(results)) if remote else resolve(root, config)
-        plans = Plans.read(results, config["experiments"])
+        if remote:
+            code, experiments = resolved(Path(results))
+        else:
+            experiments = wanted(config, arguments)
+            code = resolve(root, {**config, "experiments": experiments})
+        plans = Plans.read(results, experiments)
         if not remote:
             look_at_sources(plans, Path(results), config.get("trust_ctime", True))
             for sentence in note_code(plans, Path(results), code):

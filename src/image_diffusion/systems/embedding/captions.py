@@ -63,7 +63,7 @@ class MadeOfCrops:
     """What is made of crops and their captions, a shard from each of theirs."""
 
     def __init__(self, crops: CaptionedCrops) -> None:
-        self._crops, self.num_shards = crops, crops.num_shards
+        self._crops, self.num_shards, self.num_rows = crops, crops.num_shards, crops.num_crops
 
     def samples(self, shard: int) -> list[Sample]:
         """The crops that have captions: their ids are the hashes of the images."""

@@ -211,7 +211,8 @@ class StoredPairs:
                 f"Image embeddings have {self.dim} dimensions but pairs.clip embeds captions in {text.dim}. Choose the "
                 f"CLIP that embedded the images."
             )
-        self.num_shards = min(num_shards, self._starts[-1])
+        self.num_rows: int = self._starts[-1]
+        self.num_shards = min(num_shards, self.num_rows)
         files = {"image": {"type": "files"}, "text": {"type": "files"} if text is None else text.identity}
         self.identity: dict[str, Any] = {**files, "source": dump(source) | {"path": ""}, "shared_space": True}
 

@@ -1,0 +1,85 @@
+"""A person names what is trained, and says what is to be drawn in a few words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from image_diffusion import sample
+from image_diffusion.core.arrays import read_arrays
+from image_diffusion.core.files import write_json
+from image_diffusion.workflow.plans import plan_file
+from image_diffusion.workflow.trained import TrainedFiles, find_trained
+from plans import a_plan
+from tiny_models import write_model
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(Path("results/mine"), step=3)
+    return Path("results")
+
+
+def drawn(*given: str) -> tuple[np.ndarray, np.ndarray]:
+    sample.main(list(given))
+    arrays = read_arrays(Path("drawn", given[0].rpartition("/")[2], "samples.npz"))
+    return arrays["arr_0"], arrays["arr_1"]
+
+
+def test_an_experiment_is_drawn_by_its_name(results: Path) -> None:
+    images, labels = drawn("mine")
+    assert (len(images), sorted(set(labels.tolist()))) == (16, [0, 1])
+    again, labels = drawn("mine", "--num", "2", "--label", "light", "--label", "1", "--seed", "3")
+    assert (len(again), labels.tolist()) == (2, [1, 1])
+    assert not np.array_equal(again[:2], images[:2])
+    settings = json.loads(Path("drawn/mine/samples.json").read_text())["settings"]
+    assert (settings["seed"], settings["sampler"]["num_steps"], settings["batch_size"]) == (3, 2, 2)
+
+
+def test_any_other_key_is_set_and_the_rest_stays(results: Path) -> None:
+    drawn("mine", "--num", "1", "--guidance", "2", "--set", "sample.sampler.num_steps=5", "-s", "sample.num_samples=3")
+    settings = json.loads(Path("drawn/mine/samples.json").read_text())["settings"]
+    assert settings["num_samples"] == 3, "--set goes before the short option"
+    assert (settings["sampler"]["type"], settings["sampler"]["num_steps"]) == ("ddim", 5)
+    assert settings["guidance"]["guidance_scale"] == 2
+
+
+def test_a_weights_folder_is_drawn_with_the_defaults_of_its_system(results: Path) -> None:
+    images, _ = drawn("results/mine/train", "--num", "1", "--set", "sample.sampler.num_steps=2")
+    assert len(images) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["mien"], "'mien' is no trained experiment of results and no folder that holds weights.safetensors. Did you"),
+        (["other"], " Trained: mine. Train it, or name another one."),
+        ([], "Name a trained experiment, or give --config, --weights and --output."),
+        (["mine", "--set", "sample.stpes=1"], "results/mine/config/sample.yaml --set sample.num_samples=16 --set samp"),
+        (["mine", "--set", "sample.num_samples"], "--set 'sample.num_samples' sets nothing. Write KEY=VALUE, such as"),
+        (["mine", "--set", "sample.labels=[1"], "--set sample.labels=[1: the value is not valid YAML: line 1"),
+        (["mine", "--num", "none"], "num_samples is 'none': input should be a valid integer"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(results: Path, given: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        sample.main(given)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not Path("drawn").exists()
+
+
+def test_the_files_of_the_experiments_it_builds_on_are_found(results: Path) -> None:
+    plan = a_plan("mine", codec="vae", codec_experiment="vae", small_images_experiment="small")
+    write_json(plan_file(results, "mine"), asdict(plan))
+    assert find_trained("mine", results) == TrainedFiles(
+        "mine",
+        results / "mine/train/weights.safetensors",
+        results / "mine/config/sample.yaml",
+        results / "vae/train/weights.safetensors",
+        results / "small/samples/samples.npz",
+    )

@@ -1,0 +1,35 @@
+"""Snakemake ends with a table of the experiments that have been judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files import write_json
+from image_diffusion.workflow.outcome import outcome
+from plans import a_plan, plans_of
+
+
+def judged(folder: Path, name: str, **measured: Any) -> None:
+    write_json(folder / name / "metrics.json", {"metrics": {"inpipe_fd": measured}})
+
+
+def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None:
+    plans = plans_of(*map(a_plan, ("whole", "few", "guessed", "running", "damaged")))
+    assert outcome(plans, tmp_path) == ""
+    judged(tmp_path, "whole", value=12.3456, interval=[12.0, 13.25], doubt=None)
+    judged(tmp_path, "few", value=1.5, interval=None, doubt=None)
+    judged(tmp_path, "guessed", value=0.25, interval=[0, 1], doubt="the judge guesses")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/metrics.json").write_text("{")
+    page = tmp_path / "whole/report/index.html"
+    page.parent.mkdir()
+    page.touch()
+    head, _, *lines = outcome(plans, tmp_path).splitlines()
+    assert head.split() == ["experiment", "metric", "value", "95", "%", "interval", "report"]
+    assert [line.split() for line in lines] == [
+        ["whole", "inpipe_fd", "12.35", "12", "to", "13.25", str(page)],
+        ["few", "inpipe_fd", "1.5", "none", "not", "made"],
+        ["guessed", "inpipe_fd", "not", "to", "rely", "on", "none", "not", "made"],
+    ]
+    assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
