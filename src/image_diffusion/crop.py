@@ -12,14 +12,16 @@ import hashlib
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL
+from numpy.typing import NDArray
 from PIL import features
 
 from image_diffusion.core.command import run
@@ -30,6 +32,7 @@ from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
+from image_diffusion.data.duplicates import grey, groups, looks, near_duplicates, pixel_hash, straddling
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
 from image_diffusion.data.records import (
     FORMAT,
@@ -38,18 +41,21 @@ from image_diffusion.data.records import (
     ShardRecord,
     class_histogram,
     describe_shards,
+    index_of,
     kept,
     key_prefix,
     record_hashes,
     record_path,
     remove_surplus,
+    share_of_hashes,
+    tar_path,
     write_index,
     write_quarantine,
     write_record,
 )
 from image_diffusion.data.source import remember
 from image_diffusion.data.sources.listing import Item, Listing
-from image_diffusion.data.tar import KEY_DIGITS, Layout
+from image_diffusion.data.tar import KEY_DIGITS, Layout, read_array
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
 
@@ -78,30 +84,36 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     remove_unfinished(output)
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
     records: list[ShardRecord] = []
-    num_written = 0
+    written: set[int] = set()
     with Progress("crop", len(listing.items), "image") as progress:
-        for record, written in _map(config, tasks, output, processes):
+        for record, is_new in _map(config, tasks, output, processes, None):
             records.append(record)
-            num_written += written
-            progress.advance(record.num_samples + len(record.quarantined))
+            written |= {record.shard} if is_new else set()
+            progress.advance(record.num_samples + len(record.dropped) + len(record.quarantined))
+    spare = _spare(records) if config.duplicates == "drop" else {}
+    again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != _spare_of(items, spare)]
+    for record, _ in _map(config, again, output, processes, spare):
+        records[record.shard] = record
+        written.add(record.shard)
     bad = sorted(
         [Quarantined(path, reason) for path, reason in listing.rejected]
         + [each for record in records for each in record.quarantined],
         key=lambda each: each.path,
     )
-    write_quarantine(output / "quarantine.csv", bad)
+    write_quarantine(output / "quarantine.csv", sorted([*bad, *_told(records, spare)], key=lambda each: each.path))
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
-    manifest = _manifest(config, listing, records, bad, output)
+    moved = _not_held_out(config, listing, records, output, processes)
+    manifest = _manifest(config, listing, records, bad, output) | ({"not_held_out": moved} if moved else {})
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
         read: dict[str, str] = {}
         for record in records:
-            read |= _hashes(record.samples, record.quarantined)
+            read |= _hashes([*record.samples, *record.dropped], record.quarantined)
         remember(config.source, source_json, files, read)
-    return Cropped(manifest, num_written, records)
+    return Cropped(manifest, len(written), records)
 
 
 def crop_layout(config: DataConfig, labelled: bool) -> Layout:
@@ -109,32 +121,50 @@ def crop_layout(config: DataConfig, labelled: bool) -> Layout:
     return Layout(("npy",), (config.channels, config.resolution, config.resolution), "uint8", labelled)
 
 
-def crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) -> tuple[ShardRecord, bool]:
+def crop_shard(
+    config: DataConfig, shard: int, items: list[Item], output: Path, drop: Set[str] | None = None
+) -> tuple[ShardRecord, bool]:
     """Crop the images of one shard, unless it already holds exactly them; returns its record and whether it was
-    written."""
+    written.
+
+    drop: the names of those that are left out; unset: a shard that is there may have left out any.
+    """
     if record_path(output, shard).is_file():
         made_from = _made_from(config, items, [_sha256(config, item) for item in items])
-        if (record := kept(output, shard, made_from)) is not None:
+        record = kept(output, shard, made_from)
+        if record is not None and drop in (None, _dropped(record)) and _is_looked_at(record):
             return record, False
-    samples: list[Sample] = []
+    noted: list[tuple[Sample, NDArray[np.uint8]]] = []
     bad: list[Quarantined] = []
     layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
     with quiet_pillow():
-        sha256, size, count = write_shard(output, shard, layout, _crops(config, shard, items, samples, bad))
+        sha256, size, count = write_shard(
+            output, shard, layout, _crops(config, shard, items, drop or set(), noted, bad)
+        )
+    seen = looks(np.stack([small for _, small in noted])) if noted else []
+    every = [replace(sample, look=look) for (sample, _), look in zip(noted, seen, strict=True)]
+    samples, dropped = [each for each in every if each.key], [each for each in every if not each.key]
     # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
-    read = _hashes(samples, bad)
+    read = _hashes([*samples, *dropped], bad)
     made_from = _made_from(config, items, [read[item.name] for item in items])
     versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
     classes = histogram(each.label for each in samples)
-    record = ShardRecord(shard, made_from, sha256, size, count, classes, samples, versions, bad)
+    record = ShardRecord(shard, made_from, sha256, size, count, classes, samples, versions, bad, dropped=dropped)
     write_record(output, record)
     return record, True
 
 
 def _crops(
-    config: DataConfig, shard: int, items: list[Item], samples: list[Sample], bad: list[Quarantined]
+    config: DataConfig,
+    shard: int,
+    items: list[Item],
+    drop: Set[str],
+    noted: list[tuple[Sample, NDArray[np.uint8]]],
+    bad: list[Quarantined],
 ) -> Iterator[Chunk]:
-    """The crops of a shard, one at a time; notes each image as a sample or as bad."""
+    """The crops of a shard, one at a time; notes each image, with its crop in grey, or as bad. One that is dropped has
+    no key."""
+    count = 0
     for item in items:
         data = b""
         try:
@@ -146,9 +176,12 @@ def _crops(
         except BadImage as error:
             bad.append(Quarantined(item.name, str(error), hashlib.sha256(data).hexdigest()))
             continue
-        key = f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"
-        sha256 = hashlib.sha256(data).hexdigest()
-        samples.append(Sample(key, item.name, sha256, item.label, crop.size, crop.flags))
+        key = "" if item.name in drop else f"{key_prefix(shard)}{count:0{KEY_DIGITS}d}"
+        about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(crop.pixels)
+        noted.append((Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, *about), grey(crop.pixels)))
+        if not key:
+            continue
+        count += 1
         yield {"npy": crop.pixels[np.newaxis]}, np.array([item.label or 0])
 
 
@@ -162,6 +195,63 @@ def _sha256(config: DataConfig, item: Item) -> str:
         return hashlib.sha256(config.source.read(item)).hexdigest()
     except OSError:
         return ""
+
+
+def _dropped(record: ShardRecord) -> set[str]:
+    return {each.path for each in record.dropped}
+
+
+def _is_looked_at(record: ShardRecord) -> bool:
+    """Whether the record says what each crop looks like: those of earlier versions do not."""
+    return all(each.pixels for each in (*record.samples, *record.dropped))
+
+
+def _spare(records: Iterable[ShardRecord]) -> dict[str, str]:
+    """The images whose crop is that of another, byte for byte, and the first by name of those, which stays."""
+    every = sorted(
+        (each for record in records for each in (*record.samples, *record.dropped)), key=lambda each: each.path
+    )
+    same = groups(each.pixels for each in every)
+    return {every[other].path: every[first].path for first, *others in same for other in others}
+
+
+def _spare_of(items: Iterable[Item], spare: Mapping[str, str]) -> set[str]:
+    return {item.name for item in items if item.name in spare}
+
+
+def _told(records: Iterable[ShardRecord], spare: Mapping[str, str]) -> list[Quarantined]:
+    """What was left out as a duplicate, for the table."""
+    return [
+        Quarantined(each.path, f"the same crop as {spare[each.path]}", each.sha256)
+        for record in records
+        for each in record.dropped
+    ]
+
+
+def _not_held_out(
+    config: DataConfig, listing: Listing, records: Sequence[ShardRecord], output: Path, processes: int
+) -> list[int]:
+    """The samples that would be held out by their hash, and of which a near duplicate is trained on."""
+    if not config.validation_fraction:
+        return []
+    content = np.concatenate([index_of(record)["content"] for record in records])
+    held_out = np.flatnonzero(content < share_of_hashes(config.validation_fraction)).tolist()
+    layout = crop_layout(config, labelled=bool(listing.classes))
+    samples = [each for record in records for each in record.samples]
+    rows = [(record.shard, row) for record in records for row in range(record.num_samples)]
+
+    def crop(place: int) -> NDArray[np.uint8]:
+        shard, row = rows[place]
+        return read_array(tar_path(output, shard), layout, row)
+
+    pairs = near_duplicates([each.look for each in samples], crop, held_out, processes)
+    same = [(a, b) for first, *others in groups(each.pixels for each in samples) for a, b in pairwise((first, *others))]
+    moved = straddling([*same, *((a, b) for a, b, _ in pairs or [])], held_out)
+    if pairs is None:
+        told = "these images are too alike to tell near duplicates from others, so all held-out images stay held out"
+        print(f"crop: {told}.", file=sys.stderr)
+        return []
+    return moved
 
 
 def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
@@ -180,16 +270,25 @@ def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
 
 
 def _map(
-    config: DataConfig, tasks: list[tuple[int, list[Item]]], output: Path, processes: int
+    config: DataConfig,
+    tasks: list[tuple[int, list[Item]]],
+    output: Path,
+    processes: int,
+    spare: Mapping[str, str] | None,
 ) -> Iterator[tuple[ShardRecord, bool]]:
-    """Crop the shards, in their order; in this process where one is enough or no others can be had."""
+    """Crop the shards, in their order; in this process where one is enough or no others can be had. spare: what is left
+    out, by name; None: nothing is, of shards that are not there yet."""
+    drops = [None if spare is None else _spare_of(items, spare) for _, items in tasks]
     pool = _pool(config, min(processes, len(tasks)))
     if pool is None:
-        for shard, items in tasks:
-            yield crop_shard(config, shard, items, output)
+        for (shard, items), drop in zip(tasks, drops, strict=True):
+            yield crop_shard(config, shard, items, output, drop)
         return
     with pool:
-        futures = [pool.submit(crop_shard, config, shard, items, output) for shard, items in tasks]
+        futures = [
+            pool.submit(crop_shard, config, shard, items, output, drop)
+            for (shard, items), drop in zip(tasks, drops, strict=True)
+        ]
         try:
             for future in futures:
                 yield future.result()
@@ -265,6 +364,7 @@ def _manifest(
         "histogram": class_histogram(records, len(listing.classes)),
         "flags": dict(sorted(flags.items())),
         "quarantined": len(bad),
+        **({"dropped": dropped} if (dropped := sum(len(record.dropped) for record in records)) else {}),
         "ignored": listing.ignored,
         "index": sha256_file(output / "index.npy"),
         "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},

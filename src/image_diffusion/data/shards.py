@@ -4,6 +4,7 @@ A set lies in a folder of this machine, or behind a URL."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from image_diffusion.core.files import digest, read_json
 from image_diffusion.core.verify import Inspection, check_files
 from image_diffusion.data.manifest import check_manifest
 from image_diffusion.data.mapping import Region
-from image_diffusion.data.records import content_digest, read_index
+from image_diffusion.data.records import content_digest, read_index, share_of_hashes
 from image_diffusion.data.remote import Remote, cache_folder
 from image_diffusion.data.tar import BLOCK, Layout
 
@@ -58,7 +59,7 @@ class Shards:
         index = self._read_index()
         counts = np.array([entry["num_samples"] for entry in entries], dtype=np.int64)
         fractions = manifest["validation_fraction"], manifest.get("test_fraction", 0.0)
-        chosen = _in_split(index["content"], *fractions, split)
+        chosen = _in_split(index["content"], *fractions, split, manifest.get("not_held_out", []))
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
         self._content: NDArray[np.uint64] = index["content"][chosen]
@@ -237,18 +238,16 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def _in_split(
-    content: NDArray[np.uint64], validation_fraction: float, test_fraction: float, split: Split
+    content: NDArray[np.uint64], validation_fraction: float, test_fraction: float, split: Split, moved: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest."""
+    """The numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest and
+    what was moved there."""
     if split == "all":
         return np.arange(len(content))
-    held_out = content < _share(validation_fraction + test_fraction)
-    validation = content < _share(validation_fraction)
+    held_out = content < share_of_hashes(validation_fraction + test_fraction)
+    validation = content < share_of_hashes(validation_fraction)
+    held_out[list(moved)] = validation[list(moved)] = False
     return np.flatnonzero({"train": ~held_out, "validation": validation, "test": held_out & ~validation}[split])
-
-
-def _share(fraction: float) -> np.uint64:
-    return np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 
 def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
