@@ -14,7 +14,20 @@ from pathlib import Path
 from image_diffusion.core.mistakes import nearest
 
 COMMANDS = (
-    *("init", "configure", "crop", "detect", "encode", "embed", "doctor", "train", "ema", "sample", "evaluate"),
+    *(
+        "init",
+        "configure",
+        "crop",
+        "datasheet",
+        "detect",
+        "encode",
+        "embed",
+        "doctor",
+        "train",
+        "ema",
+        "sample",
+        "evaluate",
+    ),
     *("sweep", "export", "published", "track", "follow", "crate"),
 )
 

@@ -32,7 +32,7 @@ from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.duplicates import grey, groups, looks, near_duplicates, pixel_hash, straddling
+from image_diffusion.data.duplicates import grey, groups, looks, near_duplicates, pixel_hash, sharpness, straddling
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
 from image_diffusion.data.records import (
     FORMAT,
@@ -141,8 +141,7 @@ def crop_shard(
         sha256, size, count = write_shard(
             output, shard, layout, _crops(config, shard, items, drop or set(), noted, bad)
         )
-    seen = looks(np.stack([small for _, small in noted])) if noted else []
-    every = [replace(sample, look=look) for (sample, _), look in zip(noted, seen, strict=True)]
+    every = _looked_at(noted)
     samples, dropped = [each for each in every if each.key], [each for each in every if not each.key]
     # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
     read = _hashes([*samples, *dropped], bad)
@@ -178,11 +177,22 @@ def _crops(
             continue
         key = "" if item.name in drop else f"{key_prefix(shard)}{count:0{KEY_DIGITS}d}"
         about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(crop.pixels)
-        noted.append((Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, *about), grey(crop.pixels)))
+        sample = Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, *about)
+        noted.append((replace(sample, sharpness=sharpness(crop.pixels)), grey(crop.pixels)))
         if not key:
             continue
         count += 1
         yield {"npy": crop.pixels[np.newaxis]}, np.array([item.label or 0])
+
+
+def _looked_at(noted: Sequence[tuple[Sample, NDArray[np.uint8]]]) -> list[Sample]:
+    """The samples, with what their crops in grey tell of all of them at once."""
+    if not noted:
+        return []
+    greys = np.stack([small for _, small in noted])
+    means, contrasts = (greys.mean((1, 2)).round(3).tolist(), greys.std((1, 2)).round(3).tolist())
+    told = zip((sample for sample, _ in noted), looks(greys), means, contrasts, strict=True)
+    return [replace(sample, look=look, brightness=mean, contrast=contrast) for sample, look, mean, contrast in told]
 
 
 def _hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, str]:

@@ -45,7 +45,7 @@ def on_slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proj
 def test_every_stage_was_a_job(on_slurm: Project) -> None:
     printed = (on_slurm / "printed.log").read_text()
     jobs = set(re.findall(r"has been submitted with SLURM jobid .*/rule_(\w+)/", printed))
-    assert jobs == {"crop", "detect", "train", "encode", "sample", "evaluate"}
+    assert jobs == {"crop", "datasheet", "detect", "train", "encode", "sample", "evaluate"}
 
 
 def test_training_was_four_processes_on_two_nodes(on_slurm: Project) -> None:

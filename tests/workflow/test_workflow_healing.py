@@ -14,7 +14,7 @@ from projects import Project
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 AFTER_TRAIN = {"train", *AFTER_SAMPLE}
-EVERYTHING = {"crop", "detect", *AFTER_TRAIN}
+EVERYTHING = {"crop", "datasheet", "detect", *AFTER_TRAIN}
 
 
 def flip(path: Path) -> None:

@@ -74,6 +74,12 @@ def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return ((77 * red + 150 * green + 29 * blue) >> 8).astype(np.uint8)
 
 
+def sharpness(pixels: NDArray[np.uint8]) -> float:
+    """The mean difference of horizontal neighbours in every second row of a crop's green or only channel, 0 to 255."""
+    rows = pixels[1 if len(pixels) > 2 else 0, ::2].astype(np.int16)
+    return round(float(np.abs(rows[:, 1:] - rows[:, :-1]).mean()), 3) if rows.shape[1] > 1 else 0.0
+
+
 def looks_of(texts: Sequence[str]) -> Looks:
     """The bits in texts of `look`, none of them empty."""
     data = bytes.fromhex("".join(texts))

@@ -28,8 +28,9 @@ class Sample:
     """One sample of a shard: its key in the tar, and the image it was made from.
 
     path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
-    mode: of the file, by Pillow's names. pixels: of the crop (`duplicates.pixel_hash`). look: what the crop looks like
-    (`duplicates.look`). The last four are empty where an earlier version wrote the record.
+    mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.look` of the crop.
+    brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
+    neighbouring pixels, likewise. All from `format` on are empty where an earlier version wrote the record.
     """
 
     key: str
@@ -42,6 +43,9 @@ class Sample:
     mode: str = ""
     pixels: str = ""
     look: str = ""
+    brightness: float = 0.0
+    contrast: float = 0.0
+    sharpness: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Shards:
         chosen = _in_split(index["content"], *fractions, split, manifest.get("not_held_out", []))
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
+        self._chosen = chosen
         self._content: NDArray[np.uint64] = index["content"][chosen]
 
         # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
@@ -102,6 +103,15 @@ class Shards:
             out[mirrored] = out[mirrored].flip(-1)
         return out
 
+    def held_out(self) -> NDArray[np.bool_]:
+        """Whether the set keeps each of these samples from training, [N]."""
+        index, manifest = self._read_index(), self.manifest
+        fractions = manifest["validation_fraction"], manifest.get("test_fraction", 0.0)
+        train = _in_split(index["content"], *fractions, "train", manifest.get("not_held_out", []))
+        kept = np.ones(len(index), dtype=np.bool_)
+        kept[train] = False
+        return kept[self._chosen]
+
     def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """What the set that was joined holds of these samples; nothing without one."""
         return () if self.beside is None else (self.beside.gather(indices),)
@@ -123,7 +133,7 @@ class Shards:
     def _take(self, rows: NDArray[np.int64]) -> None:
         """Keep some of the samples, by number."""
         self.labels, self._content, self._shard = self.labels[rows], self._content[rows], self._shard[rows]
-        self._row, self.num_samples = self._row[rows], len(rows)
+        self._row, self._chosen, self.num_samples = self._row[rows], self._chosen[rows], len(rows)
 
     def hold(self) -> Shards:
         """Read every sample into memory once and gather from there. Returns itself."""
