@@ -98,7 +98,7 @@ def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Proj
         sent = {run for (run,) in database.execute("SELECT run_uuid FROM runs")}
     runs = json.loads((finished / "results/micro/tracked.json").read_text())["runs"]
     assert {run["run_id"] for run in runs} == sent
-    assert {run["stage"] for run in runs} == {"crop", "train", "sample", "evaluate"}
+    assert {run["stage"] for run in runs} == {"crop", "datasheet", "train", "sample", "evaluate"}
 
 
 def results(project: Project) -> dict[str, bytes]:
