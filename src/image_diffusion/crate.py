@@ -23,6 +23,7 @@ from image_diffusion.core import command
 from image_diffusion.core.files import read_json, write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.verify import describe
+from image_diffusion.data.datasheet import summary
 
 RESULTS = {
     "train/weights.safetensors": "Weights of the trained network, averaged",
@@ -135,30 +136,6 @@ def crate(folder: Path, workflow: str, inputs: Sequence[str], manifest: str) -> 
     }
 
 
-def datasheet(manifest: dict[str, Any], source: dict[str, Any]) -> str:
-    """What a user of the images asks first (after Gebru et al. 2021, "Datasheets for Datasets"), as a page.
-
-    manifest: of the shards. source: where the images came from, as the experiment says.
-    """
-    counts = manifest.get("histogram") or []
-    classes = [f"{name} ({count:,})" for name, count in zip(manifest.get("classes", []), counts, strict=False)]
-    facts = {
-        "Examples": f"{manifest['num_samples']:,}",
-        "Classes": ", ".join(classes) or "none",
-        "Shape of one": " x ".join(map(str, manifest["shape"])),
-        "Held out for validation": f"{manifest.get('validation_fraction', 0):.0%}",
-        "Left out because they could not be read": f"{manifest.get('quarantined', 0):,}",
-        "Source": ", ".join(f"{key}: {value}" for key, value in source.items()),
-        "Cut": ", ".join(f"{key}: {value}" for key, value in manifest.get("crop", {}).items()),
-    }
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value)
-    return (
-        f"# {manifest['name']}\n\n| | |\n| --- | --- |\n{rows}\n\n"
-        "Why the images were collected, who agreed to it, and what they may be used for is not known to the program "
-        "that wrote this page.\n"
-    )
-
-
 def _results(folder: Path) -> dict[str, str]:
     """The files of a run, by their paths from the folder, and what each is."""
     found: dict[str, str] = {}
@@ -221,7 +198,7 @@ def main() -> None:
     shutil.copyfile(arguments.snakefile, copies / "Snakefile")
     manifest = next(path for path in inputs if path.name == "manifest.json")
     source = read_json(folder / "config" / "plan.json")["source"]
-    write_text(copies / "datasheet.md", datasheet(read_json(manifest), source))
+    write_text(copies / "datasheet.md", summary(read_json(manifest), source))
     metadata = crate(folder, "crate/Snakefile", list(inputs.values()), inputs[manifest])
     write_text(folder / "ro-crate-metadata.json", f"{json.dumps(metadata, indent=2, ensure_ascii=False)}\n")
 

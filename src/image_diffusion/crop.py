@@ -11,15 +11,17 @@ import hashlib
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL
+from numpy.typing import NDArray
 from PIL import features
 
 from image_diffusion.core.command import Parser, run
@@ -30,6 +32,7 @@ from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
+from image_diffusion.data.duplicates import grey, groups, looks, near_duplicates, pixel_hash, sharpness, straddling
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
 from image_diffusion.data.records import (
     FORMAT,
@@ -38,18 +41,21 @@ from image_diffusion.data.records import (
     ShardRecord,
     class_histogram,
     describe_shards,
+    index_of,
     kept,
     key_prefix,
     record_hashes,
     record_path,
     remove_surplus,
+    share_of_hashes,
+    tar_path,
     write_index,
     write_quarantine,
     write_record,
 )
 from image_diffusion.data.source import remember
 from image_diffusion.data.sources.listing import Item, Listing
-from image_diffusion.data.tar import KEY_DIGITS, Layout
+from image_diffusion.data.tar import KEY_DIGITS, Layout, read_array
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
 _LOOK_S = 0.5  # between looks at what other processes have done
@@ -81,29 +87,36 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     remove_unfinished(output)
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
     records: list[ShardRecord] = []
-    num_written = 0
+    written: set[int] = set()
     with Progress("crop", len(listing.items), "image") as progress:
-        for record, written in _map(config, tasks, output, processes, progress):
+        for record, is_new in _map(config, tasks, output, processes, None, progress):
             records.append(record)
-            num_written += written
+            written |= {record.shard} if is_new else set()
+    spare = _spare(records) if config.duplicates == "drop" else {}
+    again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != _spare_of(items, spare)]
+    with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
+        for record, _ in _map(config, again, output, processes, spare, progress):
+            records[record.shard] = record
+            written.add(record.shard)
     bad = sorted(
         [Quarantined(path, reason) for path, reason in listing.rejected]
         + [each for record in records for each in record.quarantined],
         key=lambda each: each.path,
     )
-    write_quarantine(output / "quarantine.csv", bad)
+    write_quarantine(output / "quarantine.csv", sorted([*bad, *_told(records, spare)], key=lambda each: each.path))
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
-    manifest = _manifest(config, listing, records, bad, output)
+    moved = _not_held_out(config, listing, records, output, processes)
+    manifest = _manifest(config, listing, records, bad, output) | ({"not_held_out": moved} if moved else {})
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
         read: dict[str, str] = {}
         for record in records:
-            read |= _hashes(record.samples, record.quarantined)
+            read |= _hashes([*record.samples, *record.dropped], record.quarantined)
         remember(config.source, source_json, files, read)
-    return Cropped(manifest, num_written, records)
+    return Cropped(manifest, len(written), records)
 
 
 def crop_layout(config: DataConfig, labelled: bool) -> Layout:
@@ -112,27 +125,39 @@ def crop_layout(config: DataConfig, labelled: bool) -> Layout:
 
 
 def crop_shard(
-    config: DataConfig, shard: int, items: list[Item], output: Path, count: Callable[[int], None]
+    config: DataConfig,
+    shard: int,
+    items: list[Item],
+    output: Path,
+    drop: Set[str] | None,
+    count: Callable[[int], None],
 ) -> tuple[ShardRecord, bool]:
     """Crop the images of one shard, unless it already holds exactly them; returns its record and whether it was
-    written. count: called with how many images are done, now and then."""
+    written.
+
+    drop: the names of those that are left out; None: a shard that is there may have left out any. count: called with
+    how many images are done, now and then.
+    """
     if record_path(output, shard).is_file():
         made_from = _made_from(config, items, [_sha256(config, item) for item in items])
-        if (record := kept(output, shard, made_from)) is not None:
+        record = kept(output, shard, made_from)
+        if record is not None and drop in (None, _dropped(record)) and _is_looked_at(record):
             count(len(items))
             return record, False
-    samples: list[Sample] = []
+    noted: list[tuple[Sample, NDArray[np.uint8]]] = []
     bad: list[Quarantined] = []
     layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
     with quiet_pillow():
-        crops = _crops(config, shard, items, samples, bad, count)
+        crops = _crops(config, shard, items, drop or set(), noted, bad, count)
         sha256, size, num_samples = write_shard(output, shard, layout, crops)
+    every = _looked_at(noted)
+    samples, dropped = [each for each in every if each.key], [each for each in every if not each.key]
     # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
-    read = _hashes(samples, bad)
+    read = _hashes([*samples, *dropped], bad)
     made_from = _made_from(config, items, [read[item.name] for item in items])
     versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
     classes = histogram(each.label for each in samples)
-    record = ShardRecord(shard, made_from, sha256, size, num_samples, classes, samples, versions, bad)
+    record = ShardRecord(shard, made_from, sha256, size, num_samples, classes, samples, versions, bad, dropped=dropped)
     write_record(output, record)
     return record, True
 
@@ -141,11 +166,14 @@ def _crops(
     config: DataConfig,
     shard: int,
     items: list[Item],
-    samples: list[Sample],
+    drop: Set[str],
+    noted: list[tuple[Sample, NDArray[np.uint8]]],
     bad: list[Quarantined],
     count: Callable[[int], None],
 ) -> Iterator[Chunk]:
-    """The crops of a shard, one at a time; notes each image as a sample or as bad, and has it counted."""
+    """The crops of a shard, one at a time; notes each image, with its crop in grey, or as bad, and has it counted. One
+    that is dropped has no key."""
+    number = 0
     for item in items:
         data = b""
         count(1)
@@ -158,10 +186,24 @@ def _crops(
         except BadImage as error:
             bad.append(Quarantined(item.name, str(error), hashlib.sha256(data).hexdigest()))
             continue
-        key = f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"
-        sha256 = hashlib.sha256(data).hexdigest()
-        samples.append(Sample(key, item.name, sha256, item.label, crop.size, crop.flags))
+        key = "" if item.name in drop else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
+        about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(crop.pixels)
+        sample = Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, *about)
+        noted.append((replace(sample, sharpness=sharpness(crop.pixels)), grey(crop.pixels)))
+        if not key:
+            continue
+        number += 1
         yield {"npy": crop.pixels[np.newaxis]}, np.array([item.label or 0])
+
+
+def _looked_at(noted: Sequence[tuple[Sample, NDArray[np.uint8]]]) -> list[Sample]:
+    """The samples, with what their crops in grey tell of all of them at once."""
+    if not noted:
+        return []
+    greys = np.stack([small for _, small in noted])
+    means, contrasts = (greys.mean((1, 2)).round(3).tolist(), greys.std((1, 2)).round(3).tolist())
+    told = zip((sample for sample, _ in noted), looks(greys), means, contrasts, strict=True)
+    return [replace(sample, look=look, brightness=mean, contrast=contrast) for sample, look, mean, contrast in told]
 
 
 def _hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, str]:
@@ -174,6 +216,63 @@ def _sha256(config: DataConfig, item: Item) -> str:
         return hashlib.sha256(config.source.read(item)).hexdigest()
     except OSError:
         return ""
+
+
+def _dropped(record: ShardRecord) -> set[str]:
+    return {each.path for each in record.dropped}
+
+
+def _is_looked_at(record: ShardRecord) -> bool:
+    """Whether the record says what each crop looks like: those of earlier versions do not."""
+    return all(each.pixels for each in (*record.samples, *record.dropped))
+
+
+def _spare(records: Iterable[ShardRecord]) -> dict[str, str]:
+    """The images whose crop is that of another, byte for byte, and the first by name of those, which stays."""
+    every = sorted(
+        (each for record in records for each in (*record.samples, *record.dropped)), key=lambda each: each.path
+    )
+    same = groups(each.pixels for each in every)
+    return {every[other].path: every[first].path for first, *others in same for other in others}
+
+
+def _spare_of(items: Iterable[Item], spare: Mapping[str, str]) -> set[str]:
+    return {item.name for item in items if item.name in spare}
+
+
+def _told(records: Iterable[ShardRecord], spare: Mapping[str, str]) -> list[Quarantined]:
+    """What was left out as a duplicate, for the table."""
+    return [
+        Quarantined(each.path, f"the same crop as {spare[each.path]}", each.sha256)
+        for record in records
+        for each in record.dropped
+    ]
+
+
+def _not_held_out(
+    config: DataConfig, listing: Listing, records: Sequence[ShardRecord], output: Path, processes: int
+) -> list[int]:
+    """The samples that would be held out by their hash, and of which a near duplicate is trained on."""
+    if not config.validation_fraction:
+        return []
+    content = np.concatenate([index_of(record)["content"] for record in records])
+    held_out = np.flatnonzero(content < share_of_hashes(config.validation_fraction)).tolist()
+    layout = crop_layout(config, labelled=bool(listing.classes))
+    samples = [each for record in records for each in record.samples]
+    rows = [(record.shard, row) for record in records for row in range(record.num_samples)]
+
+    def crop(place: int) -> NDArray[np.uint8]:
+        shard, row = rows[place]
+        return read_array(tar_path(output, shard), layout, row)
+
+    pairs = near_duplicates([each.look for each in samples], crop, held_out, processes)
+    same = [(a, b) for first, *others in groups(each.pixels for each in samples) for a, b in pairwise((first, *others))]
+    moved = straddling([*same, *((a, b) for a, b, _ in pairs or [])], held_out)
+    if pairs is None:
+        told = "these images are too alike to tell near duplicates from others, so all held-out images stay held out"
+        print(f"crop: {told}.", file=sys.stderr)
+        return []
+    return moved
 
 
 def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
@@ -192,17 +291,27 @@ def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
 
 
 def _map(
-    config: DataConfig, tasks: list[tuple[int, list[Item]]], output: Path, processes: int, progress: Progress
+    config: DataConfig,
+    tasks: list[tuple[int, list[Item]]],
+    output: Path,
+    processes: int,
+    spare: Mapping[str, str] | None,
+    progress: Progress,
 ) -> Iterator[tuple[ShardRecord, bool]]:
-    """Crop the shards, in their order; in this process where one is enough or no others can be had."""
+    """Crop the shards, in their order; in this process where one is enough or no others can be had. spare: what is left
+    out, by name; None: nothing is, of shards that are not there yet."""
+    drops = [None if spare is None else _spare_of(items, spare) for _, items in tasks]
     shared = _pool(config, min(processes, len(tasks)))
     if shared is None:
-        for shard, items in tasks:
-            yield crop_shard(config, shard, items, output, progress.advance)
+        for (shard, items), drop in zip(tasks, drops, strict=True):
+            yield crop_shard(config, shard, items, output, drop, progress.advance)
         return
     (pool, done), shown = shared, 0
     with pool:
-        futures = [pool.submit(_crop_shard, config, shard, items, output) for shard, items in tasks]
+        futures = [
+            pool.submit(_crop_shard, config, shard, items, output, drop)
+            for (shard, items), drop in zip(tasks, drops, strict=True)
+        ]
         try:
             for future in futures:
                 while True:
@@ -290,13 +399,16 @@ def _manifest(
         "histogram": class_histogram(records, len(listing.classes)),
         "flags": dict(sorted(flags.items())),
         "quarantined": len(bad),
+        **({"dropped": dropped} if (dropped := sum(len(record.dropped) for record in records)) else {}),
         "ignored": listing.ignored,
         "index": sha256_file(output / "index.npy"),
         "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},
     }
 
 
-def _crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path) -> tuple[ShardRecord, bool]:
+def _crop_shard(
+    config: DataConfig, shard: int, items: list[Item], output: Path, drop: Set[str] | None
+) -> tuple[ShardRecord, bool]:
     """`crop_shard` in a process of the pool, which counts with all others."""
     done = _done
     assert done is not None
@@ -305,7 +417,7 @@ def _crop_shard(config: DataConfig, shard: int, items: list[Item], output: Path)
         with done.get_lock():
             done.value += images
 
-    return crop_shard(config, shard, items, output, count)
+    return crop_shard(config, shard, items, output, drop, count)
 
 
 def write_sheets(output: Path, done: Cropped) -> list[Path]:

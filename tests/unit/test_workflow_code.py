@@ -57,9 +57,9 @@ RULES = sorted((Path(__file__).parents[2] / "workflow/rules").glob("*.smk"))
 
 
 def test_every_rule_of_a_stage_that_is_made_again_carries_the_digest_of_its_code() -> None:
-    commands = []
+    again, commands = {"sample", "evaluate", "sweep", "ema", "export", "detect", "datasheet"}, []
     for rule in "\n".join(path.read_text() for path in RULES).split("\nrule ")[1:]:
-        for stage in re.findall(r"python -m image_diffusion\.(sample|evaluate|sweep|ema|export|detect) ", rule):
+        for stage in again & {*re.findall(r"python -m image_diffusion\.(\w+) ", rule)}:
             assert f'code=code["{stage}"]' in rule, rule.split(":")[0]
             commands.append(stage)
-    assert {"sample", "evaluate", "sweep", "ema", "export", "detect"} == set(commands)
+    assert again == set(commands)

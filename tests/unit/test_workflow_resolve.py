@@ -12,6 +12,7 @@ import pytest
 
 from image_diffusion.core.files import write_text
 from image_diffusion.workflow import resolve as module
+from image_diffusion.workflow.plans import STAGES
 from image_diffusion.workflow.resolve import resolve, resolved, wanted
 from plans import a_plan, write_plans
 
@@ -26,7 +27,7 @@ class Place:
         self.root, self.done = folder / "workflow", list[str]()
         (folder / "mine").mkdir()
         monkeypatch.chdir(folder / "mine")
-        for stage in ("crop", "encode", "embed", "train", "sample", "evaluate", "export", "detect", "sweep", "ema"):
+        for stage in (*STAGES, "datasheet", "detect", "sweep", "ema"):
             write_text(self.root / "src" / "image_diffusion" / f"{stage}.py", f"name = '{stage}'")
         (self.root / "workflow" / "schemas").mkdir(parents=True)
         shutil.copy(SCHEMA, self.root / "workflow" / "schemas")

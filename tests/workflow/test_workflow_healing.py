@@ -14,7 +14,7 @@ from projects import Project
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 AFTER_TRAIN = {"train", *AFTER_SAMPLE}
-EVERYTHING = {"crop", "detect", *AFTER_TRAIN}
+EVERYTHING = {"crop", "datasheet", "detect", *AFTER_TRAIN}
 
 
 def flip(path: Path) -> None:
@@ -98,7 +98,7 @@ def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Proj
         sent = {run for (run,) in database.execute("SELECT run_uuid FROM runs")}
     runs = json.loads((finished / "results/micro/tracked.json").read_text())["runs"]
     assert {run["run_id"] for run in runs} == sent
-    assert {run["stage"] for run in runs} == {"crop", "train", "sample", "evaluate"}
+    assert {run["stage"] for run in runs} == {"crop", "datasheet", "train", "sample", "evaluate"}
 
 
 def results(project: Project) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from image_diffusion.data.shards import open_shards
 
 pytestmark = pytest.mark.slow
 
-STAGES = {"crop", "detect", "embed", "train", "evaluate"}
+STAGES = {"crop", "datasheet", "detect", "embed", "train", "evaluate"}
 
 
 @pytest.fixture(scope="module")

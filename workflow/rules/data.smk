@@ -30,6 +30,34 @@ rule crop:
         " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
 
 
+rule datasheet:
+    "What somebody should look at in a data set before training: a page, and the same as JSON."
+    input:
+        config=files.config("crop"),
+        data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
+    output:
+        sheet=f"{results}/datasets/{{dataset}}/datasheet/datasheet.json",
+        page=f"{results}/datasets/{{dataset}}/datasheet/index.html",
+    log:
+        "logs/datasets/{dataset}/datasheet.log",
+    benchmark:
+        "benchmarks/datasets/{dataset}/datasheet.tsv"
+    conda:
+        "../../envs/image-diffusion.yaml"
+    threads: 4
+    resources:
+        nodes=1,
+        cpus_per_task=4,
+        mem_mb=8000,
+        runtime=240,
+    params:
+        code=code["datasheet"],
+        journal=f"{results}/datasets/{{dataset}}/journal",
+    shell:
+        "exec logged {log:q} python -m image_diffusion.datasheet --config {input.config:q} --data {input.data:q}"
+        " --output {output.sheet:q} --journal {params.journal:q} --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
+
+
 # A large data set is encoded by several jobs, a part each; `encode` then finds every shard in place.
 rule encode_part:
     "Latents of a part of the crops: a large data set is encoded by several jobs."

@@ -5,6 +5,7 @@ rule report:
     "Everything that was found about an experiment, on one page."
     input:
         results=files.made,
+        datasheet=files.datasheet,
     output:
         page=report(
             f"{results}/{{experiment}}/report/index.html",

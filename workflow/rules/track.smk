@@ -7,6 +7,7 @@ rule track:
     "The history of an experiment in MLflow; sent again, it adds nothing."
     input:
         before=files.made,
+        datasheet=files.datasheet,
     output:
         summary=f"{results}/{{experiment}}/tracked.json",
     log:

@@ -25,6 +25,7 @@ from matplotlib import pyplot
 from image_diffusion.core import command
 from image_diffusion.core.files import digest, read_json, write_page
 from image_diffusion.core.history import History, of_weights, read_journal
+from image_diffusion.data.datasheet import body
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -43,6 +44,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         *sweeps(experiment / "sweep"),
         *training(experiment / "journal" / "train", experiment / "train" / "model.json"),
         *examples(data),
+        *datasheet(data.parent / "datasheet"),
         *quarantine(data.parent / "crops" / "quarantine.csv"),
         *model(experiment / "train" / "model.json"),
         *runtimes(benchmarks / "datasets" / data.parent.name, benchmarks / experiment.name),
@@ -82,8 +84,12 @@ def pictures(experiment: Path) -> Iterator[str]:
 def picture(path: Path, title: str) -> Iterator[str]:
     """A PNG, inside the page."""
     if path.is_file():
-        encoded = base64.b64encode(path.read_bytes()).decode()
-        yield f'<img alt="{title}" src="data:image/png;base64,{encoded}">'
+        yield f'<img alt="{title}" src="{source_of(path)}">'
+
+
+def source_of(path: Path) -> str:
+    """A PNG as the source of an image, inside the page."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def sweeps(folder: Path) -> Iterator[str]:
@@ -91,12 +97,11 @@ def sweeps(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*/curve.json")):
         curve = read_json(path)
         title = f"Metrics against {curve['axis'].replace('_', ' ')}"
-        encoded = base64.b64encode(path.with_suffix(".png").read_bytes()).decode()
         apart = "" if curve["apart"] else ", not apart from all others"
         best = f"{html.escape(curve['headline'])} is lowest at {html.escape(curve['best'])}{apart}"
         doubt = f" Do not rely on it: {html.escape(curve['doubt'])}." if curve["doubt"] else ""
         yield f"<h2>{title}</h2>\n<p>{best}.{doubt}</p>"
-        yield f'<img alt="{title}" src="data:image/png;base64,{encoded}">'
+        yield f'<img alt="{title}" src="{source_of(path.with_suffix(".png"))}">'
 
 
 def metrics(path: Path) -> Iterator[str]:
@@ -160,6 +165,13 @@ def examples(folder: Path) -> Iterator[str]:
         for name, title in (("sheet.png", "Training images"), ("histograms.png", "Sizes and classes")):
             yield from picture(folder.parent / "crops" / name, title)
         yield table({key: value for key, value in manifest.items() if isinstance(value, str | int | float)})
+
+
+def datasheet(folder: Path) -> Iterator[str]:
+    """What was found in the images."""
+    if (folder / "datasheet.json").is_file():
+        yield "<h2>Data sheet</h2>"
+        yield body(read_json(folder / "datasheet.json"), lambda name: source_of(folder / name))
 
 
 def quarantine(path: Path) -> Iterator[str]:

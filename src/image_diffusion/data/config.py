@@ -37,7 +37,11 @@ class DataConfig(Config):
     max_bad_fraction: float = Field(default=0.1, ge=0, le=1)
     """The largest share of the files that may be quarantined; above it the stage stops."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the images kept for validation, chosen by the hash of their content: stable when images are added."""
+    """Share of the images kept for validation, chosen by the hash of their content: stable when images are added. Those
+    of which a near duplicate is trained on are trained on, too."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What becomes of images whose crops are the same byte for byte. drop: the first by name stays, whatever the class
+    of the others; those are listed in quarantine.csv."""
     num_shards: int = Field(default=16, ge=1, le=99_999)
     """Number of shards. An image's path decides its shard, so changing one image rewrites one shard."""
 

@@ -164,6 +164,7 @@ def write_manifest(
         "crops": source.digest,
         "classes": source.classes,
         "validation_fraction": source.manifest["validation_fraction"],
+        **{name: source.manifest[name] for name in ("not_held_out",) if name in source.manifest},
         **describe_shards(layout, records),
         "histogram": source.manifest["histogram"],
         **summary,

@@ -43,11 +43,14 @@ class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of
 
 @dataclass(frozen=True)
 class Crop:
-    """pixels: uint8 [C, resolution, resolution]. size: (width, height) of the upright image. flags: sorted."""
+    """pixels: uint8 [C, resolution, resolution]. size: (width, height) of the upright image. flags: sorted. format,
+    mode: of the file, by Pillow's names."""
 
     pixels: NDArray[np.uint8]
     size: tuple[int, int]
     flags: list[str]
+    format: str
+    mode: str
 
 
 @contextmanager
@@ -75,9 +78,11 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
         if header is not None and (not header.exif or _is_upright(data)):
             _check_size(header.size, config)
             pixels = _fast_crop(data, config.resolution)
-            return Crop(pixels, header.size, ["gray"] if header.components == 1 else [])
+            is_grey = header.components == 1
+            return Crop(pixels, header.size, ["gray"] if is_grey else [], "JPEG", "L" if is_grey else "RGB")
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
+            stored = str(image.format), image.mode
             upright, flags = _decode(image, config)
     except BadImage:
         raise
@@ -86,10 +91,10 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     except Exception as error:  # decoders raise nearly anything when they are fed damaged files
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     if config.resize == "fast":
-        return Crop(_fast_crop(upright, config.resolution), upright.size, sorted(flags))
+        return Crop(_fast_crop(upright, config.resolution), upright.size, sorted(flags), *stored)
     pixels = np.asarray(centre_crop(upright, config.resolution))
     pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
-    return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags))
+    return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags), *stored)
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:

@@ -102,6 +102,10 @@ class Manifest(Config):
     """Files that gave no crop, or pairs that were left out."""
     ignored: int = 0
     """Hidden files."""
+    dropped: int = 0
+    """Images that were left out as duplicates of others."""
+    not_held_out: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """The numbers of samples that are trained on although their hash is low: a near duplicate of each is."""
     statistics: Statistics | None = None
     """Of latents."""
     num_tokens: int | None = Field(default=None, ge=1)

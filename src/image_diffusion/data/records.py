@@ -27,7 +27,10 @@ INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
 class Sample:
     """One sample of a shard: its key in the tar, and the image it was made from.
 
-    path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels.
+    path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
+    mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.look` of the crop.
+    brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
+    neighbouring pixels, likewise. All from `format` on are empty where an earlier version wrote the record.
     """
 
     key: str
@@ -36,6 +39,13 @@ class Sample:
     label: int | None
     size: tuple[int, int]
     flags: list[str]
+    format: str = ""
+    mode: str = ""
+    pixels: str = ""
+    look: str = ""
+    brightness: float = 0.0
+    contrast: float = 0.0
+    sharpness: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class ShardRecord:
 
     made_from: digest of all that decided its bytes. sha256, bytes: of the tar. histogram: samples of each class that
     occurs, by its number. made_with: versions of the libraries that made it. statistics: sums over the numbers of a
-    latent shard, None for crops.
+    latent shard, None for crops. dropped: images that were cropped and left out, as duplicates of others.
     """
 
     shard: int
@@ -66,6 +76,7 @@ class ShardRecord:
     made_with: dict[str, str]
     quarantined: list[Quarantined] = field(default_factory=list)
     statistics: dict[str, Any] | None = None
+    dropped: list[Sample] = field(default_factory=list)
     format: int = FORMAT
 
 
@@ -96,11 +107,16 @@ def read_record(folder: Path, shard: int) -> ShardRecord:
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"{path} has format {data['format']}; this version reads format {FORMAT}. Run crop again.")
-        samples = [Sample(**{**each, "size": tuple(each["size"])}) for each in data.pop("samples")]
+        samples = _samples(data.pop("samples"))
+        dropped = _samples(data.pop("dropped", []))
         quarantined = [Quarantined(**each) for each in data.pop("quarantined")]
-        return ShardRecord(samples=samples, quarantined=quarantined, **data)
+        return ShardRecord(samples=samples, quarantined=quarantined, dropped=dropped, **data)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}. Delete it and run the stage again.") from None
+
+
+def _samples(entries: list[dict[str, Any]]) -> list[Sample]:
+    return [Sample(**{**each, "size": tuple(each["size"])}) for each in entries]
 
 
 def kept(folder: Path, shard: int, made_from: str) -> ShardRecord | None:
@@ -144,6 +160,11 @@ def read_index(path: Path) -> NDArray[np.void]:
     return index
 
 
+def share_of_hashes(fraction: float) -> np.uint64:
+    """The hash below which that share of all contents lies."""
+    return np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+
 def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str, Any]:
     """The part of a manifest that says what lies where. The same for crops and latents."""
     return {
@@ -167,7 +188,8 @@ def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str,
 def content_digest(manifest: dict[str, Any]) -> str:
     """A digest that changes when any sample, its order or its split does, and with nothing else."""
     names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
-    return digest({name: manifest[name] for name in names if name in manifest})
+    moved = {"not_held_out": manifest["not_held_out"]} if manifest.get("not_held_out") else {}
+    return digest({name: manifest[name] for name in names if name in manifest} | moved)
 
 
 def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ A set lies in a folder of this machine, or behind a URL."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from image_diffusion.core.files import digest, read_json
 from image_diffusion.core.verify import Inspection, check_files
 from image_diffusion.data.manifest import check_manifest
 from image_diffusion.data.mapping import Region
-from image_diffusion.data.records import content_digest, read_index
+from image_diffusion.data.records import content_digest, read_index, share_of_hashes
 from image_diffusion.data.remote import Remote, cache_folder
 from image_diffusion.data.tar import BLOCK, Layout
 
@@ -58,9 +59,10 @@ class Shards:
         index = self._read_index()
         counts = np.array([entry["num_samples"] for entry in entries], dtype=np.int64)
         fractions = manifest["validation_fraction"], manifest.get("test_fraction", 0.0)
-        chosen = _in_split(index["content"], *fractions, split)
+        chosen = _in_split(index["content"], *fractions, split, manifest.get("not_held_out", []))
         self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
         self.num_samples = len(chosen)
+        self._chosen = chosen
         self._content: NDArray[np.uint64] = index["content"][chosen]
 
         # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
@@ -101,6 +103,15 @@ class Shards:
             out[mirrored] = out[mirrored].flip(-1)
         return out
 
+    def held_out(self) -> NDArray[np.bool_]:
+        """Whether the set keeps each of these samples from training, [N]."""
+        index, manifest = self._read_index(), self.manifest
+        fractions = manifest["validation_fraction"], manifest.get("test_fraction", 0.0)
+        train = _in_split(index["content"], *fractions, "train", manifest.get("not_held_out", []))
+        kept = np.ones(len(index), dtype=np.bool_)
+        kept[train] = False
+        return kept[self._chosen]
+
     def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """What the set that was joined holds of these samples; nothing without one."""
         return () if self.beside is None else (self.beside.gather(indices),)
@@ -122,7 +133,7 @@ class Shards:
     def _take(self, rows: NDArray[np.int64]) -> None:
         """Keep some of the samples, by number."""
         self.labels, self._content, self._shard = self.labels[rows], self._content[rows], self._shard[rows]
-        self._row, self.num_samples = self._row[rows], len(rows)
+        self._row, self._chosen, self.num_samples = self._row[rows], self._chosen[rows], len(rows)
 
     def hold(self) -> Shards:
         """Read every sample into memory once and gather from there. Returns itself."""
@@ -237,18 +248,16 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def _in_split(
-    content: NDArray[np.uint64], validation_fraction: float, test_fraction: float, split: Split
+    content: NDArray[np.uint64], validation_fraction: float, test_fraction: float, split: Split, moved: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest."""
+    """The numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest and
+    what was moved there."""
     if split == "all":
         return np.arange(len(content))
-    held_out = content < _share(validation_fraction + test_fraction)
-    validation = content < _share(validation_fraction)
+    held_out = content < share_of_hashes(validation_fraction + test_fraction)
+    validation = content < share_of_hashes(validation_fraction)
+    held_out[list(moved)] = validation[list(moved)] = False
     return np.flatnonzero({"train": ~held_out, "validation": validation, "test": held_out & ~validation}[split])
-
-
-def _share(fraction: float) -> np.uint64:
-    return np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 
 def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

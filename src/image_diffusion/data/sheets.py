@@ -70,6 +70,11 @@ def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[
     save_figure(figure, path)
 
 
+def titled_rows(rows: list[tuple[str, list[NDArray[np.uint8]]]], path: Path, tile: int = 96) -> None:
+    """Write rows of crops [C, H, W], each under its title, as PNG."""
+    _write(_sheet(rows, tile), path)
+
+
 def _sheet(rows: list[tuple[str, list[NDArray[np.uint8]]]], tile: int) -> Image.Image:
     """Rows of images [C, H, W], each under its title."""
     gap = 2

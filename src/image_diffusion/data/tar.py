@@ -9,8 +9,11 @@ from __future__ import annotations
 import io
 import tarfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 BLOCK = tarfile.BLOCKSIZE
 KEY_DIGITS = 6
@@ -63,6 +66,13 @@ class Layout:
     def file_bytes(self, num_samples: int) -> int:
         """Size of a shard: its samples, two empty blocks, and padding to a whole tar record."""
         return -(-(num_samples * self.stride + 2 * BLOCK) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+
+
+def read_array(path: Path, layout: Layout, row: int) -> NDArray[Any]:
+    """The first array of one sample, read from its place in a shard."""
+    with path.open("rb") as file:
+        file.seek(row * layout.stride + layout.offsets()[layout.members[0]])
+        return np.frombuffer(file.read(layout.nbytes), layout.dtype).reshape(layout.shape)
 
 
 def _padded(size: int) -> int:

@@ -56,7 +56,7 @@ class Files:
 
     def _data(self, plan: Plan) -> list[str]:
         """What a data set is read through. Snakemake makes what is missing only where it is asked for by name."""
-        parts = [*(["crops"] if plan.pairs is None or plan.pairs_of_images else []), plan.codec, plan.pairs]
+        parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, plan.pairs]
         made = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
         has_detector = plan.pairs_of_detector if plan.pairs else plan.detector == "inpipe"
         return [*made, *([f"{self._dataset(plan)}/detector/detector.json"] if has_detector else [])]
@@ -114,6 +114,11 @@ class Files:
     def real_data(self, wildcards: Wildcards) -> str:
         """The manifest of those."""
         return f"{self.real_folder(wildcards)}/manifest.json"
+
+    def datasheet(self, wildcards: Wildcards) -> Paths:
+        """What was found in the images of an experiment, where it looks at any."""
+        plan = self.plans.of(wildcards)
+        return f"{self._dataset(plan)}/datasheet/datasheet.json" if _has_crops(plan) else []
 
     def dataset_folder(self, wildcards: Wildcards) -> str:
         """Where everything lies that is made of a data set alone."""
@@ -307,6 +312,10 @@ class Files:
         """How `sweep` is told which is which."""
         values = self.plans.of(wildcards).sweep[wildcards["axis"]]
         return [f"{value}={path}" for value, path in zip(values, self.swept_points(wildcards), strict=True)]
+
+
+def _has_crops(plan: Plan) -> bool:
+    return plan.pairs is None or plan.pairs_of_images
 
 
 def _option(name: str, paths: Paths) -> list[str]:

@@ -11,7 +11,9 @@ from image_diffusion.data.sources.huggingface import HuggingFace
 from image_diffusion.data.sources.painted import PaintedDigits
 from image_diffusion.data.sources.table import Table
 from image_diffusion.data.sources.webdataset import Webdataset
+from image_diffusion.data.sources.zip_archive import ZipArchive
 
 Source = Annotated[
-    Folder | Digits | PaintedDigits | Table | Webdataset | HuggingFace | Embeddings, Field(discriminator="type")
+    Folder | Digits | PaintedDigits | Table | Webdataset | HuggingFace | ZipArchive | Embeddings,
+    Field(discriminator="type"),
 ]

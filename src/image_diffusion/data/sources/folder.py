@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_in
@@ -19,6 +20,7 @@ from image_diffusion.data.sources.listing import (
     captions_in,
     class_name,
     number_classes,
+    number_labels,
     plain_text,
     read_image,
 )
@@ -41,8 +43,29 @@ class Folder(Config):
     """Images in a folder."""
     path: str = Field(min_length=1)
     """The folder, absolute or relative to where the command runs."""
-    classes: Literal["folders", "none"] = "folders"
-    """folders: the folder at the first level is the class. none: unconditional, however the files are arranged."""
+    classes: Literal["folders", "names", "none"] = "folders"
+    """folders: the folder at the first level is the class. names: what a file's name begins with, up to the first
+    underscore, wherever it lies: cat_0001.jpg, as improved-diffusion has it. none: unconditional, however the files are
+    arranged."""
+    class_pattern: str | None = None
+    """With names: a regular expression with one group, which is the class, searched in the path from the folder on.
+    Example: `^[^/]+/(\\w+)-` for train/cat-0001.jpg."""
+
+    @field_validator("class_pattern")
+    @classmethod
+    def _has_one_group(cls, value: str | None) -> str | None:
+        try:
+            if value is not None and re.compile(value).groups != 1:
+                raise ValueError(f"{value!r} must have one group in parentheses, the class.")
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}.") from None
+        return value
+
+    @model_validator(mode="after")
+    def _pattern_is_of_names(self) -> Folder:
+        if self.class_pattern is not None and self.classes != "names":
+            raise ValueError("class_pattern is only used with classes: names. Set that, or leave the pattern out.")
+        return self
 
     def listing(self) -> Listing:
         """Every file as an image, sorted by path. Raises ValueError when the folder is missing or empty."""
@@ -56,6 +79,8 @@ class Folder(Config):
         names = [(name, relative) for name, relative in names if name not in beside]
         walk.ignored += len(beside)
         rejected = sorted(walk.rejected)
+        if self.classes == "names":
+            return self._by_name(names, rejected, walk.ignored)
         in_folders = [name for name, _ in names if "/" in name]
         if self.classes == "none" or not in_folders:
             items = [Item(name, None, (relative,)) for name, relative in names]
@@ -69,10 +94,22 @@ class Folder(Config):
         rejected += [(name, "lies outside every class folder") for name, _ in names if "/" not in name]
         return Listing(items, list(numbers), sorted(rejected), walk.ignored)
 
+    def _by_name(self, names: list[tuple[str, str]], rejected: list[tuple[str, str]], ignored: int) -> Listing:
+        """The listing with classes from the names of the files."""
+        pattern = re.compile(self.class_pattern or r"(?:^|/)([^/_]+)_[^/]*$")
+        found = {name: class_name(match[1]) for name, _ in names if (match := pattern.search(name)) and match[1]}
+        numbers = number_labels(found.values(), self.path)
+        items = [Item(name, numbers[found[name]], (relative,)) for name, relative in names if name in found]
+        reason = "no class in its name: " + ("no underscore" if self.class_pattern is None else "no match")
+        unnamed = [(name, reason) for name, _ in names if name not in found]
+        return Listing(items, list(numbers), sorted([*rejected, *unnamed]), ignored)
+
     def known_classes(self) -> list[str] | None:
         """The folders at the first level that hold anything; None where the folder is not there yet."""
         if self.classes == "none":
             return []
+        if self.classes == "names":
+            return None
         try:
             with os.scandir(self.path) as entries:
                 folders = [each for each in entries if each.is_dir() and not _is_ignored(each.name)]

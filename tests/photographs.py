@@ -1,0 +1,56 @@
+"""Photographs for tests: tiles of the two that come with scikit-learn, and what people do to a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+from PIL import Image, ImageOps
+from sklearn.datasets import load_sample_images
+
+SIDE = 106
+
+
+def tiles(least_contrast: float = 25.0) -> list[Image.Image]:
+    """Tiles of 106 x 106 pixels that share no pixel; those that are mostly sky are left out."""
+    found = []
+    for photograph in load_sample_images().images:
+        for top in range(0, 427 - SIDE, SIDE):
+            for left in range(0, 640 - SIDE, SIDE):
+                pixels = photograph[top : top + SIDE, left : left + SIDE]
+                if pixels.std() > least_contrast:
+                    found.append(Image.fromarray(pixels))
+    return found
+
+
+def as_jpeg(image: Image.Image) -> Image.Image:
+    """Saved once more, at quality 60."""
+    buffer = io.BytesIO()
+    image.save(buffer, "jpeg", quality=60)
+    return Image.open(buffer).convert("RGB")
+
+
+def resized(image: Image.Image) -> Image.Image:
+    """10 % smaller."""
+    return image.resize((round(image.width * 0.9), round(image.height * 0.9)), Image.Resampling.BICUBIC)
+
+
+def trimmed(x: float, y: float) -> Callable[[Image.Image], Image.Image]:
+    """Without 5 % of its width and height. x, y: which part is left, 0 the left or upper, 1 the right or lower."""
+
+    def trim(image: Image.Image) -> Image.Image:
+        width, height = round(image.width * 0.95), round(image.height * 0.95)
+        left, top = round((image.width - width) * x), round((image.height - height) * y)
+        return image.crop((left, top, left + width, top + height))
+
+    return trim
+
+
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "jpeg": as_jpeg,
+    "resized": resized,
+    "trimmed": trimmed(0.5, 0.5),
+    "trimmed at a corner": trimmed(0, 1),
+    "mirrored": ImageOps.mirror,
+    "all of it": lambda image: as_jpeg(resized(trimmed(0.5, 0.5)(ImageOps.mirror(image)))),
+}
