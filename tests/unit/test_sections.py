@@ -41,7 +41,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (PRIOR | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type prior"),
+        (PRIOR | {"export": {"format": "diffusers"}}, "PriorTransformer is another network than network.type prior"),
         (RIN | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type rin"),
         (DVAE | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type dvae"),
         (DIT | {"export": {"format": "diffusers"}}, "works on latents, but this model works on pixels"),

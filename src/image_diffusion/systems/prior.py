@@ -36,7 +36,7 @@ from image_diffusion.systems.embedding.hub_export import write_prior
 from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
 from image_diffusion.systems.embedding.prior_folder import check_diffusers, folder_of, read_folder, write_folder
 from image_diffusion.systems.embedding.published import check_fit, entry_of, is_prior, named_tensors, published, spec_of
-from image_diffusion.systems.embedding.reading import EmbeddingReading, ImageStatistics
+from image_diffusion.systems.embedding.reading import EmbeddingReading, ImageStatistics, Scaling
 from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, ToJudge
 from image_diffusion.systems.system import System
 
@@ -129,7 +129,11 @@ class PriorSystem(System):
 
     def stored(self, x: Tensor, spec: DataSpec) -> Tensor:
         """Image embeddings as they are stored, of x [..., dim]."""
-        return self.reading(self.scale(spec)).stored(x, spec)
+        return self.scaling(spec).stored(x)
+
+    def scaling(self, spec: DataSpec) -> Scaling:
+        """How image embeddings become x, and back."""
+        return Scaling(self.scale(spec), self.image_statistics)
 
     def build_network(self, spec: DataSpec) -> nn.Module:
         """The network, randomly initialised."""
@@ -150,8 +154,8 @@ class PriorSystem(System):
                 f"The prior learns from pairs of embeddings, [B, 2 or more, dim], but the data set holds "
                 f"{list(pairs.shape[1:])}. Train on what embed wrote."
             )
-        scale = self.scale(DataSpec(channels=pairs.shape[2], resolution=1))
-        return Batch(self.reading(scale).x(pairs[:, IMAGE].float()), self.caption(pairs), streams)
+        scaling = self.scaling(DataSpec(channels=pairs.shape[2], resolution=1))
+        return Batch(scaling.x(pairs[:, IMAGE].float()), self.caption(pairs), streams)
 
     def caption(self, pairs: Tensor) -> dict[str, Tensor]:
         """What the network is told of stored pairs [B, 2 + L, dim]: "text_embed" and, where it is, "text_encodings"."""

@@ -84,8 +84,9 @@ def plain_name(name: str) -> str:
 
 
 def lora_of(identity: Mapping[str, Any]) -> Lora | None:
-    """The adapters of the training that a checkpoint is of. identity: as its record has it."""
-    found = identity["train"].get("lora")
+    """The adapters of the training that a checkpoint is of. identity: as its record has it; that of an old one does not
+    speak of them."""
+    found = identity.get("train", {}).get("lora")
     return None if found is None else Lora.model_validate_json(json.dumps(found))
 
 

@@ -83,8 +83,8 @@ def write_folder(system: PriorSystem, model: Model, folder: Path) -> CardUse:
     """Write a folder that `PriorTransformer.from_pretrained` loads. Raises ValueError as `check_diffusers` does."""
     check_diffusers(system)
     assert isinstance(model.network, PriorTransformer)
-    reading = system.reading(system.scale(model.spec))
-    prior = to_diffusers_prior(model.network, *reading.moments(torch.zeros(model.spec.channels)))
+    moments = system.scaling(model.spec).moments(torch.zeros(model.spec.channels))
+    prior = to_diffusers_prior(model.network, *moments)
     with atomic_folder(folder) as written:
         prior.save_pretrained(written)
     return CardUse("feature-extraction", "PriorTransformer", _CODE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 import torch
@@ -31,6 +32,42 @@ class ImageStatistics(Config):
         return self
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """How image embeddings become what the network learns, and back. norm: what they are multiplied with. statistics:
+    what they are normalised by in place of that."""
+
+    norm: float
+    statistics: ImageStatistics | None = None
+
+    def x(self, embeddings: Tensor) -> Tensor:
+        """What the network learns of image embeddings [..., dim]."""
+        if self.statistics is None:
+            return embeddings * self.norm
+        mean, std = self.moments(embeddings)
+        return (embeddings - mean) / std
+
+    def stored(self, x: Tensor) -> Tensor:
+        """The embeddings of x [..., dim], in the scale of the stored ones."""
+        if self.statistics is None:
+            return x / self.norm
+        mean, std = self.moments(x)
+        return x * std + mean
+
+    def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation [dim], for embeddings of a tensor's dimension, on its device. Raises ValueError for
+        statistics of another dimension."""
+        dim = like.shape[-1]
+        if self.statistics is None:
+            return like.new_zeros(dim), like.new_full((dim,), 1 / self.norm)
+        if len(self.statistics.mean) != dim:
+            raise ValueError(
+                f"system.image_statistics has {len(self.statistics.mean)} dimensions, but embeddings have {dim}. Give "
+                f"those of the same embeddings."
+            )
+        return like.new_tensor(self.statistics.mean), like.new_tensor(self.statistics.std)
+
+
 class EmbeddingReading(Config):
     """What `EmbeddingGenerator` asks of a system. An exported model holds this in the system's place."""
 
@@ -51,32 +88,9 @@ class EmbeddingReading(Config):
         """What image embeddings are multiplied with."""
         return self.norm
 
-    def x(self, embeddings: Tensor) -> Tensor:
-        """What the network learns of image embeddings [..., dim]."""
-        if self.statistics is None:
-            return embeddings * self.norm
-        mean, std = self.moments(embeddings)
-        return (embeddings - mean) / std
-
     def stored(self, x: Tensor, spec: DataSpec) -> Tensor:
         """The embeddings of x [..., dim], in the scale of the stored ones."""
-        if self.statistics is None:
-            return x / self.norm
-        mean, std = self.moments(x)
-        return x * std + mean
-
-    def moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation [dim], for embeddings of a tensor's dimension, on its device. Raises ValueError for
-        statistics of another dimension."""
-        dim = like.shape[-1]
-        if self.statistics is None:
-            return like.new_zeros(dim), like.new_full((dim,), 1 / self.norm)
-        if len(self.statistics.mean) != dim:
-            raise ValueError(
-                f"system.image_statistics has {len(self.statistics.mean)} dimensions, but embeddings have {dim}. Give "
-                f"those of the same embeddings."
-            )
-        return like.new_tensor(self.statistics.mean), like.new_tensor(self.statistics.std)
+        return Scaling(self.norm, self.statistics).stored(x)
 
     def denoiser(
         self,
