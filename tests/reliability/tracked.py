@@ -109,7 +109,7 @@ def expected_points(experiment: Path) -> dict[str, Counter[tuple[str, int]]]:
     steps = range(1, STEPS + 1)
     train = Counter({(key, step): 1 for key in ("loss", "odd", "examples_seen") for step in steps})
     return {
-        experiment.name: train + Counter({(f"{kind}/fid", STEPS): 1 for kind in ("evaluate", "final", "best")}),
+        experiment.name: train + Counter({("evaluate/fid", STEPS): 1}),
         f"evaluate {experiment.name}": Counter({("fid", STEPS): 1}),
         f"sample {experiment.name}": Counter({("speed/images_per_s", STEPS): 1}),
     }

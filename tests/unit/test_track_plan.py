@@ -54,7 +54,7 @@ def test_a_child_belongs_to_the_training_that_ran_before_it(tmp_path: Path) -> N
     by_name = {each.name: each for each in plan(experiment, []) if each.parent is None}
     assert list(by_name) == ["demo", "demo (2)"]
     values = {name: [point.value for point in each.points] for name, each in by_name.items()}
-    assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20, 20, 20]}  # own, measured, final and best
+    assert values == {"demo": [1, 10, 30, 30, 10], "demo (2)": [2, 20]}  # own, measured, and of two final and best
 
 
 def test_a_child_without_a_training_stands_alone(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
     runs = api(address, "runs/search", experiment_ids=["1"], filter="attributes.run_name = 'small'")["runs"]
     page = f"{address}/#/experiments/1/runs/{runs[0]['info']['run_id']}"
     browser.open(f"{page}?workflowType=machine_learning")
-    browser.wait_for("train.steps", "400", "network.type", "dit", "Finished", "config_digest", "evaluate small")
+    browser.wait_for("train.steps", "400", "network.type", "dit", "Finished", "trace/config_digest", "evaluate small")
     browser.screenshot(shots / "3-run.png")
     browser.open(f"{page}/model-metrics?workflowType=machine_learning")
     browser.wait_for("loss", "fid", "samples/ema")

@@ -47,13 +47,15 @@ def measured(points: Sequence[Point], headline: str) -> list[Point]:
 
 def scalars(points: Iterable[Point], headline: str) -> list[Point]:
     """One number each for a table of runs that have ended: `final/` the last and `best/` the lowest of the loss of
-    validation and of the headline. Each at the step and the time of the point that it is."""
+    validation and of the headline, where there is more than one to choose from. Each at the step and the time of the
+    point that it is."""
     found = []
     by_key: dict[str, list[Point]] = {"validation/loss": [], f"evaluate/{headline}": []}
     for point in points:
         by_key.get(point.key, []).append(point)
     for name, each in zip(("validation_loss", headline), by_key.values(), strict=True):
-        if numbers := [point for point in each if point.value == point.value]:  # a NaN is no number
+        numbers = [point for point in each if point.value == point.value]  # a NaN is no number
+        if len(numbers) > 1:
             found.append(replace(max(numbers, key=lambda point: (point.step, point.time)), key=f"final/{name}"))
             found.append(replace(min(numbers, key=lambda point: (point.value, point.step)), key=f"best/{name}"))
     return found
