@@ -114,6 +114,25 @@ def test_a_damaged_zip_and_a_damaged_member_are_told(tmp_path: Path) -> None:
         parsed.read(parsed.listing().items[0])
 
 
+def test_a_damaged_member_that_is_compressed_is_told_whatever_bit_it_is(tmp_path: Path) -> None:
+    """A folder written by `zip`: what unpacks it complains in its own ways before there is a checksum to compare."""
+    with zipfile.ZipFile(tmp_path / "a.zip", mode="w", compression=zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.txt", b"one and two, " * 40)
+        member = archive.infolist()[0]
+    whole = (tmp_path / "a.zip").read_bytes()
+    start, told = 30 + len(member.filename), 0
+    for place in range(start, start + member.compress_size):
+        path = tmp_path / f"{place}.zip"
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        parsed = parse(Source, {"type": "zip", "path": str(path)}, "here")
+        try:
+            assert parsed.read(parsed.listing().items[0]) == b"one and two, " * 40, "bits that mean nothing"
+        except OSError as error:
+            assert str(error).startswith("damaged in the zip: ")
+            told += 1
+    assert told >= member.compress_size - 1
+
+
 def write_named(folder: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from image_diffusion.core.files import atomic_write
+from image_diffusion.core.files import ZIP_FAULTS, atomic_write
 
 _LOCAL_HEADER = 30  # bytes in front of a member's name, APPNOTE.TXT 4.3.7
 
@@ -51,7 +51,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             return {name: _mapped(path, archive, name) if _maps(archive, name) else arrays[name] for name in arrays}
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist.") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+    except (*ZIP_FAULTS, TypeError) as error:
         raise ValueError(f"{path} is not a whole .npz file: {error}. Write it again.") from None
 
 

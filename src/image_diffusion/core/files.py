@@ -10,12 +10,17 @@ import os
 import shutil
 import tempfile
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from image_diffusion.core.exhausted import writing
+
+ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError, ValueError)
+"""What zipfile raises for an archive or a member that is damaged, is locked by a password, or is missing."""
 
 
 @contextmanager

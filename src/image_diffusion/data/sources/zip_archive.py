@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import Stamp, stamp_of
+from image_diffusion.core.files import ZIP_FAULTS, Stamp, stamp_of
 from image_diffusion.data.sources.listing import (
     LARGEST_IMAGE,
     LARGEST_TEXT,
@@ -25,7 +25,6 @@ from image_diffusion.data.sources.listing import (
 )
 
 _LABELS = "dataset.json"
-_FAULTS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 
 
 class ZipArchive(Config):
@@ -72,7 +71,7 @@ class ZipArchive(Config):
             check_size(member.file_size)
             with archive.open(member) as file:
                 return file.read(LARGEST_IMAGE)
-        except _FAULTS as error:
+        except ZIP_FAULTS as error:
             raise OSError(f"damaged in the zip: {error}") from None
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
@@ -98,7 +97,7 @@ class ZipArchive(Config):
         _, stamp = next(iter(self.files().values()))
         try:
             return _open(self.path, stamp)
-        except (*_FAULTS, OSError) as error:
+        except (*ZIP_FAULTS, OSError) as error:
             raise ValueError(
                 f"{self.path} cannot be read as a zip file: {error}. Download or write it again."
             ) from None
@@ -120,7 +119,7 @@ class ZipArchive(Config):
             content: Any = json.loads(archive.read(_LABELS))
             labels = content["labels"]
             return None if labels is None else {str(name).replace("\\", "/"): str(int(label)) for name, label in labels}
-        except (*_FAULTS, KeyError, TypeError) as error:
+        except (*ZIP_FAULTS, TypeError) as error:
             told = "it must hold the key labels, pairs of a name and the number of its class"
             raise ValueError(f"{self.path}: {_LABELS} cannot be read: {error}; {told}.") from None
 
