@@ -1,10 +1,14 @@
-"""Our crop beside the formula that guided-diffusion states, for the tests of both."""
+"""Crops for tests: ours beside the formula that guided-diffusion states, and a small data set of them."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.images import crop_image, quiet_pillow
 
@@ -26,3 +30,15 @@ def crop(data: bytes, resolution: int, resize: str = "exact") -> np.ndarray:
     config = DataConfig(name="x", source={"type": "digits"}, resolution=resolution, resize=resize)  # type: ignore[arg-type]
     with quiet_pillow():
         return crop_image(data, config).pixels.transpose(1, 2, 0)
+
+
+def crops_of_twelve(tmp_path: Path) -> Path:
+    """The folder of crops of twelve images of three classes, 16 x 16."""
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        path = tmp_path / f"in/{'abc'[number % 3]}/{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
+    source: Any = {"type": "folder", "path": str(tmp_path / "in")}
+    crop_dataset(DataConfig(name="x", source=source, resolution=16, num_shards=1), tmp_path / "crops")
+    return tmp_path / "crops"

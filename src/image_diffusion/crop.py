@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import describe
+from image_diffusion.data.alike import left_out, not_held_out, same_crops
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.duplicates import grey, groups, looks, near_duplicates, pixel_hash, sharpness, straddling
+from image_diffusion.data.duplicates import grey, looks, pixel_hash, sharpness
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
 from image_diffusion.data.records import (
     FORMAT,
@@ -41,21 +41,18 @@ from image_diffusion.data.records import (
     ShardRecord,
     class_histogram,
     describe_shards,
-    index_of,
     kept,
     key_prefix,
     record_hashes,
     record_path,
     remove_surplus,
-    share_of_hashes,
-    tar_path,
     write_index,
     write_quarantine,
     write_record,
 )
 from image_diffusion.data.source import remember
 from image_diffusion.data.sources.listing import Item, Listing
-from image_diffusion.data.tar import KEY_DIGITS, Layout, read_array
+from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
 _LOOK_S = 0.5  # between looks at what other processes have done
@@ -92,7 +89,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
         for record, is_new in _map(config, tasks, output, processes, None, progress):
             records.append(record)
             written |= {record.shard} if is_new else set()
-    spare = _spare(records) if config.duplicates == "drop" else {}
+    spare = same_crops(records) if config.duplicates == "drop" else {}
     again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != _spare_of(items, spare)]
     with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
         for record, _ in _map(config, again, output, processes, spare, progress):
@@ -103,12 +100,13 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
         + [each for record in records for each in record.quarantined],
         key=lambda each: each.path,
     )
-    write_quarantine(output / "quarantine.csv", sorted([*bad, *_told(records, spare)], key=lambda each: each.path))
+    write_quarantine(output / "quarantine.csv", sorted([*bad, *left_out(records, spare)], key=lambda each: each.path))
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
-    moved = _not_held_out(config, listing, records, output, processes)
+    layout = crop_layout(config, labelled=bool(listing.classes))
+    moved = not_held_out(records, output, layout, config.validation_fraction, processes)
     manifest = _manifest(config, listing, records, bad, output) | ({"not_held_out": moved} if moved else {})
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
@@ -227,52 +225,8 @@ def _is_looked_at(record: ShardRecord) -> bool:
     return all(each.pixels for each in (*record.samples, *record.dropped))
 
 
-def _spare(records: Iterable[ShardRecord]) -> dict[str, str]:
-    """The images whose crop is that of another, byte for byte, and the first by name of those, which stays."""
-    every = sorted(
-        (each for record in records for each in (*record.samples, *record.dropped)), key=lambda each: each.path
-    )
-    same = groups(each.pixels for each in every)
-    return {every[other].path: every[first].path for first, *others in same for other in others}
-
-
 def _spare_of(items: Iterable[Item], spare: Mapping[str, str]) -> set[str]:
     return {item.name for item in items if item.name in spare}
-
-
-def _told(records: Iterable[ShardRecord], spare: Mapping[str, str]) -> list[Quarantined]:
-    """What was left out as a duplicate, for the table."""
-    return [
-        Quarantined(each.path, f"the same crop as {spare[each.path]}", each.sha256)
-        for record in records
-        for each in record.dropped
-    ]
-
-
-def _not_held_out(
-    config: DataConfig, listing: Listing, records: Sequence[ShardRecord], output: Path, processes: int
-) -> list[int]:
-    """The samples that would be held out by their hash, and of which a near duplicate is trained on."""
-    if not config.validation_fraction:
-        return []
-    content = np.concatenate([index_of(record)["content"] for record in records])
-    held_out = np.flatnonzero(content < share_of_hashes(config.validation_fraction)).tolist()
-    layout = crop_layout(config, labelled=bool(listing.classes))
-    samples = [each for record in records for each in record.samples]
-    rows = [(record.shard, row) for record in records for row in range(record.num_samples)]
-
-    def crop(place: int) -> NDArray[np.uint8]:
-        shard, row = rows[place]
-        return read_array(tar_path(output, shard), layout, row)
-
-    pairs = near_duplicates([each.look for each in samples], crop, held_out, processes)
-    same = [(a, b) for first, *others in groups(each.pixels for each in samples) for a, b in pairwise((first, *others))]
-    moved = straddling([*same, *((a, b) for a, b, _ in pairs or [])], held_out)
-    if pairs is None:
-        told = "these images are too alike to tell near duplicates from others, so all held-out images stay held out"
-        print(f"crop: {told}.", file=sys.stderr)
-        return []
-    return moved
 
 
 def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:

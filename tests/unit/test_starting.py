@@ -7,18 +7,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
+from crops import crops_of_twelve
 from image_diffusion.configure import load_all, write_stages
 from image_diffusion.core.config import to_yaml
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_weights
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.config import DataConfig
 from image_diffusion.export import read_foreign
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.systems.dit import DiTSystem
@@ -109,15 +106,7 @@ def test_anything_else_is_refused_with_what_would_fit(theirs: Trained, told: str
 
 @pytest.fixture
 def crops(tmp_path: Path) -> Path:
-    """Twelve images of three classes, 16 x 16."""
-    generator = np.random.default_rng(0)
-    for number in range(12):
-        path = tmp_path / f"in/{'abc'[number % 3]}/{number:02d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
-    source: Any = {"type": "folder", "path": str(tmp_path / "in")}
-    crop_dataset(DataConfig(name="x", source=source, resolution=16, num_shards=1), tmp_path / "crops")
-    return tmp_path / "crops"
+    return crops_of_twelve(tmp_path)
 
 
 def trained(tmp_path: Path, crops: Path, network: dict[str, Any], **train: Any) -> dict[str, torch.Tensor]:

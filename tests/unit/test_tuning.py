@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
+from crops import crops_of_twelve
 from image_diffusion.configure import load_all
 from image_diffusion.core.config import read_yaml, to_yaml
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import read_weights, save_weights
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.config import DataConfig
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.train import prepare_training
@@ -177,15 +175,7 @@ def test_merged_weights_are_those_of_peft() -> None:
 
 @pytest.fixture
 def crops(tmp_path: Path) -> Path:
-    """Twelve images of three classes, 16 x 16."""
-    generator = np.random.default_rng(0)
-    for number in range(12):
-        path = tmp_path / f"in/{'abc'[number % 3]}/{number:02d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
-    source: Any = {"type": "folder", "path": str(tmp_path / "in")}
-    crop_dataset(DataConfig(name="x", source=source, resolution=16, num_shards=1), tmp_path / "crops")
-    return tmp_path / "crops"
+    return crops_of_twelve(tmp_path)
 
 
 def trained(folder: Path, crops: Path, steps: int = 6, **train: Any) -> dict[str, Tensor]:
