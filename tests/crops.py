@@ -11,6 +11,7 @@ from PIL import Image
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.images import crop_image, quiet_pillow
+from image_diffusion.data.shards import open_shards
 
 
 def original(image: Image.Image, size: int) -> np.ndarray:
@@ -42,3 +43,13 @@ def crops_of_twelve(tmp_path: Path) -> Path:
     source: Any = {"type": "folder", "path": str(tmp_path / "in")}
     crop_dataset(DataConfig(name="x", source=source, resolution=16, num_shards=1), tmp_path / "crops")
     return tmp_path / "crops"
+
+
+def crops_of(output: Path, source: dict[str, Any], processes: int = 1) -> dict[bytes, str | None]:
+    """The crops of a source, 6 x 6, and the class of each; written into `output`."""
+    config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 6, "num_shards": 2})
+    crop_dataset(config, output, processes=processes)
+    found = open_shards(output, "all")
+    pixels = found.gather(np.arange(found.num_samples)).permute(0, 2, 3, 1).numpy()
+    names = [found.classes[label] if found.classes else None for label in found.labels]
+    return {row.tobytes(): name for row, name in zip(pixels, names, strict=True)}

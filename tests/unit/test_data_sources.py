@@ -15,11 +15,11 @@ import pytest
 import webdataset
 from PIL import Image
 
+import crops
 from image_diffusion.core.config import parse
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.records import read_record
-from image_diffusion.data.shards import open_shards
 from image_diffusion.data.source import refresh, remember
 from image_diffusion.data.sources import Source
 
@@ -35,14 +35,7 @@ def png(number: int) -> bytes:
 
 
 def crops_of(tmp_path: Path, source: dict[str, Any]) -> dict[bytes, str | None]:
-    """The crops of a source, and the class of each."""
-    output = tmp_path / f"crops-{len(list(tmp_path.iterdir()))}"
-    config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 6, "num_shards": 2})
-    crop_dataset(config, output)
-    found = open_shards(output, "all")
-    pixels = found.gather(np.arange(found.num_samples)).permute(0, 2, 3, 1).numpy()
-    names = [found.classes[label] if found.classes else None for label in found.labels]
-    return {row.tobytes(): name for row, name in zip(pixels, names, strict=True)}
+    return crops.crops_of(tmp_path / f"crops-{len(list(tmp_path.iterdir()))}", source)
 
 
 WITH_CLASSES = {PIXELS[i].tobytes(): str(label) for i, label in enumerate(LABELS)}

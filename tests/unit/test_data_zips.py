@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from crops import crops_of
 from image_diffusion.core.config import parse
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.config import DataConfig
-from image_diffusion.data.shards import open_shards
 from image_diffusion.data.sources import Source
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
@@ -40,15 +38,6 @@ def as_edm2(labels: list[Any] | None) -> dict[str, bytes | str]:
     """What `dataset_tool.py convert` of EDM2 puts into a zip."""
     images: dict[str, bytes | str] = {f"00000/img{number:08d}.png": png(number) for number in range(12)}
     return images | {"dataset.json": json.dumps({"labels": labels})}
-
-
-def crops_of(output: Path, source: dict[str, Any], processes: int = 1) -> dict[bytes, str | None]:
-    config = DataConfig.model_validate({"name": "x", "source": source, "resolution": 6, "num_shards": 2})
-    crop_dataset(config, output, processes=processes)
-    found = open_shards(output, "all")
-    pixels = found.gather(np.arange(found.num_samples)).permute(0, 2, 3, 1).numpy()
-    names = [found.classes[label] if found.classes else None for label in found.labels]
-    return {row.tobytes(): name for row, name in zip(pixels, names, strict=True)}
 
 
 WITH_CLASSES = {PIXELS[i].tobytes(): str(label) for i, label in enumerate(LABELS)}
