@@ -33,15 +33,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from soak_project import EDITS, EXPERIMENTS, LOGGED, NEEDS, ROOT, TOLD, Choice, found, remove, write_project
-from warm import CLOCK, Warm
 
 from image_diffusion.core.files import digest
 from image_diffusion.workflow.code import package_digest
+from warm import CLOCK, Warm
 
 MADE_BY = {
     "configure": ".resolved.json",
     "crop": "datasets/*/crops/manifest.json",
     "detect": "datasets/*/detector/detector.json",
+    "reference": "datasets/*/references/*/reference.json",
     "encode": "datasets/*/*[er]/manifest.json",
     "embed": "datasets/*/pairs-*/manifest.json",
     "agent": "*/train/model.json",

@@ -90,10 +90,10 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
 NEEDS = {"latent": ["autoencoder"]}
 """The experiments whose codecs others use."""
 DATA_OF = {
-    "dit": {"detector"},
-    "iddpm": {"detector"},
-    "rin": {"detector"},
-    "latent": {"detector", "autoencoder"},
+    "dit": {"detector", "references"},
+    "iddpm": {"detector", "references"},
+    "rin": {"detector", "references"},
+    "latent": {"detector", "references", "autoencoder"},
     "dvae": {"dvae-tokens"},
     "prior": {"detector", "pairs-hashed"},
 }
@@ -204,8 +204,12 @@ def found(folder: Path, name: str) -> dict[str, str]:
 
 def _listed(listing: Path, experiment: Path) -> bytes:
     """The checksums of the previews of a training, without those that one of more steps has left there: its own when it
-    is extended again, and shown by nobody until then."""
-    last, files = read_json(experiment / "train/model.json")["step"], read_json(listing)["files"]
+    is extended again, and shown by nobody until then. A listing that is damaged is as it is: a note tells of it."""
+    last = read_json(experiment / "train/model.json")["step"]
+    try:
+        files = read_json(listing)["files"]
+    except ValueError:
+        return listing.read_bytes()
     return json.dumps({name: sha256 for name, sha256 in files.items() if int(name[5:12]) <= last}).encode()
 
 

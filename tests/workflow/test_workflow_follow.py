@@ -14,6 +14,7 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,18 @@ POINTS = """
 SELECT count(*) FROM metrics JOIN runs USING (run_uuid) JOIN tags USING (run_uuid)
 WHERE tags.key = 'stage' AND tags.value = 'train' AND metrics.key = 'train/loss' AND runs.status = ?
 """
+
+
+@pytest.fixture
+def fresh(fresh: Project) -> Project:
+    """Its processes are those that a user has."""
+    return replace(fresh, cold=True)
+
+
+@pytest.fixture
+def finished(finished: Project) -> Project:
+    """The same."""
+    return replace(finished, cold=True)
 
 
 def points(project: Project, status: str) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/sam
 
 
 def started(project: Project, *arguments: str) -> subprocess.Popen[bytes]:
-    """Snakemake in a session of its own."""
+    """Snakemake in a session of its own, and its processes as a user has them."""
     silent = subprocess.DEVNULL
     return subprocess.Popen(
-        [*project.command(), *arguments], cwd=project.folder, start_new_session=True, stdout=silent, stderr=silent
+        [*replace(project, cold=True).command(), *arguments],
+        cwd=project.folder,
+        start_new_session=True,
+        stdout=silent,
+        stderr=silent,
     )
 
 
@@ -115,7 +120,7 @@ def test_crops_and_two_processes_need_no_shared_memory(fresh: Project) -> None:
     if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     fresh.edit(lambda experiment: experiment["resources"].update(processes_per_node=2))
-    command = [*inside, *fresh.command(), "results/micro/train/weights.safetensors"]
+    command = [*inside, *replace(fresh, cold=True).command(), "results/micro/train/weights.safetensors"]
     done = subprocess.run(command, cwd=fresh.folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "crop: one process crops, since several share memory in /dev/shm, which this machine does not" in done.stdout

@@ -49,7 +49,8 @@ server.connect({address!r})
 request = json.dumps([arguments, os.getcwd(), dict(os.environ), os.getpgrp()]).encode()
 socket.send_fds(server, [struct.pack("<I", len(request))], [0, 1, 2])
 server.sendall(request)
-child = int(server.recv(16) or b"0")
+answers = server.makefile("rb")  # a line each: both may have come before the first is read
+child = int(answers.readline() or b"0")
 if not child:
     sys.exit(1)
 
@@ -61,7 +62,7 @@ def hand_on(number, frame):
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, hand_on)
-answer = server.recv(16)
+answer = answers.readline()
 code = int(answer) if answer else -signal.SIGKILL
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -189,7 +190,7 @@ def serve(address: str, python: str) -> NoReturn:
             ended = clients.pop(child, None)
             if ended is not None:
                 with suppress(OSError), ended:
-                    ended.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                    ended.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         if listening in ready:
             client, _ = listening.accept()
             try:
@@ -214,7 +215,7 @@ def serve(address: str, python: str) -> NoReturn:
                 os.close(each)
             (Path(address).parent / str(child)).write_text(_name(json.loads(request)[0]))
             with suppress(OSError):
-                client.sendall(str(child).encode())
+                client.sendall(f"{child}\n".encode())
             clients[child] = client
 
 
