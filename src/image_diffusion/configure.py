@@ -18,7 +18,7 @@ from image_diffusion.codecs.pretrained import files_of
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
-from image_diffusion.core.files import to_json, write_if_changed
+from image_diffusion.core.files import digest, to_json, write_if_changed
 from image_diffusion.core.types import SamplesOf, WeightsOf
 from image_diffusion.data.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
@@ -27,6 +27,7 @@ from image_diffusion.experiment import (
     EncodeStage,
     Experiment,
     ExportStage,
+    ReferenceStage,
     TrainStage,
     check_experiment,
     load_experiment,
@@ -140,6 +141,18 @@ def train_stage(name: str, experiment: Experiment) -> TrainStage:
     )
 
 
+def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
+    """What `reference` runs with, by the folder of what it makes: for each detector that looks at the data set."""
+    if not experiment.system.looks_at_splits(experiment):
+        return {}
+    found = {}
+    for detector in experiment.system.detectors(experiment):
+        usual = detector == type(detector)()
+        name = detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
+        found[name] = ReferenceStage(detector=detector)
+    return found
+
+
 def embed_stage(experiment: Experiment) -> EmbedStage:
     """What `embed` runs with, for an experiment that has pairs."""
     assert experiment.pairs is not None
@@ -181,7 +194,11 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     pairs = experiment.pairs
     if pairs is not None:
         stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", dump(embed_stage(experiment)))
-    for path, stage in stages.values():
+    references = {
+        each: (dataset / "config" / f"reference-{each}.yaml", dump(stage))
+        for each, stage in reference_stages(experiment).items()
+    }
+    for path, stage in [*stages.values(), *references.values()]:
         write_if_changed(path, to_yaml(stage))
     swept = write_sweep(experiment, own / "sweep")
     samples, inputs, others = experiment.samples, system.inputs(experiment), built_on(experiment)
@@ -211,7 +228,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "makes_samples": samples is not None,
         "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,
-        "detector": system.detector(experiment),
+        "detectors": [detector.type for detector in system.detectors(experiment)],
+        "references": {each: str(path) for each, (path, _) in references.items()},
         "headline": system.headline(experiment),
         "sweep": swept,
         "export": experiment.export.format,

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
+    parser.add_argument("--references", type=Path, nargs="+", help="folders that reference wrote, one a detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
     parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")
     parser.add_argument("--report", type=Path, help="folder for the pictures")
@@ -100,6 +101,7 @@ def to_judge(arguments: argparse.Namespace) -> ToJudge:
         arguments.samples,
         arguments.detector,
         arguments.reference,
+        arguments.references or [],
         arguments.previews,
         arguments.report,
         raw,
@@ -122,9 +124,10 @@ def judge(given: ToJudge) -> dict[str, Any]:
 def _told(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers by the names under which they are tracked: those of a judge that must not be believed lie apart, so
     that nothing is chosen by them."""
+    doubts = result.get("doubts", ())
     for name, entry in result["metrics"].items():
         if entry["value"] is not None:
-            believed = entry.get("doubt") is None or entry["doubt"] != result.get("doubt")
+            believed = entry.get("doubt") is None or entry["doubt"] not in doubts
             yield (name if believed else f"doubted/{name}"), entry["value"]
 
 

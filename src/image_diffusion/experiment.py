@@ -22,6 +22,7 @@ from image_diffusion.core.shapes import shapes_only
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.data.sources import Source
+from image_diffusion.metrics import DetectorConfig
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.embedding.pairs import PairsConfig
 from image_diffusion.systems.given import Others, SampleSettings, Section
@@ -171,6 +172,12 @@ class EmbedStage(Config):
     pairs: PairsConfig
     source: Source | None
     max_bad_fraction: float = 0.1
+
+
+class ReferenceStage(Config):
+    """What `reference` runs with."""
+
+    detector: DetectorConfig
 
 
 class TrainStage(Config):

@@ -64,7 +64,7 @@ def main() -> None:
     judge = judge.model_copy(update={"two_sample": False, "copies": False})
     crops = arguments.data / "crops"
     data = RealImages(open_shards(crops, "train"), open_shards(crops, "validation"))
-    detector = judge.detector.build(arguments.data / "detector", str(device))
+    detector = judge.detectors[0].build(arguments.data / "detector", str(device))
     assert isinstance(model.system, DiffusionSystem)
     adds_noise = model.system.process.type != "flow"
 
@@ -84,7 +84,7 @@ def main() -> None:
                 seconds.append(time.process_time() - began)
             array = torch.cat(images).permute(0, 2, 3, 1).numpy()
             made = Samples(array, None if labels is None else labels.numpy(), model.classes)
-            found = evaluate_samples(made, data, detector, judge)["metrics"]
+            found = evaluate_samples(made, data, [detector], judge)["metrics"]
             kd, fd, agreement = (found.get(f"inpipe_{key}", {}).get("value") for key in ("kd", "fd", "agreement"))
             print(
                 f"| {name} | {calls} | {kd:.4f} | {fd:.3f} | {'' if agreement is None else f'{agreement:.3f}'} | "

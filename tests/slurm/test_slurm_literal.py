@@ -51,7 +51,7 @@ def with_python() -> dict[str, str]:
 def test_every_stage_was_a_job(on_slurm: Project) -> None:
     printed = (on_slurm / "printed.log").read_text()
     jobs = set(re.findall(r"has been submitted with SLURM jobid .*/rule_(\w+)/", printed))
-    assert jobs == {"crop", "datasheet", "detect", "train", "encode", "sample", "evaluate"}
+    assert jobs == {"crop", "datasheet", "detect", "reference", "train", "encode", "sample", "evaluate"}
     assert printed.count("Asked of the queue") == 1
     assert re.search(r"^train +2 +gpu:2 +2 +6000 +10 +1$", printed, re.MULTILINE), "what it asks for stands there"
 

@@ -60,7 +60,7 @@ def dvae() -> nn.Module:
 
 def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path) -> None:
     network = dvae()
-    result = evaluate_codec(network, data, Brightness(), EvaluateConfig(batch_size=50), tmp_path / "a")
+    result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(batch_size=50), tmp_path / "a")
     metrics = result["metrics"]
     named = {"psnr", "ssim", "test_reconstruction_fd", "test_same_class", "test_agreement"}
     assert set(metrics) == {f"{name}_{way}" for name in named for way in ("soft", "hard")} | {
@@ -82,7 +82,7 @@ def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path
     assert metrics["test_reconstruction_fd_hard"]["ratio"] > 10  # nothing was trained
     assert result["protocol"]["reference"] == {"split": "validation", "data": "set", "num_images": 120}
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"reconstructions.png", "worst.png", "codebook.png"}
-    again = evaluate_codec(network, data, Brightness(), EvaluateConfig(batch_size=50), tmp_path / "b")
+    again = evaluate_codec(network, data, [Brightness()], EvaluateConfig(batch_size=50), tmp_path / "b")
     write_json(tmp_path / "a.json", result)
     write_json(tmp_path / "b.json", again)
     for name in (".json", "/worst.png", "/codebook.png"):
@@ -93,7 +93,7 @@ def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path
 def test_batches_change_no_number(data: RealImages, batch_size: int) -> None:
     network = dvae()
     expected, found = (
-        evaluate_codec(network, data, Brightness(), EvaluateConfig(batch_size=size))["metrics"]
+        evaluate_codec(network, data, [Brightness()], EvaluateConfig(batch_size=size))["metrics"]
         for size in (120, batch_size)
     )
     for name, entry in expected.items():
@@ -104,14 +104,14 @@ def test_batches_change_no_number(data: RealImages, batch_size: int) -> None:
 def test_the_small_autoencoder_is_judged_alike(data: RealImages, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(SPEC).eval()
-    result = evaluate_codec(network, data, Brightness(), EvaluateConfig(), tmp_path)
+    result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(), tmp_path)
     assert {"psnr_mean", "ssim_mean", "test_reconstruction_fd_mean"} <= set(result["metrics"])
     assert {path.name for path in tmp_path.iterdir()} == {"reconstructions.png", "worst.png"}
 
 
 def test_without_held_out_images_the_training_images_are_judged_and_the_protocol_says_so() -> None:
     data = RealImages(images(150, 0), images(0, 1))
-    result = evaluate_codec(dvae(), data, Brightness(), EvaluateConfig())
+    result = evaluate_codec(dvae(), data, [Brightness()], EvaluateConfig())
     assert result["protocol"]["reference"]["split"] == "train"
     assert result["metrics"]["test_reconstruction_fd_hard"]["floor"] is None
 
@@ -121,9 +121,9 @@ def test_what_cannot_be_judged_is_told(data: RealImages) -> None:
         DataSpec(channels=4, resolution=16)
     )
     with pytest.raises(ValueError, match=r"shape \[3, 16, 16\] but the network was built for \[4, 16, 16\]"):
-        evaluate_codec(other, data, Brightness(), EvaluateConfig())
+        evaluate_codec(other, data, [Brightness()], EvaluateConfig())
     small = AutoencoderConfig(block_channels=(8, 16), norm_groups=4).build(DataSpec(channels=3, resolution=32))
     with pytest.raises(ValueError, match=r"the network was built for \[3, 32, 32\]"):
-        evaluate_codec(small, data, Brightness(), EvaluateConfig())
+        evaluate_codec(small, data, [Brightness()], EvaluateConfig())
     with pytest.raises(ValueError, match="0 images"):
-        evaluate_codec(dvae(), RealImages(images(0, 0), images(0, 1)), Brightness(), EvaluateConfig())
+        evaluate_codec(dvae(), RealImages(images(0, 0), images(0, 1)), [Brightness()], EvaluateConfig())

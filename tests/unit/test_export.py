@@ -21,7 +21,7 @@ from image_diffusion.systems.dit import DiTSystem
 
 MEASURED = {
     "metrics": {"inpipe_fd": {"value": 1.5, "interval": [1.0, 2.0], "n": 300, "note": ""}},
-    "protocol": {"detector": {"name": "inpipe"}},
+    "protocol": {"detectors": [{"name": "inpipe"}]},
 }
 RUN = """
 import resource, sys

@@ -77,7 +77,7 @@ def codecs() -> set[str]:
     data, found = RealImages(images(60), images(40)), set[str]()
     dvae = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)
     for config in (dvae, AutoencoderConfig(block_channels=[16, 16])):
-        found |= set(evaluate_codec(config.build(spec).eval(), data, Brightness(), EvaluateConfig())["metrics"])
+        found |= set(evaluate_codec(config.build(spec).eval(), data, [Brightness()], EvaluateConfig())["metrics"])
     return found
 
 

@@ -72,7 +72,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data = RealImages(noise(300, 0), noise(33, 1))
     train_detector(data.train, data.validation, DetectorTraining(least_examples=300, epochs=1), folder)
     detector = load_detector(folder)
-    return evaluate_samples(noise(64, 2), data, detector, EvaluateConfig())
+    return evaluate_samples(noise(64, 2), data, [detector], EvaluateConfig())
 
 
 def test_floor_and_samples_are_compared_at_one_number(result: dict[str, Any]):

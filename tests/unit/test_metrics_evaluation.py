@@ -14,7 +14,7 @@ from torch import Tensor
 
 from image_diffusion.core.files import write_json
 from image_diffusion.core.verify import write_listing
-from image_diffusion.metrics import curve
+from image_diffusion.metrics import copies, curve
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
 from image_diffusion.metrics.curve import measure_previews, read_previews
@@ -61,10 +61,10 @@ def data() -> RealImages:
 
 
 def test_panel_of_good_samples_is_near_the_floor(data: RealImages, tmp_path: Path):
-    result = evaluate_samples(images(300, 2), data, Brightness(), EvaluateConfig(), tmp_path)
+    result = evaluate_samples(images(300, 2), data, [Brightness()], EvaluateConfig(), tmp_path)
     metrics = result["metrics"]
     assert set(metrics) == {
-        *(f"inpipe_{name}" for name in ("fd", "kd", "precision", "recall", "density", "coverage")),
+        *(f"inpipe_{name}" for name in ("fd", "kd", "mind", "precision", "recall", "density", "coverage")),
         *(f"inpipe_{name}" for name in ("c2st", "agreement", "missing_classes", "class_fd")),
         "copies",
     }
@@ -78,7 +78,7 @@ def test_panel_of_good_samples_is_near_the_floor(data: RealImages, tmp_path: Pat
     assert result["protocol"]["reference"] == {"split": "train", "data": "set 0", "num_images": 600}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.png", "confusion.png", "nearest.png"]
     write_json(tmp_path / "a.json", result)
-    write_json(tmp_path / "b.json", evaluate_samples(images(300, 2), data, Brightness(), EvaluateConfig()))
+    write_json(tmp_path / "b.json", evaluate_samples(images(300, 2), data, [Brightness()], EvaluateConfig()))
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
@@ -86,7 +86,7 @@ def test_panel_of_bad_samples_shows_what_is_wrong(data: RealImages):
     good, bad = images(300, 3), images(300, 3, shift=60)
     bad.labels = (bad.labels + 1) % 3
     first, second = (
-        evaluate_samples(each, data, Brightness(), EvaluateConfig(copies=False))["metrics"] for each in (good, bad)
+        evaluate_samples(each, data, [Brightness()], EvaluateConfig(copies=False))["metrics"] for each in (good, bad)
     )
     assert second["inpipe_fd"]["interval"][0] > first["inpipe_fd"]["interval"][1]
     assert second["inpipe_class_fd"]["value"] > 10 * first["inpipe_class_fd"]["value"]
@@ -96,9 +96,9 @@ def test_panel_of_bad_samples_shows_what_is_wrong(data: RealImages):
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_numbers_do_not_depend_on_the_batch(data: RealImages, batch: int):
     settings = EvaluateConfig(copies=False)
-    expected = evaluate_samples(images(120, 4), data, Brightness(), settings)["metrics"]
+    expected = evaluate_samples(images(120, 4), data, [Brightness()], settings)["metrics"]
     settings = settings.model_copy(update={"batch_size": batch})
-    found = evaluate_samples(images(120, 4), data, Brightness(), settings)["metrics"]
+    found = evaluate_samples(images(120, 4), data, [Brightness()], settings)["metrics"]
     for name, entry in expected.items():
         assert found[name]["value"] == pytest.approx(entry["value"], rel=1e-6)
 
@@ -106,7 +106,7 @@ def test_numbers_do_not_depend_on_the_batch(data: RealImages, batch: int):
 def test_samples_without_classes_get_no_class_metrics(data: RealImages):
     samples = images(120, 5)
     samples.has_labels = False
-    result = evaluate_samples(samples, data, Brightness(), EvaluateConfig(copies=False))
+    result = evaluate_samples(samples, data, [Brightness()], EvaluateConfig(copies=False))
     assert "inpipe_agreement" not in result["metrics"] and result["classes"] == {}
 
 
@@ -114,11 +114,11 @@ def test_reference_may_be_statistics_or_other_samples(data: RealImages, tmp_path
     made, other = images(200, 6), images(200, 7)
     np.savez(tmp_path / "other.npz", other.gather(np.arange(200)).permute(0, 2, 3, 1).numpy(), other.labels)
     settings = EvaluateConfig(copies=False)
-    against_samples = evaluate_samples(made, data, Brightness(), settings, reference_file=tmp_path / "other.npz")
+    against_samples = evaluate_samples(made, data, [Brightness()], settings, reference_file=tmp_path / "other.npz")
     seen = Brightness()(other.gather(np.arange(200))).features
-    write_statistics(tmp_path / "stats.npz", Moments.of(seen), "abc")
+    write_statistics(tmp_path / "stats.npz", {"fd": Moments.of(seen).gaussian}, "abc")
     assert read_statistics(tmp_path / "stats.npz", "abc")["fd"].count == 200
-    against_file = evaluate_samples(made, data, Brightness(), settings, reference_file=tmp_path / "stats.npz")
+    against_file = evaluate_samples(made, data, [Brightness()], settings, reference_file=tmp_path / "stats.npz")
     assert against_file["metrics"]["inpipe_fd"]["value"] == pytest.approx(
         against_samples["metrics"]["inpipe_fd"]["value"], rel=1e-9
     )
@@ -142,7 +142,7 @@ def test_adm_layout_and_mistakes_in_statistics(data: RealImages, tmp_path: Path)
         ("absent.npz", "does not exist"),
     ]:
         with pytest.raises(ValueError, match=message):
-            evaluate_samples(images(50, 8), data, Brightness(), EvaluateConfig(), reference_file=tmp_path / name)
+            evaluate_samples(images(50, 8), data, [Brightness()], EvaluateConfig(), reference_file=tmp_path / name)
 
 
 def test_samples_are_read_with_their_protocol(tmp_path: Path):
@@ -202,7 +202,7 @@ def test_what_cannot_be_measured_is_told_before_the_detector_runs(data: RealImag
         (images(50, 9), nothing, EvaluateConfig(reference="validation"), "validation split has 0 images"),
     ]:
         with pytest.raises(ValueError, match=message):
-            evaluate_samples(samples, real, Never(), settings)
+            evaluate_samples(samples, real, [Never()], settings)
 
 
 def test_a_reference_of_another_size_is_told_before_the_detector_runs(data: RealImages, tmp_path: Path):
@@ -212,7 +212,7 @@ def test_a_reference_of_another_size_is_told_before_the_detector_runs(data: Real
 
     np.savez(tmp_path / "small.npz", np.zeros((50, 8, 8, 3), np.uint8))
     with pytest.raises(ValueError, match=r"shape \[3, 16, 16\] but those in .*small.npz \[3, 8, 8\]"):
-        evaluate_samples(images(50, 9), data, Never(), EvaluateConfig(), reference_file=tmp_path / "small.npz")
+        evaluate_samples(images(50, 9), data, [Never()], EvaluateConfig(), reference_file=tmp_path / "small.npz")
 
 
 def test_features_that_are_not_finite_are_told(data: RealImages):
@@ -222,7 +222,7 @@ def test_features_that_are_not_finite_are_told(data: RealImages):
             return Detected(seen.features * float("nan"), seen.logits)
 
     with pytest.raises(ValueError, match="not finite"):
-        evaluate_samples(images(50, 9), data, Broken(), EvaluateConfig())
+        evaluate_samples(images(50, 9), data, [Broken()], EvaluateConfig())
 
 
 def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Path):
@@ -242,10 +242,21 @@ def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Pat
     assert float(find_copies(fresh, train, held_out).flagged.float().mean()) < 0.06
 
 
+def test_neighbours_are_the_same_however_many_training_images_are_looked_at_at_a_time(
+    data: RealImages, monkeypatch: pytest.MonkeyPatch
+):
+    expected = find_copies(images(40, 5), data.train, data.validation)
+    monkeypatch.setattr(copies, "_AT_ONCE", 37)
+    found = find_copies(images(40, 5), data.train, data.validation)
+    torch.testing.assert_close(found.distance, expected.distance)
+    assert torch.equal(found.nearest, expected.nearest) and found.threshold == pytest.approx(expected.threshold)
+    assert find_copies(images(4, 5), images(3, 6), None).nearest.shape == (4, 3)
+
+
 def test_missing_weights_are_told_without_a_network(tmp_path: Path):
     with pytest.raises(ValueError, match="needs --detector"):
-        EvaluateConfig().detector.build(None)
-    with pytest.raises(ValueError, match=r"weights is .*absent\.pth, which does not exist"):
+        EvaluateConfig().detectors[0].build(None)
+    with pytest.raises(ValueError, match=r"weights of dinov2_vitl14 is .*absent\.pth, which does not exist"):
         Dinov2(weights=tmp_path / "absent.pth").build()
     pytest.importorskip("torch_fidelity")
     with pytest.raises(ValueError, match=r"Inception weights .*absent\.pth do not exist"):
@@ -344,7 +355,7 @@ def test_previews_become_a_curve_of_the_same_numbers_as_samples(data: RealImages
         np.savez(tmp_path / f"step-{step:07d}.npz", pixels, made.labels)
     previews, left_out = read_previews(tmp_path, CLASSES, 400)
     assert not left_out
-    result = evaluate_samples(images(60, 400), data, Brightness(), settings, tmp_path / "report", previews=previews)
+    result = evaluate_samples(images(60, 400), data, [Brightness()], settings, tmp_path / "report", previews=previews)
     worse, better = result["curve"]
     assert (worse["step"], better["step"]) == (200, 400) and better["num_samples"] == 60
     for name in ("inpipe_kd", "inpipe_fd", "inpipe_agreement"):

@@ -16,6 +16,7 @@ from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.metrics.neighbours import manifold_estimates
 from image_diffusion.metrics.panel import _some
 from image_diffusion.metrics.score import inception_score, inception_score_estimate
+from image_diffusion.metrics.sliced import _directions, monge_distance
 from image_diffusion.metrics.two_sample import two_sample_test
 
 
@@ -94,6 +95,31 @@ def test_kernel_distance_is_unbiased():
     values = [kernel_distance(randn(60, 4, seed=s), randn(60, 4, seed=s + 1000)).value for s in range(80)]
     assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(80)
     assert min(values) < 0 < max(values)
+
+
+def test_monge_distance_of_a_shift_and_of_sets_that_are_the_same():
+    x, shift = randn(300, 6), torch.tensor([3.0, 0, -1, 0, 2, 0], dtype=torch.float64)
+    along = (_directions(6) @ shift).square().mean()
+    assert monge_distance(x, x + shift).value == pytest.approx(3 * 6 * float(along), rel=1e-6)
+    assert float(6 * along) == pytest.approx(float(shift.square().sum()), rel=0.05), "that of all directions"
+    assert monge_distance(x, x.repeat(2, 1)).value == pytest.approx(0, abs=1e-9), "sizes may differ"
+    with pytest.raises(ValueError, match="at least 2 samples on each side; got 300 and 1"):
+        monge_distance(x, x[:1])
+
+
+def test_monge_distance_is_that_of_its_paper_for_as_many_of_either():
+    x, y = randn(150, 5, seed=1).double(), randn(150, 5, seed=2).double() * 2
+    sides = ((each @ _directions(5).T).sort(dim=0).values for each in (x, y))
+    first, second = sides
+    expected = 3 * 5 * (first - second).square().mean(dim=0).mean()
+    assert monge_distance(x, y).value == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_interval_of_the_monge_distance_covers():
+    reference = randn(200, 4, seed=1) + 0.5
+    truth = monge_distance(randn(20_000, 4, seed=2), reference).value
+    found = [monge_distance(randn(200, 4, seed=10 + s), reference).interval for s in range(60)]
+    assert 0.9 <= np.mean([low <= truth <= high for low, high in found]) <= 1
 
 
 def test_inception_score_of_uniform_and_one_hot_predictions():

@@ -18,7 +18,7 @@ MEASURED = {
         "inpipe_fd": {"value": 1.5, "interval": [1.0, 2.0], "n": 300, "note": "few | samples"},
         "accuracy": {"value": None, "interval": None, "n": 0, "note": "no classes"},
     },
-    "protocol": {"detector": {"name": "inpipe"}},
+    "protocol": {"detectors": [{"name": "inpipe"}]},
 }
 
 

@@ -48,7 +48,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (PRIOR | {"sweep": {"num_steps": [5]}}, "sweep is set, but a system of type prior has no use for it"),
         (PRIOR | {"sample": {"num_samples": 4}}, "sample is set, but a system of type prior has no use for it"),
         (PRIOR | {"preview": {"num_samples": 4}}, "preview is set, but a system of type prior has no use for it"),
-        (PRIOR | {"evaluate": {"detector": {"type": "inpipe"}}}, "evaluate is set, but a system of type prior"),
+        (PRIOR | {"evaluate": {"detectors": ["inpipe"]}}, "evaluate is set, but a system of type prior"),
         (DIT | {"prediction": {"num_candidates": 1}}, "prediction is set, but a system of type dit has no use for it"),
         (DVAE | {"pairs": {"type": "hashed"}}, "pairs is set, but a system of type dvae has no use for it"),
         (DIT | {"pairs": {"type": "captions"}}, "pairs is set, but system.condition.type is label: nothing reads"),

@@ -141,7 +141,7 @@ def test_another_experiment_to_compare_with_is_found_and_must_make_images_of_the
 
 def point(value: float, interval: tuple[float, float] | None, n: int = 500, detector: str = "a") -> dict[str, Any]:
     entry = {"value": value, "debiased": None if interval is None else sum(interval) / 2, "interval": interval, "n": n}
-    protocol = {"detector": detector, "reference": {}, "settings": {}, "num_samples": n, "weights": {"step": value}}
+    protocol = {"detectors": [detector], "reference": {}, "settings": {}, "num_samples": n, "weights": {"step": value}}
     return {"metrics": {"inpipe_fd": entry, "inpipe_kd": entry}, "protocol": protocol}
 
 

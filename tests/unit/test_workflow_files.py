@@ -39,6 +39,7 @@ def test_everything_is_what_is_made_of_each_and_of_all() -> None:
         "out/summary.html",
         f"{DATA}/crops/manifest.json",
         f"{DATA}/detector/detector.json",
+        f"{DATA}/references/inpipe/reference.json",
         *(f"out/{name}/{page}" for name in ("one", "two") for page in ("tracked.json", "report/index.html")),
     }
 
@@ -79,8 +80,16 @@ def test_what_samples_are_compared_with() -> None:
     assert files(a_plan(against="real.npz")).reference_option(ONE) == ["--reference", "real.npz"]
     assert files(a_plan(against_experiment="two")).reference(ONE) == "out/two/samples/samples.npz"
     assert files(a_plan()).detector_option(ONE) == ["--detector", f"{DATA}/detector"]
-    assert files(a_plan(detector="inception")).detector_option(ONE) == []
-    assert files(a_plan(detector=None)).detector(ONE) == []
+    assert files(a_plan(detectors=["inception"])).detector_option(ONE) == []
+    assert files(a_plan(detectors=[])).detector(ONE) == []
+    two = files(a_plan(detectors=["inception", "inpipe"], references={"inception": "a.yaml", "inpipe": "b.yaml"}))
+    assert two.detector(ONE) == f"{DATA}/detector/detector.json"
+    assert two.references_option(ONE) == ["--references", f"{DATA}/references/inception", f"{DATA}/references/inpipe"]
+    inception, inpipe = ({"dataset": "dots-16", "judge": judge} for judge in ("inception", "inpipe"))
+    assert (two.reference_config(inception), two.reference_config(inpipe)) == ("a.yaml", "b.yaml")
+    assert two.reference_detector_option(inception) == []
+    assert two.reference_detector_option(inpipe) == ["--detector", f"{DATA}/detector"]
+    assert files(a_plan(references={})).references_option(ONE) == []
 
 
 def test_what_makes_no_samples_has_none_to_be_judged_or_shown() -> None:

@@ -14,7 +14,7 @@ from projects import Project
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 AFTER_TRAIN = {"train", *AFTER_SAMPLE}
-EVERYTHING = {"crop", "datasheet", "detect", *AFTER_TRAIN}
+EVERYTHING = {"crop", "datasheet", "detect", "reference", *AFTER_TRAIN}
 
 
 def flip(path: Path) -> None:
@@ -50,7 +50,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
     "the index": ("datasets/dots-16/crops/index.npy", flip, EVERYTHING),
     "a manifest": ("datasets/dots-16/crops/manifest.json", flip, EVERYTHING),
     "a sheet": ("datasets/dots-16/crops/sheet.png", flip, EVERYTHING),
-    "the detector": ("datasets/dots-16/detector/detector.safetensors", flip, {"detect", *AFTER_SAMPLE} - {"sample"}),
+    "the detector": (
+        "datasets/dots-16/detector/detector.safetensors",
+        flip,
+        {"detect", "reference", *AFTER_SAMPLE} - {"sample"},
+    ),
+    "what it saw": (
+        "datasets/dots-16/references/inpipe/train-features.npy",
+        flip,
+        {"reference", *AFTER_SAMPLE} - {"sample"},
+    ),
     "weights": ("micro/train/weights.safetensors", cut, AFTER_TRAIN),
     "what describes the weights": ("micro/train/model.json", flip, AFTER_TRAIN),
     "samples": ("micro/samples/samples.npz", flip, AFTER_SAMPLE),

@@ -73,11 +73,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def test_it_is_trained_sampled_judged_tracked_and_shown(made: Project) -> None:
     results = made / "results/micro"
     plan = json.loads((results / "config/plan.json").read_text())
-    assert (plan["system"], plan["headline"], plan["makes_samples"], plan["detector"]) == (
+    assert (plan["system"], plan["headline"], plan["makes_samples"], plan["detectors"]) == (
         "gaussian",
         "nats",
         True,
-        None,
+        [],
     )
     metrics = json.loads((results / "metrics.json").read_text())
     assert metrics["protocol"]["weights"]["system"] == "gaussian" and metrics["metrics"]["nats"]["interval"]

@@ -11,6 +11,7 @@ rule evaluate:
         samples=files.samples,
         data=files.real_data,
         detector=files.detector,
+        references=files.references,
         reference=files.reference,
     output:
         metrics=report(
@@ -44,6 +45,7 @@ rule evaluate:
         code=code["evaluate"],
         trained_by=files.trained_by_option,
         detector=files.detector_option,
+        references=files.references_option,
         reference=files.reference_option,
         data=subpath(input.data, parent=True),
         previews=f"{results}/{{experiment}}/train/previews",
@@ -52,5 +54,6 @@ rule evaluate:
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " {params.samples:q} --data {params.data:q} {params.detector:q} {params.reference:q} --previews {params.previews:q}"
+        " {params.samples:q} --data {params.data:q} {params.detector:q} {params.references:q}"
+        " {params.reference:q} --previews {params.previews:q}"
         " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

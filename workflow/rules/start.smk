@@ -34,6 +34,7 @@ wildcard_constraints:
     dataset=plans.pattern("dataset"),
     codec=plans.pattern("codec"),
     pairs=plans.pattern("pairs"),
+    judge=plans.pattern("judge"),
     axis=r"\w+",
     value=r"[^/]+",
     step=r"\d+|latest",

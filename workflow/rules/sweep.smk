@@ -74,6 +74,7 @@ rule sweep_evaluate:
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",
         data=files.real_data,
         detector=files.detector,
+        references=files.references,
         reference=files.reference,
     output:
         metrics=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/metrics.json",
@@ -95,13 +96,14 @@ rule sweep_evaluate:
         code=code["evaluate"],
         trained_by=files.trained_by_option,
         detector=files.detector_option,
+        references=files.references_option,
         reference=files.reference_option,
         data=subpath(input.data, parent=True),
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
         " --samples {input.samples:q} --data {params.data:q} {params.detector:q}"
-        " {params.reference:q} --output {output.metrics:q}"
+        " {params.references:q} {params.reference:q} --output {output.metrics:q}"
 
 
 rule sweep:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import SamplesOf
@@ -17,8 +17,9 @@ from image_diffusion.metrics.lpips import LpipsConfig
 class EvaluateConfig(Config):
     """The detector, the reference, and what is measured."""
 
-    detector: DetectorConfig = InPipe()
-    """What looks at the images. The names of the metrics say which it was."""
+    detectors: tuple[DetectorConfig, ...] = Field((InPipe(),), min_length=1)
+    """What looks at the images, each by its section or, with its defaults, by its type alone. The names of the metrics
+    say which it was; the first gives the headline."""
     reference: Literal["train", "validation"] = "train"
     """The split that samples are compared with; the other split gives the real-against-real floor."""
     against: SamplesOf | str | None = None
@@ -27,7 +28,7 @@ class EvaluateConfig(Config):
     neighbours: int = Field(3, ge=1, le=50)
     """k of precision, recall, density and coverage."""
     neighbour_references: int = Field(10_000, ge=10)
-    """Reference images used at most for precision and recall, and for the kernel distance (ADM: 10,000)."""
+    """Reference images used at most for precision and recall, and on either side for kd and mind (ADM: 10,000)."""
     score_split: int = Field(5000, ge=10)
     """Samples in each split of the Inception Score."""
     infinity: bool = False
@@ -45,3 +46,18 @@ class EvaluateConfig(Config):
     """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
     batch_size: int = Field(256, ge=1)
     """Images the detector, or a codec that is judged, sees at a time; no result depends on it."""
+
+    @field_validator("detectors", mode="before")
+    @classmethod
+    def _by_type(cls, detectors: Any) -> Any:
+        if not isinstance(detectors, (list, tuple)):
+            return detectors
+        return [{"type": each} if isinstance(each, str) else each for each in detectors]
+
+    @field_validator("detectors")
+    @classmethod
+    def _apart(cls, detectors: tuple[DetectorConfig, ...]) -> tuple[DetectorConfig, ...]:
+        names = [each.metric_name("fd") for each in detectors]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"Two of them call their Fréchet distance {twice}. Name each detector once.")
+        return detectors

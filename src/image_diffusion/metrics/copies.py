@@ -17,7 +17,7 @@ from image_diffusion.metrics.features import ImageSet
 from image_diffusion.metrics.neighbours import squared_distances
 
 _SIZE = 16
-_READ = 512
+_READ, _AT_ONCE = 512, 8192
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,40 @@ class Copies:
 
 def find_copies(samples: ImageSet, train: ImageSet, held_out: ImageSet | None, k: int = 4) -> Copies:
     """The k nearest training images of every sample, mirrored ones included, and whether they are suspiciously near."""
-    plain = _reduced(train)
-    size = plain.shape[1] // _SIZE
-    mirrored = plain.view(len(plain), size, _SIZE).flip(-1).flatten(1)
-    distance, nearest = _nearest(_reduced(samples), plain, mirrored, k)
-    threshold = None
+    queries = [_reduced(samples)]
     if held_out is not None and held_out.num_samples >= 100:
-        threshold = float(_nearest(_reduced(held_out), plain, mirrored, 1)[0].quantile(0.01))
-    return Copies(distance, nearest, threshold)
+        queries.append(_reduced(held_out))
+    distance, nearest = _nearest(torch.cat(queries), train, k)
+    n = samples.num_samples
+    threshold = float(distance[n:].quantile(0.01)) if len(queries) > 1 else None
+    return Copies(distance[:n], nearest[:n], threshold)
 
 
-def _nearest(queries: Tensor, plain: Tensor, mirrored: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Distance [N] of the nearest, and the k nearest of `plain` and `mirrored` [N, k], each image once."""
-    distances, indices = [], []
-    both = zip(squared_distances(queries, plain), squared_distances(queries, mirrored), strict=True)
-    for (_, straight), (_, flipped) in both:
-        found = torch.minimum(straight, flipped).topk(min(k, len(plain)), largest=False)
-        distances.append(found.values[:, 0].sqrt())
-        indices.append(found.indices)
-    return torch.cat(distances), torch.cat(indices)
+def _nearest(queries: Tensor, train: ImageSet, k: int) -> tuple[Tensor, Tensor]:
+    """Float64 [N], the distance of the nearest training image or its mirror image, and int64 [N, k], the k nearest,
+    each once. So many training images at a time are in memory."""
+    best = torch.full((len(queries), 0), torch.inf, dtype=torch.float64)
+    index = torch.empty(len(queries), 0, dtype=torch.int64)
+    for start in range(0, train.num_samples, _AT_ONCE):
+        plain = _reduced(train, start, min(start + _AT_ONCE, train.num_samples))
+        mirrored = plain.view(len(plain), -1, _SIZE).flip(-1).flatten(1)
+        values, positions = [], []
+        both = zip(squared_distances(queries, plain), squared_distances(queries, mirrored), strict=True)
+        for (rows, straight), (_, flipped) in both:
+            here = torch.arange(start, start + len(plain)).expand(len(rows), -1)
+            among = torch.cat([best[rows], torch.minimum(straight, flipped)], dim=1)
+            found = among.topk(min(k, among.shape[1]), largest=False)
+            values.append(found.values)
+            positions.append(torch.cat([index[rows], here], dim=1).gather(1, found.indices))
+        best, index = torch.cat(values), torch.cat(positions)
+    return best[:, 0].sqrt(), index
 
 
-def _reduced(images: ImageSet) -> Tensor:
-    """Float32 [N, C * 16 * 16]: the images in [0, 1], reduced by averaging."""
+def _reduced(images: ImageSet, start: int = 0, stop: int | None = None) -> Tensor:
+    """Float32 [N, C * 16 * 16]: the images in [0, 1], reduced by averaging; those from `start` to `stop`."""
+    chosen = np.arange(start, images.num_samples if stop is None else stop)
     parts = [
-        F.adaptive_avg_pool2d(images.gather(chosen).to(torch.float32) / 255, _SIZE).flatten(1)
-        for chosen in np.array_split(np.arange(images.num_samples), -(-images.num_samples // _READ))
+        F.adaptive_avg_pool2d(images.gather(rows).to(torch.float32) / 255, _SIZE).flatten(1)
+        for rows in np.array_split(chosen, -(-len(chosen) // _READ))
     ]
     return torch.cat(parts)

@@ -41,7 +41,7 @@ class Dinov2(Config):
         """Load the network. Raises ValueError when code or weights are not at hand."""
         for option, path in (("weights", self.weights), ("repository", self.repository)):
             if path is not None and not path.exists():
-                raise ValueError(f"evaluate.detector.{option} is {path}, which does not exist.")
+                raise ValueError(f"evaluate.detectors: {option} of {self.model} is {path}, which does not exist.")
         where = str(self.repository) if self.repository else "facebookresearch/dinov2"
         source = "local" if self.repository else "github"
         try:
@@ -50,8 +50,8 @@ class Dinov2(Config):
             )
         except (OSError, ImportError) as error:
             raise ValueError(
-                f"DINOv2 could not be loaded ({error}). Without a network, set evaluate.detector.repository to a clone "
-                "of facebookresearch/dinov2 and evaluate.detector.weights to the published file."
+                f"DINOv2 could not be loaded ({error}). Without a network, set in evaluate.detectors its repository to "
+                "a clone of facebookresearch/dinov2 and its weights to the published file."
             ) from None
         if self.weights is not None:
             network.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from image_diffusion.metrics.features import Detector
 from image_diffusion.metrics.intervals import Estimate
 
 LEAST_SKILL = 0.1
 """Of what a guess gets wrong, the share that a judge must get right, at the lower end of its 95 % interval. Our choice:
 0.145 of ten classes, 0.55 of two."""
 
-DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "class_fd")
+DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "class_fd")
 """The metrics that say how far samples are from real images: others are no nearer than real images are."""
 
 
@@ -30,8 +31,13 @@ def judge_doubt(description: Mapping[str, Any]) -> str | None:
     own = "classes" if description["labels"] == "classes" else "images"
     return (
         f"this data set is too small to judge by its own {own}: the classifier is right for {accuracy:.0%} of {n:,} "
-        f"held-out images, and a guess for {chance:.0%}. More images, or another evaluate.detector, would tell"
+        f"held-out images, and a guess for {chance:.0%}. More images, or another of evaluate.detectors, would tell"
     )
+
+
+def doubts_of(detectors: Sequence[Detector]) -> dict[str, Any]:
+    """What metrics.json says of those that judged: the doubt about the first, which gives the headline, and all."""
+    return {"doubt": detectors[0].doubt, "doubts": [each.doubt for each in detectors if each.doubt is not None]}
 
 
 def floor_doubt(name: str, same_size: Estimate, floor: Estimate) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from image_diffusion.metrics.classes import confusion
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import find_copies
 from image_diffusion.metrics.curve import measure_previews, plot_curve
-from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect
+from image_diffusion.metrics.doubt import doubts_of
+from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect, detect_each
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.moments import Gaussian, block_of_each
-from image_diffusion.metrics.panel import Reference, judged, measure, with_floor
+from image_diffusion.metrics.panel import Reference, gaussians_of, judged, measure, with_floor
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
 from image_diffusion.metrics.references import is_statistics, read_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.metrics.seen import Seen, read_seen
 
 
 @dataclass(frozen=True)
@@ -38,50 +40,64 @@ class RealImages:
         """The split of that name."""
         return self.train if name == "train" else self.validation
 
+    @property
+    def splits(self) -> dict[str, ImageSet]:
+        """Both, by name."""
+        return {"train": self.train, "validation": self.validation}
+
+
+@dataclass(frozen=True)
+class _Against:
+    """What one detector's view of samples is compared with. floor: other real images and their classes, if any."""
+
+    reference: Reference
+    floor: tuple[Detected, Tensor | None] | None = None
+
 
 def evaluate_samples(
     samples: Samples,
     data: RealImages,
-    detector: Detector,
+    detectors: Sequence[Detector],
     settings: EvaluateConfig,
     report: Path | None = None,
     reference_file: Path | None = None,
     previews: Mapping[int, Samples] | None = None,
+    references: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Judge samples. Returns {"metrics": {name: entry}, "doubt", "curve", "classes", "protocol"}, plain data.
+    """Judge samples. Returns {"metrics": {name: entry}, "doubt", "doubts", "curve", "classes", "protocol"}, plain data.
 
-    An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, at_floor_n, ratio, doubt. report:
-    a folder for the pictures. reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, in
-    place of a split. previews: samples of earlier steps of the training, for the curve.
+    An entry: value, debiased, interval [low, high] or null, n, note, floor, floor_n, at_floor_n, ratio, doubt. "doubt":
+    of the first detector, which gives the headline; "doubts": of all. report: a folder for the pictures.
+    reference_file: statistics (ADM's or EDM's .npz) or other samples to compare with, in place of a split. previews:
+    samples of earlier steps of the training, for the curve. references: the folders of what detectors have seen in the
+    data before (`write_seen`); for a detector without one, the images are looked at here.
 
     Raises ValueError, before any long computation, for what cannot be measured.
     """
     _check(samples, data, settings, reference_file)
-    classes = detector.classes if samples.has_labels else []
-    labels = torch.from_numpy(samples.labels) if classes else None
-    statistics = _statistics(reference_file, samples, detector) if reference_file else None
-    made = detect(detector, samples, settings.batch_size, "features of samples")
-    if reference_file and statistics is not None:
-        reference, floor_images = Reference(statistics), None
+    known = read_seen(references, detectors, data.splits)
+    statistics = [_statistics(reference_file, samples, each) if reference_file else None for each in detectors]
+    made = detect_each(detectors, samples, settings.batch_size, "features of samples")
+    if reference_file is not None and is_statistics(reference_file):
+        against = [_Against(Reference(each)) for each in statistics if each is not None]
         described: dict[str, Any] = {"file": reference_file.name, "sha256": sha256_file(reference_file)}
+    elif reference_file is not None:
+        against, described = _other_samples(reference_file, samples, data, detectors, settings)
     else:
-        reference, floor_images, described = _reference(data, detector, settings, reference_file, bool(classes))
-    estimates = measure(made, labels, reference, classes, settings)
-    same_size, floor = estimates, {}
-    if floor_images is not None:
-        real, real_labels = floor_images
-        n = min(len(real), len(made))
-        if n > settings.neighbours + 1:
-            floor = measure(*_first(real, real_labels, n), reference, classes, settings)
-            if n < len(made):
-                same_size = measure(*_first(made, labels, n), reference, classes, settings)
-    entries = judged(with_floor(estimates, same_size, floor), detector)
+        against, described = _real(samples, data, detectors, settings, known)
+    entries: dict[str, dict[str, Any]] = {}
+    points: dict[int, dict[str, Any]] = {}
+    for detector, seen, other in zip(detectors, made, against, strict=True):
+        entries |= _panel(detector, seen, samples, other, settings)
+        for point in measure_previews(previews or {}, detector, other.reference, _classes(detector, samples), settings):
+            points.setdefault(point["step"], {}).update(point)
     if settings.copies:
         entries["copies"] = _copies(samples, data, report)
-    curve = measure_previews(previews or {}, detector, reference, classes, settings)
+    curve = list(points.values())
     if report is not None and len(curve) > 1:
         plot_curve(curve, report / "curve.png")
-    how: dict[str, Any] = {"detector": detector.identity, "reference": described, "settings": dump(settings)}
+    identities = [each.identity for each in detectors]
+    how: dict[str, Any] = {"detectors": identities, "reference": described, "settings": dump(settings)}
     protocol = {
         **how,
         "digest": digest(how),
@@ -91,8 +107,14 @@ def evaluate_samples(
     }
     if report is not None:
         plot_classes(samples, report / "classes.png")
-    by_class = _classes(made, labels, classes, report)
-    return {"metrics": entries, "doubt": detector.doubt, "curve": curve, "classes": by_class, "protocol": protocol}
+    by_class = [_by_class(each, seen, samples, report) for each, seen in zip(detectors, made, strict=True)]
+    return {
+        "metrics": entries,
+        **doubts_of(detectors),
+        "curve": curve,
+        "classes": next(filter(None, by_class), {}),
+        "protocol": protocol,
+    }
 
 
 def _check(samples: Samples, data: RealImages, settings: EvaluateConfig, reference_file: Path | None) -> None:
@@ -142,29 +164,70 @@ def _statistics(path: Path, samples: Samples, detector: Detector) -> dict[str, G
     return statistics
 
 
-def _reference(
-    data: RealImages, detector: Detector, settings: EvaluateConfig, path: Path | None, by_class: bool
-) -> tuple[Reference, tuple[Detected, Tensor | None] | None, dict[str, Any]]:
-    """The reference, other real images for the floor (if there are any), and what the reference is."""
-    if path is not None:
-        others = read_samples(path, data.train.classes)
-        seen = detect(detector, others, settings.batch_size, "features of the reference")
-        labels = torch.from_numpy(others.labels) if by_class and others.has_labels else None
-        described = {"file": path.name, "sha256": others.digest, "num_images": others.num_samples}
-        return Reference.of(seen, labels), None, described
-    other = "validation" if settings.reference == "train" else "train"
-    sets = [data.split(name) for name in (settings.reference, other)]
-    found = [_seen(each, detector, settings, by_class) if each.num_samples > 1 else None for each in sets]
-    assert found[0] is not None
-    described = {"split": settings.reference, "data": sets[0].digest, "num_images": sets[0].num_samples}
-    return Reference.of(*found[0]), found[1], described
+def _real(
+    samples: Samples,
+    data: RealImages,
+    detectors: Sequence[Detector],
+    settings: EvaluateConfig,
+    known: Sequence[Mapping[str, Seen] | None],
+) -> tuple[list[_Against], dict[str, Any]]:
+    """The split that samples are compared with, the other one for the floor, and what the first is."""
+    names = (settings.reference, "validation" if settings.reference == "train" else "train")
+    asked = [detector for detector, seen in zip(detectors, known, strict=True) if seen is None]
+    found: dict[str, list[Detected]] = {}
+    for name in names:
+        if asked and data.split(name).num_samples > 1:
+            found[name] = detect_each(asked, data.split(name), settings.batch_size, "features of real images")
+    against = []
+    for detector, seen in zip(detectors, known, strict=True):
+        if seen is None:
+            views = {name: each[asked.index(detector)] for name, each in found.items()}
+            gaussians: Mapping[str, Gaussian] = gaussians_of(views[names[0]])
+        else:
+            views, gaussians = {name: each.detected for name, each in seen.items()}, seen[names[0]].gaussians
+        by_class = bool(_classes(detector, samples))
+        labels = {name: torch.from_numpy(np.asarray(data.split(name).labels)) if by_class else None for name in names}
+        floor = (views[names[1]], labels[names[1]]) if names[1] in views else None
+        against.append(_Against(Reference(gaussians, views[names[0]], labels[names[0]]), floor))
+    images = data.split(names[0])
+    return against, {"split": names[0], "data": images.digest, "num_images": images.num_samples}
 
 
-def _seen(
-    images: ImageSet, detector: Detector, settings: EvaluateConfig, by_class: bool
-) -> tuple[Detected, Tensor | None]:
-    labels = torch.from_numpy(np.asarray(images.labels)) if by_class else None
-    return detect(detector, images, settings.batch_size, "features of real images"), labels
+def _other_samples(
+    path: Path, samples: Samples, data: RealImages, detectors: Sequence[Detector], settings: EvaluateConfig
+) -> tuple[list[_Against], dict[str, Any]]:
+    """Other samples as what is compared with, and what they are."""
+    others = read_samples(path, data.train.classes)
+    against = []
+    seen = detect_each(detectors, others, settings.batch_size, "features of the reference")
+    for detector, rows in zip(detectors, seen, strict=True):
+        has_classes = bool(_classes(detector, samples)) and others.has_labels
+        labels = torch.from_numpy(others.labels) if has_classes else None
+        against.append(_Against(Reference(gaussians_of(rows), rows, labels)))
+    return against, {"file": path.name, "sha256": others.digest, "num_images": others.num_samples}
+
+
+def _panel(
+    detector: Detector, made: Detected, samples: Samples, against: _Against, settings: EvaluateConfig
+) -> dict[str, dict[str, Any]]:
+    """The entries of one detector."""
+    classes = _classes(detector, samples)
+    labels = torch.from_numpy(samples.labels) if classes else None
+    estimates = measure(made, labels, against.reference, classes, settings)
+    same_size, floor = estimates, {}
+    if against.floor is not None:
+        real, real_labels = against.floor
+        n = min(len(real), len(made))
+        if n > settings.neighbours + 1:
+            floor = measure(*_first(real, real_labels, n), against.reference, classes, settings)
+            if n < len(made):
+                same_size = measure(*_first(made, labels, n), against.reference, classes, settings)
+    return judged(with_floor(estimates, same_size, floor), detector)
+
+
+def _classes(detector: Detector, samples: Samples) -> list[str]:
+    """The classes that samples were asked for with, where a detector knows them."""
+    return detector.classes if samples.has_labels else []
 
 
 def _first(detected: Detected, labels: Tensor | None, n: int) -> tuple[Detected, Tensor | None]:
@@ -186,11 +249,12 @@ def _copies(samples: Samples, data: RealImages, report: Path | None) -> dict[str
     return estimate.as_dict() | {"floor": 0.01, "floor_n": data.validation.num_samples, "ratio": estimate.value / 0.01}
 
 
-def _classes(made: Detected, labels: Tensor | None, classes: list[str], report: Path | None) -> dict[str, Any]:
+def _by_class(detector: Detector, made: Detected, samples: Samples, report: Path | None) -> dict[str, Any]:
     """For each class: how many samples were asked for, how many recognised, and the share of the first that agrees."""
-    if labels is None or made.logits is None:
+    classes = _classes(detector, samples)
+    if not classes or made.logits is None:
         return {}
-    counts = confusion(made.logits.argmax(dim=1), labels, len(classes))
+    counts = confusion(made.logits.argmax(dim=1), torch.from_numpy(samples.labels), len(classes))
     if report is not None:
         plot_confusion(counts, classes, report / "confusion.png")
     asked, seen, right = counts.sum(dim=1).tolist(), counts.sum(dim=0).tolist(), counts.diagonal().tolist()

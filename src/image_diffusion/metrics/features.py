@@ -77,11 +77,23 @@ class Detector(Protocol):
         ...
 
 
-@torch.inference_mode()
 def detect(
     detector: Detector, images: ImageSet, batch_size: int, title: str = "features", limit: int | None = None
 ) -> Detected:
-    """What the detector sees in every image of a set, in the set's order; or in `limit` of them, drawn once for all.
+    """What a detector sees in every image of a set (see `detect_each`)."""
+    return detect_each([detector], images, batch_size, title, limit)[0]
+
+
+@torch.inference_mode()
+def detect_each(
+    detectors: Sequence[Detector],
+    images: ImageSet,
+    batch_size: int,
+    title: str = "features",
+    limit: int | None = None,
+) -> list[Detected]:
+    """What each detector sees in every image of a set, in the set's order; or in `limit` of them, drawn once for all.
+    Each image is read once.
 
     Where a launcher started several processes, they share the images, and each returns what all have seen.
     Raises ValueError for features that are not finite.
@@ -89,12 +101,17 @@ def detect(
     order = np.arange(images.num_samples)
     if limit is not None and limit < len(order):
         order = np.sort(np.random.default_rng(0).permutation(order)[:limit])
-    mine, parts = share(order), []
+    mine = share(order)
+    parts: list[list[Detected]] = [[] for _ in detectors]
     with Progress(title, len(mine), "image") as progress:
         for start in range(0, len(mine), batch_size):
             chosen = mine[start : start + batch_size]
-            parts.append(detector(images.gather(chosen)))
+            read = images.gather(chosen)
+            for detector, seen in zip(detectors, parts, strict=True):
+                seen.append(detector(read))
             progress.advance(len(chosen))
-    detected = Detected.join([part for each in gathered(parts) for part in each])
-    check_finite(detected.features)
-    return detected
+    shares = gathered(parts)
+    found = [Detected.join([part for each in shares for part in each[i]]) for i in range(len(detectors))]
+    for each in found:
+        check_finite(each.features)
+    return found

@@ -16,7 +16,14 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.files import sha256_file
 from image_diffusion.metrics.features import Detected
 
-_NAMES = {"fd": "fid", "spatial_fd": "sfid", "kd": "kid", "score": "inception_score", "reconstruction_fd": "rfid"}
+_NAMES = {
+    "fd": "fid",
+    "spatial_fd": "sfid",
+    "kd": "kid",
+    "mind": "mind",
+    "score": "inception_score",
+    "reconstruction_fd": "rfid",
+}
 _SPATIAL_CHANNELS = 7
 
 
@@ -40,7 +47,7 @@ class Inception(Config):
                 f"The inception detector needs torch-fidelity ({error}): pip install torch-fidelity."
             ) from None
         if self.weights is not None and not self.weights.is_file():
-            raise ValueError(f"The Inception weights {self.weights} do not exist. See evaluate.detector.weights.")
+            raise ValueError(f"The Inception weights {self.weights} do not exist. See evaluate.detectors.")
         if self.weights is not None:
             _check_weights(self.weights)
         try:
@@ -52,7 +59,7 @@ class Inception(Config):
         except OSError as error:
             raise ValueError(
                 f"The Inception weights could not be fetched ({error}). Bring the file of torch-fidelity's releases, "
-                "and set evaluate.detector.weights to it."
+                "and set weights to it in evaluate.detectors."
             ) from None
         return InceptionDetector(network, None if self.weights is None else sha256_file(self.weights), device)
 

@@ -40,10 +40,16 @@ class Gaussian:
 
     @cached_property
     def factor(self) -> Tensor:
-        """F [D, R] with F F' = covariance and R its numerical rank: Cholesky's factorization with complete pivoting.
+        """F [D, R] with F F' = covariance and R its numerical rank: Cholesky's factorization.
 
-        It ends where every pivot left is under D eps max, the noise of a zero, of which a root would make 1e-8.
+        Where a pivot is under D eps max, the noise of a zero, of which a root would make 1e-8, the factorization is
+        that with complete pivoting, which ends before it.
         """
+        whole: Tensor
+        whole, failed = torch.linalg.cholesky_ex(self.covariance)
+        noise = self.dimension * torch.finfo(torch.float64).eps * float(self.covariance.diagonal().max())
+        if not int(failed) and float(whole.diagonal().square().min()) > noise:
+            return whole
         from scipy.linalg.lapack import dpstrf  # here: loading it would slow the start of every stage
 
         packed, pivots, rank, _ = dpstrf(self.covariance.numpy(), lower=1)
@@ -69,7 +75,14 @@ class Moments:
 
     @classmethod
     def of(cls, features: Tensor) -> Moments:
-        """Moments of the rows of a [N, D] tensor. Raises ValueError when a number is not finite."""
+        """Moments of the rows of a [N, D] tensor, which may lie in a file: so many rows at a time are in memory.
+
+        Raises ValueError when a number is not finite.
+        """
+        return merged(cls._of(rows) for rows in features.split(_BUFFERED_ROWS))
+
+    @classmethod
+    def _of(cls, features: Tensor) -> Moments:
         features = check_finite(features).to("cpu", torch.float64)
         if len(features) == 0:
             return cls.empty(features.shape[1])

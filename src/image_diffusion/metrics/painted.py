@@ -6,6 +6,7 @@ handwriting painted as the same prompts say: its own mistakes are the floor of e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -32,18 +33,20 @@ from image_diffusion.metrics.samples import Samples
 NAMES = tuple(field.name for field in fields(Attributes))
 
 
-def evaluate_painted(samples: Samples, detector: Detector, batch_size: int) -> dict[str, Any]:
+def evaluate_painted(samples: Samples, detectors: Sequence[Detector], batch_size: int) -> dict[str, Any]:
     """Entries of metrics.json by name: "agreement_ink" and so on, of each attribute the share of the images of which it
     was asked that have it; "attributes_seen" and "attributes_held_out": of all that was asked of an image the share
     that it has, over images of combinations that training has seen, and of those that it has not.
 
-    Raises ValueError for samples without prompts, or a detector that knows no digits.
+    The digit is told by the first detector that knows digits. Raises ValueError for samples without prompts, and where
+    no detector does.
     """
     prompts: list[str] = samples.protocol.get("prompts", [])
     if len(prompts) != samples.num_samples:
         raise ValueError("evaluate.attributes is set, but the samples have no prompts. Judge those of a text model.")
-    if not detector.classes:
-        raise ValueError("evaluate.attributes is set, but the detector knows no digits. Set its type to inpipe.")
+    detector = next((each for each in detectors if each.classes), None)
+    if detector is None:
+        raise ValueError("evaluate.attributes is set, but no detector knows digits. Add inpipe to evaluate.detectors.")
     asked = [attributes_in(prompt) for prompt in prompts]
     right = _right(samples, asked, detector, batch_size)
     real = _right(_painted(asked), asked, detector, batch_size)

@@ -23,6 +23,7 @@ from image_diffusion.metrics.kernel import kernel_distance
 from image_diffusion.metrics.moments import BlockMoments, Gaussian, Moments
 from image_diffusion.metrics.neighbours import manifold_estimates
 from image_diffusion.metrics.score import inception_score_estimate
+from image_diffusion.metrics.sliced import monge_distance
 from image_diffusion.metrics.two_sample import two_sample_test
 
 
@@ -40,10 +41,13 @@ class Reference:
     @classmethod
     def of(cls, detected: Detected, labels: Tensor | None) -> Reference:
         """The reference that a set of real images is."""
-        gaussians = {"fd": Moments.of(detected.features).gaussian}
-        if detected.spatial is not None:
-            gaussians["spatial_fd"] = Moments.of(detected.spatial).gaussian
-        return cls(gaussians, detected, labels)
+        return cls(gaussians_of(detected), detected, labels)
+
+
+def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
+    """The Gaussians of what was seen, by the metrics that compare them: "fd", perhaps "spatial_fd"."""
+    found = {"fd": detected.features} | ({} if detected.spatial is None else {"spatial_fd": detected.spatial})
+    return {name: Moments.of(features).gaussian for name, features in found.items()}
 
 
 def measure(
@@ -67,7 +71,9 @@ def measure(
         found["score"] = inception_score_estimate(detected.logits, settings.score_split)
     if reference.detected is not None:
         real = _some(reference.detected.features, settings.neighbour_references)
-        found["kd"] = kernel_distance(_some(detected.features, settings.neighbour_references), real)
+        made = _some(detected.features, settings.neighbour_references)
+        found["kd"] = kernel_distance(made, real)
+        found["mind"] = monge_distance(made, real)
         found |= manifold_estimates(detected.features, real, settings.neighbours)
         if settings.two_sample:
             found["c2st"] = two_sample_test(detected.features, reference.detected.features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 
 from image_diffusion.core.arrays import read_arrays
 from image_diffusion.core.files import atomic_write
-from image_diffusion.metrics.moments import Gaussian, Moments
+from image_diffusion.metrics.moments import Gaussian
+
+_KEYS = {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}
 
 
 def is_statistics(path: Path) -> bool:
@@ -43,7 +46,7 @@ def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
         )
     count = int(arrays["count"]) if "count" in arrays else None
     found = {}
-    for name, (mean_key, covariance_key) in {"fd": ("mu", "sigma"), "spatial_fd": ("mu_s", "sigma_s")}.items():
+    for name, (mean_key, covariance_key) in _KEYS.items():
         if mean_key not in arrays:
             continue
         mean, covariance = (arrays[key].astype(np.float64) for key in (mean_key, covariance_key))
@@ -58,14 +61,15 @@ def read_statistics(path: Path, detector_sha256: str) -> dict[str, Gaussian]:
     return found
 
 
-def write_statistics(path: Path, moments: Moments, detector_sha256: str) -> None:
-    """Write mu and sigma in the layout EDM and ADM read, with the number of images and the detector's digest."""
-    gaussian = moments.gaussian
+def write_statistics(path: Path, statistics: Mapping[str, Gaussian], detector_sha256: str) -> None:
+    """Write what `read_statistics` reads, in the layout that EDM and ADM read: mu and sigma of "fd", mu_s and sigma_s
+    of "spatial_fd", the number of images, the detector's digest."""
+    arrays: dict[str, np.ndarray | np.generic] = {
+        "count": np.int64(statistics["fd"].count or 0),
+        "detector": np.str_(detector_sha256),
+    }
+    for name, gaussian in statistics.items():
+        mean_key, covariance_key = _KEYS[name]
+        arrays |= {mean_key: gaussian.mean.numpy(), covariance_key: gaussian.covariance.numpy()}
     with atomic_write(path) as file:
-        np.savez(
-            file,
-            mu=gaussian.mean.numpy(),
-            sigma=gaussian.covariance.numpy(),
-            count=np.int64(moments.count),
-            detector=np.str_(detector_sha256),
-        )
+        np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -83,4 +83,4 @@ def _drawn(name: str, entry: Mapping[str, Any] | None) -> bool:
 
 def _compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal for numbers to be compared."""
-    return {name: protocol[name] for name in ("detector", "reference", "settings", "num_samples")}
+    return {name: protocol[name] for name in ("detectors", "reference", "settings", "num_samples")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -253,8 +253,9 @@ class ToJudge:
 
     model: None for samples from elsewhere. sections: those that `System.judged_by` names. data: the folder of crops, or
     of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: what is
-    compared with in place of a split; previews: those that training kept, in a folder for each fingerprint of a run;
-    report: a folder for pictures. raw: loads the network with the weights that were not averaged, where they were kept.
+    compared with in place of a split; references: folders of what detectors have seen in the splits; previews: those
+    that training kept, in a folder for each fingerprint of a run; report: a folder for pictures. raw: loads the network
+    with the weights that were not averaged, where they were kept.
     """
 
     model: Model | None
@@ -263,6 +264,7 @@ class ToJudge:
     samples: Path | None = None
     detector: Path | None = None
     reference: Path | None = None
+    references: Sequence[Path] = ()
     previews: Path | None = None
     report: Path | None = None
     raw: Callable[[], nn.Module | None] = lambda: None

@@ -116,9 +116,6 @@ class PriorSystem(System):
     def headline(self, experiment: Sections) -> str:
         return "loss_validation"
 
-    def detector(self, experiment: Sections) -> str | None:
-        return None
-
     def spec(self, data: Shards) -> DataSpec:
         """Pairs are [2 + L, dim]."""
         return DataSpec(channels=data.shape[-1], resolution=1)

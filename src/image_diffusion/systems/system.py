@@ -7,7 +7,7 @@ family's folder (`diffusion`, `codec`, `embedding`). `docs/extending.md` shows a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -20,6 +20,7 @@ from image_diffusion.core.shapes import shapes_only
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Objective
 from image_diffusion.data.shards import Shards
+from image_diffusion.metrics import DetectorConfig
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.given import (
     CardUse,
@@ -129,9 +130,13 @@ class System(Config, ABC):
     def headline(self, experiment: Sections) -> str:
         """The metric by which the best of several models is chosen; lower is better."""
 
-    @abstractmethod
-    def detector(self, experiment: Sections) -> str | None:
-        """The type of the detector that it is judged with; None: no image is looked at."""
+    def detectors(self, experiment: Sections) -> Sequence[DetectorConfig]:
+        """What looks at the images that it is judged by; none where no image is looked at."""
+        return ()
+
+    def looks_at_splits(self, experiment: Sections) -> bool:
+        """Whether those look at all images of the data set: the stage `reference` does, once for all experiments."""
+        return False
 
     # ---- Training
 

@@ -68,7 +68,7 @@ def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, A
     for key, entry in metrics:
         interval = " to ".join(f"{bound:.4g}" for bound in entry["interval"] or [])
         rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", entry.get("doubt") or entry["note"]))
-    detector = measured["protocol"].get("detector", {}).get("name")
+    detector = " and ".join(str(each["name"]) for each in measured["protocol"].get("detectors", []))
     how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
     return ["## Results", _table(("Metric", "Value", "95 % interval", "Images", ""), rows), *([how] if how else [])]
 

@@ -56,7 +56,8 @@ def _noted(note: Path) -> str | None:
 def stage_digests(source: Path) -> dict[str, str]:
     """The digest of the code of each stage. source: the folder that holds the package."""
     return {
-        stage: code_digest(f"{PACKAGE}.{stage}", source) for stage in (*STAGES, "datasheet", "detect", "sweep", "ema")
+        stage: code_digest(f"{PACKAGE}.{stage}", source)
+        for stage in (*STAGES, "datasheet", "detect", "reference", "sweep", "ema")
     }
 
 

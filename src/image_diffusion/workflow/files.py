@@ -58,8 +58,9 @@ class Files:
         """What a data set is read through. Snakemake makes what is missing only where it is asked for by name."""
         parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, plan.pairs]
         made = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
-        has_detector = plan.pairs_of_detector if plan.pairs else plan.detector == "inpipe"
-        return [*made, *([f"{self._dataset(plan)}/detector/detector.json"] if has_detector else [])]
+        has_detector = plan.pairs_of_detector if plan.learns_from_pairs else "inpipe" in plan.detectors
+        detector = [f"{self._dataset(plan)}/detector/detector.json"] if has_detector else []
+        return [*made, *detector, *self._references(plan)]
 
     def given(self, wildcards: Wildcards) -> list[str]:
         """What an experiment was made from: the configurations of its stages, and what describes its data."""
@@ -254,12 +255,36 @@ class Files:
     def detector(self, wildcards: Wildcards) -> Paths:
         """What the metrics look at images with, where it is made from the data set itself."""
         plan = self.plans.of(wildcards)
-        own = plan.detector == "inpipe" and not plan.learns_from_pairs
+        own = "inpipe" in plan.detectors and not plan.learns_from_pairs
         return f"{self._dataset(plan)}/detector/detector.json" if own else []
 
     def detector_option(self, wildcards: Wildcards) -> list[str]:
         """How `evaluate` is told where that lies."""
         return _option("--detector", _folder(self.detector(wildcards)))
+
+    def references(self, wildcards: Wildcards) -> list[str]:
+        """What detectors have seen in the data set, for all that is compared with it."""
+        return self._references(self.plans.of(wildcards))
+
+    def references_option(self, wildcards: Wildcards) -> list[str]:
+        """How `evaluate` is told where that lies."""
+        return _option("--references", [str(Path(path).parent) for path in self.references(wildcards)])
+
+    def reference_config(self, wildcards: Wildcards) -> str:
+        """Which detector looks at a data set."""
+        return self.plans.references[wildcards["dataset"], wildcards["judge"]]
+
+    def reference_detector(self, wildcards: Wildcards) -> Paths:
+        """The same, where it is made from the data set itself."""
+        own = wildcards["judge"] == "inpipe"
+        return f"{self.results}/datasets/{wildcards['dataset']}/detector/detector.json" if own else []
+
+    def reference_detector_option(self, wildcards: Wildcards) -> list[str]:
+        """How `reference` is told where that lies."""
+        return _option("--detector", _folder(self.reference_detector(wildcards)))
+
+    def _references(self, plan: Plan) -> list[str]:
+        return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
 
     def dataset(self, wildcards: Wildcards) -> str:
         """The name of its data set."""

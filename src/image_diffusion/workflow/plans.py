@@ -77,8 +77,10 @@ class Plan:
     """Jobs that share the images."""
     global_batch: int
     """Examples of one step of training."""
-    detector: str | None
-    """What its metrics look at images with, where they do."""
+    detectors: list[str]
+    """What its metrics look at images with."""
+    references: dict[str, str]
+    """The configuration of each of those that looks at the data set, by the folder of what it saw."""
     headline: str
     """The metric it is ranked by."""
     sweep: dict[str, dict[str, str]]
@@ -160,6 +162,13 @@ class Plans:
         """A plan that learns from pairs of embeddings, by data set and name of the pairs."""
         return {(plan.dataset, plan.pairs): plan for plan in self.by_name.values() if plan.pairs}
 
+    @cached_property
+    def references(self) -> dict[tuple[str, str], str]:
+        """The configuration of each detector that looks at a data set, by data set and folder."""
+        return {
+            (plan.dataset, name): config for plan in self.by_name.values() for name, config in plan.references.items()
+        }
+
     def of(self, wildcards: Wildcards) -> Plan:
         """The plan that a job belongs to; for a data set, that of an experiment which uses it."""
         if "experiment" in wildcards.keys():  # noqa: SIM118 - Snakemake's wildcards are a list with names
@@ -178,5 +187,6 @@ class Plans:
             "dataset": self.datasets,
             "codec": sorted({codec for _, codec in self.latents}),
             "pairs": sorted({pairs for _, pairs in self.pairs}),
+            "judge": sorted({judge for _, judge in self.references}),
         }
         return "|".join(map(re.escape, known[wildcard])) or "none"

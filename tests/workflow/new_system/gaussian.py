@@ -116,9 +116,6 @@ class GaussianSystem(System):
     def headline(self, experiment: Sections) -> str:
         return "nats"
 
-    def detector(self, experiment: Sections) -> str | None:
-        return None
-
     def build_network(self, spec: DataSpec) -> Pixels:
         return Pixels(max(spec.num_classes, 1), (spec.channels, spec.resolution, spec.resolution))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from image_diffusion.core.together import gathered, share
 from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.classes import agreement
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.doubt import doubts_of
 from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect
+from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect_each
 from image_diffusion.metrics.frechet import frechet_between
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.lpips import Lpips
@@ -40,12 +42,16 @@ def judge_codec(given: ToJudge) -> dict[str, Any]:
     assert given.model is not None
     settings: EvaluateConfig = given.sections["evaluate"]
     data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
-    detector = settings.detector.build(given.detector, str(best_device()))
-    return evaluate_codec(on_best_device(given.model), data, detector, settings, given.report)
+    detectors = [each.build(given.detector, str(best_device())) for each in settings.detectors]
+    return evaluate_codec(on_best_device(given.model), data, detectors, settings, given.report)
 
 
 def evaluate_codec(
-    network: nn.Module, data: RealImages, detector: Detector, settings: EvaluateConfig, report: Path | None = None
+    network: nn.Module,
+    data: RealImages,
+    detectors: Sequence[Detector],
+    settings: EvaluateConfig,
+    report: Path | None = None,
 ) -> dict[str, Any]:
     """Judge the reconstructions of the held-out images. Returns plain data of the form of `evaluate_samples`.
 
@@ -60,51 +66,66 @@ def evaluate_codec(
     images = data.split(split)
     _check(network, images)
     looks = settings.lpips.build(next(network.parameters()).device) if settings.lpips is not None else None
-    quality, seen, counts = _measure(network, images, detector, settings.batch_size, looks)
+    quality, seen, counts = _measure(network, images, detectors, settings.batch_size, looks)
     n, block = images.num_samples, block_of_each(images.num_samples)
-    original = seen.pop("original")
-    floor: dict[str, Estimate] = {}
+    real: list[Detected] | None = None
     if split == "validation" and data.train.num_samples > 1:
-        real = detect(detector, data.train, settings.batch_size, "features of training images", limit=n)
-        floor["reconstruction_fd"] = frechet_between(real.features, original.features)
-    labels = torch.from_numpy(np.asarray(images.labels)) if detector.classes else None
-    if labels is not None and original.logits is not None:
-        floor["agreement"] = agreement(original.logits.argmax(dim=1), labels)
-
+        real = detect_each(detectors, data.train, settings.batch_size, "features of training images", limit=n)
     limits = {"psnr": (0.0, float("inf")), "ssim": (-1.0, 1.0), "lpips": (0.0, float("inf"))}
     found = {name: mean_estimate(each, block, *limits[name.split("_")[0]]) for name, each in quality.items()}
     if counts is not None:
         found |= codebook_estimates(counts, n)
     entries = with_floor(found, found, {})
-    for way, decoded in seen.items():
-        estimates = reconstruction_estimates(original, decoded)
-        if labels is not None and decoded.logits is not None:
-            estimates["agreement"] = agreement(decoded.logits.argmax(dim=1), labels)
-        entries |= judged(with_floor(estimates, estimates, floor), detector, f"_{way}")
+    for i, detector in enumerate(detectors):
+        views = {way: each[i] for way, each in seen.items()}
+        entries |= _panel(detector, views, images, None if real is None else real[i])
 
     if report is not None:
         _draw(network, images, quality, counts, report)
     described = {"split": split, "data": images.digest, "num_images": n}
-    how: dict[str, Any] = {"detector": detector.identity, "reference": described, "settings": dump(settings)}
+    identities = [each.identity for each in detectors]
+    how: dict[str, Any] = {"detectors": identities, "reference": described, "settings": dump(settings)}
     if settings.lpips is not None:
         how["lpips"] = settings.lpips.identity
     return {
         "metrics": entries,
-        "doubt": detector.doubt,
+        **doubts_of(detectors),
         "curve": [],
         "classes": {},
         "protocol": {**how, "digest": digest(how), "num_samples": n},
     }
 
 
+def _panel(
+    detector: Detector, seen: Mapping[str, Detected], images: ImageSet, real: Detected | None
+) -> dict[str, dict[str, Any]]:
+    """The entries of one detector. seen: in the originals and in what each way decodes; real: in other real images."""
+    original = seen["original"]
+    floor: dict[str, Estimate] = {}
+    if real is not None:
+        floor["reconstruction_fd"] = frechet_between(real.features, original.features)
+    labels = torch.from_numpy(np.asarray(images.labels)) if detector.classes else None
+    if labels is not None and original.logits is not None:
+        floor["agreement"] = agreement(original.logits.argmax(dim=1), labels)
+    entries: dict[str, dict[str, Any]] = {}
+    for way, decoded in seen.items():
+        if way == "original":
+            continue
+        estimates = reconstruction_estimates(original, decoded)
+        if labels is not None and decoded.logits is not None:
+            estimates["agreement"] = agreement(decoded.logits.argmax(dim=1), labels)
+        entries |= judged(with_floor(estimates, estimates, floor), detector, f"_{way}")
+    return entries
+
+
 def _measure(
-    network: nn.Module, images: ImageSet, detector: Detector, batch_size: int, looks: Lpips | None
-) -> tuple[dict[str, Tensor], dict[str, Detected], Tensor | None]:
-    """The quality of each image [N] by name; what the detector sees in the originals and in what each way decodes;
+    network: nn.Module, images: ImageSet, detectors: Sequence[Detector], batch_size: int, looks: Lpips | None
+) -> tuple[dict[str, Tensor], dict[str, list[Detected]], Tensor | None]:
+    """The quality of each image [N] by name; what the detectors see in the originals and in what each way decodes;
     how often each token is used by each block of images, int64 [blocks, K]."""
     block = block_of_each(images.num_samples)
     quality: dict[str, list[Tensor]] = {}
-    seen: dict[str, list[Detected]] = {}
+    seen: dict[str, list[list[Detected]]] = {}  # by way, batch and detector
     num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
     counts = torch.zeros(NUM_BLOCKS * num_tokens, dtype=torch.int64)
     mine = share(np.arange(images.num_samples))
@@ -116,16 +137,19 @@ def _measure(
             for name, each in (found.quality() | distances).items():
                 quality.setdefault(name, []).append(each.cpu())
             for way, pictures in {"original": found.images, **found.decoded}.items():
-                seen.setdefault(way, []).append(detector(pictures))
+                seen.setdefault(way, []).append([detector(pictures) for detector in detectors])
             if found.tokens is not None:
                 tokens = found.tokens.flatten(1).cpu() + num_tokens * block[torch.from_numpy(chosen)].unsqueeze(1)
                 counts += tokens.flatten().bincount(minlength=len(counts))
             progress.advance(len(chosen))
     shares = gathered((quality, seen, counts))  # of all processes
     of_each = {name: torch.cat([part for each in shares for part in each[0].get(name, [])]) for name in shares[0][0]}
-    joined = {way: Detected.join([part for each in shares for part in each[1].get(way, [])]) for way in shares[0][1]}
-    for each_way in joined.values():
-        check_finite(each_way.features)
+    joined = {}
+    for way in shares[0][1]:
+        batches = [batch for each in shares for batch in each[1].get(way, [])]
+        joined[way] = [Detected.join([batch[i] for batch in batches]) for i in range(len(detectors))]
+        for found_in_it in joined[way]:
+            check_finite(found_in_it.features)
     total = sum((each[2] for each in shares), torch.zeros_like(counts))
     return of_each, joined, total.view(NUM_BLOCKS, num_tokens) if num_tokens else None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from image_diffusion.codecs.codec import Codec, LatentShape
 from image_diffusion.core.types import DataSpec
+from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems.codec.evaluation import judge_codec
 from image_diffusion.systems.codec.reconstruction import Reconstructions, preview_reconstructions
@@ -20,7 +21,7 @@ class CodecSystem(System):
 
     sections: ClassVar[Mapping[str, Section]] = {
         "preview": Section(SampleConfig, SampleConfig(), frozenset({"batch_size"})),
-        "evaluate": Section(EvaluateConfig, EvaluateConfig(), frozenset({"detector", "lpips", "batch_size"})),
+        "evaluate": Section(EvaluateConfig, EvaluateConfig(), frozenset({"detectors", "lpips", "batch_size"})),
     }
     reads: ClassVar = ("crops",)
     decoded: ClassVar[str]
@@ -32,10 +33,11 @@ class CodecSystem(System):
         return network
 
     def headline(self, experiment: Sections) -> str:
-        return f"{experiment.section('evaluate').detector.metric_name('reconstruction_fd')}_{self.decoded}"
+        return f"{experiment.section('evaluate').detectors[0].metric_name('reconstruction_fd')}_{self.decoded}"
 
-    def detector(self, experiment: Sections) -> str | None:
-        return str(experiment.section("evaluate").detector.type)
+    def detectors(self, experiment: Sections) -> Sequence[DetectorConfig]:
+        found: Sequence[DetectorConfig] = experiment.section("evaluate").detectors
+        return found
 
     def preview(self, given: ToPreview) -> Preview | None:
         return preview_reconstructions(given)

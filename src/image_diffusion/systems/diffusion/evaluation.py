@@ -35,19 +35,21 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
     if given.samples is not None:
         if settings.against is not None and given.reference is None:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
-        detector = settings.detector.build(given.detector, str(best_device()))
+        detectors = [each.build(given.detector, str(best_device())) for each in settings.detectors]
         samples = read_samples(given.samples, data.train.classes)
         previews, left_out = dict[int, Samples](), list[str]()
         if given.previews is not None and given.model is not None:
             run = given.previews / given.model.fingerprint
             previews, left_out = read_previews(run, data.train.classes, given.model.num_steps)
-        result = evaluate_samples(samples, data, detector, settings, given.report, given.reference, previews)
+        result = evaluate_samples(
+            samples, data, detectors, settings, given.report, given.reference, previews, given.references
+        )
         for sentence in left_out:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
         if left_out:
             result["protocol"]["left_out"] = left_out
         if settings.attributes is not None:
-            result["metrics"] |= evaluate_painted(samples, detector, settings.batch_size)
+            result["metrics"] |= evaluate_painted(samples, detectors, settings.batch_size)
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
     if settings.likelihood is not None:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.encoding import EncodeConfig
+from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.nn.precision import Precision
 from image_diffusion.objectives import Objective
@@ -114,10 +115,14 @@ class DiffusionSystem(System):
         return Inputs(experiment.section("sample").small_images, experiment.section("evaluate").against)
 
     def headline(self, experiment: Sections) -> str:
-        return str(experiment.section("evaluate").detector.metric_name("fd"))
+        return str(experiment.section("evaluate").detectors[0].metric_name("fd"))
 
-    def detector(self, experiment: Sections) -> str | None:
-        return str(experiment.section("evaluate").detector.type)
+    def detectors(self, experiment: Sections) -> Sequence[DetectorConfig]:
+        found: Sequence[DetectorConfig] = experiment.section("evaluate").detectors
+        return found
+
+    def looks_at_splits(self, experiment: Sections) -> bool:
+        return experiment.section("evaluate").against is None
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
         """The objective. Raises ValueError where it does not fit the process or the data."""

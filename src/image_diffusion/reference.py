@@ -1,0 +1,45 @@
+"""Look at the real images of a data set with a detector, once for all that is compared with them.
+
+    python -m image_diffusion.reference --config reference.yaml --data crops --detector detector \
+        --output references/inpipe
+
+Writes a folder: the features of every image, the statistics of both splits in the layout that ADM and EDM read, and
+reference.json, which says of which images and by which detector. Where torchrun starts several processes, they share
+the images.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from image_diffusion.core import command
+from image_diffusion.core.config import load
+from image_diffusion.core.devices import best_device
+from image_diffusion.data.remote import place
+from image_diffusion.data.shards import open_shards
+from image_diffusion.experiment import ReferenceStage
+from image_diffusion.metrics.seen import write_seen
+from image_diffusion.training.distributed import join
+
+
+def main() -> None:
+    """Read the command line, look, write the folder."""
+    parser = command.Parser(prog="python -m image_diffusion.reference", description=__doc__)
+    parser.add_config("which detector looks: section detector")
+    parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
+    parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
+    parser.add_argument("--batch-size", type=int, default=256, help="images that are looked at at a time")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    arguments = parser.parse_args()
+    with join() as world:
+        stage = load(ReferenceStage, arguments.config, arguments.changes)
+        detector = stage.detector.build(arguments.detector, str(best_device()))
+        splits = {name: open_shards(arguments.data, name) for name in ("train", "validation")}
+        write_seen(detector, splits, arguments.output, arguments.batch_size, world.is_main)
+        if world.is_main:
+            counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())
+            print(f"reference: {counts} seen by {detector.identity['name']}, {arguments.output / 'reference.json'}")
+
+
+if __name__ == "__main__":
+    command.run(main, "--batch-size")
