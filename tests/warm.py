@@ -115,7 +115,7 @@ class Warm:
             (self.python.parent / name).write_text(client)
             (self.python.parent / name).chmod(0o755)
         path = os.pathsep.join([str(self._source), *filter(None, [os.environ.get("PYTHONPATH")])])
-        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
         self._process = subprocess.Popen(
             [sys.executable, __file__, address, str(self.python)], env={**os.environ, **one, "PYTHONPATH": path}
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from projects import ROOT, Project
+from projects import ROOT, Project, warm_python
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
@@ -111,8 +111,9 @@ def started(command: str, folder: Path, *more: str) -> subprocess.CompletedProce
         arguments = ["--snakefile", str(ROOT / "Snakefile"), *arguments]
     if program in ("snakemake", "image-diffusion"):
         arguments = ["-m", program.replace("-", "_"), *arguments]
+    is_ours = arguments[0] == "-m" and not (folder / "Snakefile").exists()
     return subprocess.run(
-        [sys.executable, *arguments],
+        [warm_python() if is_ours else sys.executable, *arguments],
         cwd=folder,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
