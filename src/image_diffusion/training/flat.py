@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from image_diffusion.nn.blocks import inner_matrices
 from image_diffusion.training.distributed import World
 
 _ALIGN = 16  # elements: each parameter starts at a multiple of 64 bytes, as if it had been allocated on its own
@@ -40,7 +41,7 @@ class Flat:
     """Whether the backward pass already adds up the gradients of all processes."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.parameters = trainable(network)
+        self.parameters, self.inner = trainable(network), inner_matrices(network)
         self._lay_out(self.parameters, next(network.parameters()).device)
         for parameter, value, gradient in zip(
             self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True

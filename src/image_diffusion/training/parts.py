@@ -26,7 +26,7 @@ from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
 from image_diffusion.training.lora import merged
 from image_diffusion.training.meter import Health, Meter
-from image_diffusion.training.optimizer import FlatAdam
+from image_diffusion.training.optimizers.flat import FlatOptimizer
 from image_diffusion.training.precision import Precision
 from image_diffusion.training.speed import Speed
 from image_diffusion.training.tuning import tune
@@ -105,7 +105,7 @@ class Parts:
             world.broadcast(tensor)
         self.network.to(memory_format=layout)
         self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
-        self.optimizer: FlatAdam = config.optimizer.build(self.flat, factors)
+        self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
