@@ -128,10 +128,8 @@ def test_schedules() -> None:
     assert Exponential(decay=0.5, every_steps=100).factor(200, 1000) == 0.25
     wsd = [Wsd(warmup_steps=2, decay_fraction=0.4, final=0.1, shape="linear").factor(step, 10) for step in range(12)]
     assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
-    root = [
-        Wsd(decay_fraction=0.4).factor(step, 10) for step in (6, 7, 10)
-    ]  # 1 - sqrt(x): half is gone after a quarter
-    assert root == pytest.approx([1.0, 0.5, 0.0])
+    root = [Wsd(decay_fraction=0.4).factor(step, 10) for step in (6, 7, 10)]
+    assert root == pytest.approx([1.0, 0.5, 0.0])  # half of it is gone after a quarter of the fall
     power = Power(constant_steps=100, warmup_steps=10)
     assert [power.factor(step, 1) for step in (4, 100, 400, 2500)] == pytest.approx([0.5, 1.0, 0.5, 0.2])
     assert Power(constant_steps=10, exponent=1).factor(40, 1) == 0.25
