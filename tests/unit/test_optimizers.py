@@ -120,6 +120,19 @@ def test_muon_takes_the_matrices_in_the_blocks() -> None:
     assert found["middle_block.0.emb_layers.1.weight"] == 2, "scale and shift"
 
 
+def test_muon_keeps_one_moment_of_a_matrix_and_needs_nothing_else() -> None:
+    adapters = network()
+    for name, parameter in adapters.named_parameters():
+        parameter.requires_grad_(name in INNER)
+    optimizer = Muon().build(Flat(adapters))
+    assert {name: vector.numel() for name, vector in optimizer.moments.items()} == {
+        "exp_avg": sum(adapters.get_parameter(name).numel() for name in INNER),
+        "exp_avg_sq": 0,
+    }
+    assert optimizer.set_rate(0.5) == 0.5e-4
+    optimizer.torch.step()
+
+
 @pytest.mark.parametrize("freeze", [(), ("blocks.*",)])
 def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
     config = TrainConfig.model_validate({"steps": 1, "freeze": freeze, "optimizer": {"type": "muon"}})

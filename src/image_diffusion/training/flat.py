@@ -30,11 +30,45 @@ class Slot:
     stride: tuple[int, ...]
 
 
-class Flat:
-    """The trainable parameters of a network. values, gradient: float32 [size], gaps between parameters are zero.
+class Layout:
+    """Tensors end to end in a vector, gaps between them zero, in the order given. size: of the vector.
 
-    Matrices (two dimensions or more) lie first, in 0 … matrices_end; vectors and scalars behind them, so that weight
-    decay can leave them out. Raises ValueError when nothing is trainable or a parameter is not float32.
+    Matrices (two dimensions or more) lie in 0 … matrices_end where they are given first; vectors and scalars behind
+    them, so that weight decay can leave them out.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.slots: list[Slot] = []
+        self.matrices_end, end = 0, 0
+        for name, tensor in tensors.items():
+            layout = torch.empty_like(tensor, device="meta")  # dense, and channels-last where the tensor is
+            self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
+            end += -(-tensor.numel() // _ALIGN) * _ALIGN
+            if tensor.ndim >= 2:
+                self.matrices_end = end
+        self.size = end
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The parts of a vector of this layout, one a tensor, in the tensors' shapes."""
+        return [vector.as_strided(slot.shape, slot.stride, slot.start) for slot in self.slots]
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """The same by name. All processes call it together."""
+        return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
+
+    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+        """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
+        if tensors is not None:
+            for slot, view in zip(self.slots, self.views(vector), strict=True):
+                view.copy_(tensors[slot.name])
+        world.broadcast(vector)
+
+
+class Flat(Layout):
+    """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the weights that
+    are matrices to `nn.blocks.inner_matrices`.
+
+    Raises ValueError when nothing is trainable or a parameter is not float32.
     """
 
     sums_gradients = False
@@ -52,32 +86,9 @@ class Flat:
 
     def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
-        self.slots: list[Slot] = []
-        self.matrices_end, end = 0, 0
-        for name, tensor in tensors.items():
-            layout = torch.empty_like(tensor, device="meta")  # dense, and channels-last where the tensor is
-            self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
-            end += -(-tensor.numel() // _ALIGN) * _ALIGN
-            if tensor.ndim >= 2:
-                self.matrices_end = end
-        self.size = end
-        self.values = torch.zeros(end, device=device)
+        super().__init__(tensors)
+        self.values = torch.zeros(self.size, device=device)
         self.gradient = torch.zeros_like(self.values)
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """The parts of a vector of this layout, one a parameter, in the parameters' shapes."""
-        return [vector.as_strided(slot.shape, slot.stride, slot.start) for slot in self.slots]
-
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """The same by name. All processes call it together."""
-        return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
-
-    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
-        """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
-        if tensors is not None:
-            for slot, view in zip(self.slots, self.views(vector), strict=True):
-                view.copy_(tensors[slot.name])
-        world.broadcast(vector)
 
     def norm(self) -> Tensor:
         """The norm of the gradient, [] on the device, the same in every process."""

@@ -224,7 +224,7 @@ class Parts:
                 **{
                     f"{moment}/{name}": tensor
                     for moment, vector in self.optimizer.moments.items()
-                    for name, tensor in self.flat.named(vector).items()
+                    for name, tensor in self.optimizer.layouts[moment].named(vector).items()
                 },
             },
             "meter": self.meter.state(),
@@ -259,7 +259,7 @@ class Parts:
             self.flat.fill(vector, given(name), self.world)
         self.optimizer.steps.copy_(small["steps"])
         for moment, vector in self.optimizer.moments.items():
-            self.flat.fill(vector, given("optimizer", f"{moment}/"), self.world)
+            self.optimizer.layouts[moment].fill(vector, given("optimizer", f"{moment}/"), self.world)
         if "best" in extra:
             self.best = Best(**extra["best"], vector=torch.zeros_like(self.flat.values))
             self.flat.fill(self.best.vector, given("best"), self.world)

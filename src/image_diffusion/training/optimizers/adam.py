@@ -38,7 +38,9 @@ class AdamW(_AdamBase):
         vectors = self.weight_decay if self.decay_vectors else 0.0
         cut = pieces(flat, factors, (self.weight_decay, vectors))
         kind = torch.optim.AdamW
-        return FlatOptimizer(flat, cut, MOMENTS, self.lr, kind, betas=self.betas, eps=self.eps, fused=True)
+        return FlatOptimizer(
+            flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, kind, betas=self.betas, eps=self.eps, fused=True
+        )
 
 
 class Adam(_AdamBase):
@@ -51,4 +53,6 @@ class Adam(_AdamBase):
         """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
         cut = pieces(flat, factors, (0.0, 0.0))
         kind = torch.optim.Adam
-        return FlatOptimizer(flat, cut, MOMENTS, self.lr, kind, betas=self.betas, eps=self.eps, fused=True)
+        return FlatOptimizer(
+            flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, kind, betas=self.betas, eps=self.eps, fused=True
+        )

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config import Config
-from image_diffusion.training.flat import Flat
+from image_diffusion.training.flat import Flat, Layout
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Kind = Callable[..., torch.optim.Optimizer]
@@ -39,8 +39,9 @@ class OptimizerConfig(Config, ABC):
 
 class Piece(NamedTuple):
     """Neighbours of the flat layout, start … stop, that are treated alike: how fast they learn and decay, and whether
-    they are matrices. One that is empty counts, so that there are always as many."""
+    they are matrices. name: of the first. One that is empty counts, so that there are always as many."""
 
+    name: str
     start: int
     stop: int
     factor: float
@@ -60,9 +61,16 @@ def pieces(
         if factors[a.name] != factors[b.name] or a.name in alone or b.name in alone
     }
     ends = sorted([0, flat.matrices_end, flat.size, *(cuts - {flat.matrices_end})])
-    factor_at = {slot.start: factors[slot.name] for slot in flat.slots}
+    name_at = {slot.start: slot.name for slot in flat.slots} | {flat.size: ""}
     return [
-        Piece(start, stop, factor_at.get(start, 1.0), decay[start >= flat.matrices_end], start < flat.matrices_end)
+        Piece(
+            name_at[start],
+            start,
+            stop,
+            factor=factors.get(name_at[start], 1.0),
+            decay=decay[start >= flat.matrices_end],
+            is_matrix=start < flat.matrices_end,
+        )
         for start, stop in pairwise(ends)
     ]
 
@@ -70,27 +78,28 @@ def pieces(
 class FlatOptimizer:
     """An optimizer on pieces of the flat vectors.
 
-    moments: by name, vectors of the flat layout. steps: float32, updates of each piece, on the device, where the
-    optimizer counts them.
+    layouts: of its moments, by name. moments: vectors of those. steps: float32, updates of each piece, on the device,
+    where the optimizer counts them.
     """
 
     torch: torch.optim.Optimizer
 
     def __init__(
-        self, flat: Flat, cut: Sequence[Piece], moments: Sequence[str], lr: float, kind: Kind, **settings: Any
+        self, flat: Flat, cut: Sequence[Piece], moments: Mapping[str, Layout], lr: float, kind: Kind, **settings: Any
     ) -> None:
-        self._lr = lr
-        self.moments = {name: torch.zeros_like(flat.values) for name in moments}
+        self._lr, self.layouts = lr, moments
+        self.moments = {name: flat.values.new_zeros(layout.size) for name, layout in moments.items()}
+        starts = {name: {slot.name: slot.start for slot in layout.slots} for name, layout in moments.items()}
         self.steps = torch.zeros(len(cut), device=flat.values.device)
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, Any] = {}
-        for i, (start, stop, factor, decay, is_matrix) in enumerate(cut):
+        for i, (first, start, stop, factor, decay, is_matrix) in enumerate(cut):
             if start == stop:
                 continue
             part = nn.Parameter(flat.values[start:stop])
             part.grad = flat.gradient[start:stop]
             groups.append({"params": [part], "weight_decay": decay, "factor": factor, "is_matrix": is_matrix})
-            own = {name: vector[start:stop] for name, vector in self.moments.items()}
+            own = {name: vector[starts[name][first] :][: stop - start] for name, vector in self.moments.items()}
             states[part] = {"step": self.steps[i], **own}
         self.torch = kind(groups, lr=lr, **settings)
         self.torch.state.update(states)

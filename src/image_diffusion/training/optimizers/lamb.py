@@ -42,7 +42,7 @@ class Lamb(OptimizerConfig):
         decay = self.weight_decay, self.weight_decay if self.adapt_vectors else 0.0
         cut = pieces(flat, factors, decay, alone=flat.parameters)
         settings = {"betas": self.betas, "eps": self.eps, "adapt_vectors": self.adapt_vectors}
-        return FlatOptimizer(flat, cut, MOMENTS, self.lr, _Lamb, **settings)
+        return FlatOptimizer(flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, _Lamb, **settings)
 
 
 class _Lamb(torch.optim.Optimizer):

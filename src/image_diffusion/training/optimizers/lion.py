@@ -33,7 +33,7 @@ class Lion(OptimizerConfig):
         """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
         vectors = self.weight_decay if self.decay_vectors else 0.0
         cut = pieces(flat, factors, (self.weight_decay, vectors))
-        return FlatOptimizer(flat, cut, ("exp_avg",), self.lr, _Lion, betas=self.betas)
+        return FlatOptimizer(flat, cut, {"exp_avg": flat}, self.lr, _Lion, betas=self.betas)
 
 
 class _Lion(torch.optim.Optimizer):

@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config import Config
-from image_diffusion.training.flat import Flat
-from image_diffusion.training.optimizers.adam import MOMENTS
+from image_diffusion.training.flat import Flat, Layout
 from image_diffusion.training.optimizers.flat import FlatOptimizer, OptimizerConfig, Probability, pieces
 
 
@@ -73,7 +72,8 @@ class Muon(OptimizerConfig):
 
 
 class _FlatMuon(FlatOptimizer):
-    """Both on the vectors of one layout; the momentum of a matrix lies where AdamW has its first moment."""
+    """Both on the vectors of one layout: the momentum of a matrix lies where AdamW has its first moment, and only the
+    rest has a second one."""
 
     def __init__(self, flat: Flat, config: Muon, factors: Mapping[str, float] | None) -> None:
         rest, inner = config.adamw, {slot.start: slot for slot in flat.slots if slot.name in flat.inner}
@@ -81,7 +81,8 @@ class _FlatMuon(FlatOptimizer):
         ratio = 1.0 if rest.lr is None else rest.lr / config.lr
         others = [p._replace(stop=p.start) if p.start in inner else p._replace(factor=p.factor * ratio) for p in cut]
         settings = {"betas": rest.betas, "eps": rest.eps}
-        super().__init__(flat, others, MOMENTS, config.lr, _adamw, **settings)
+        kept = Layout({name: p for name, p in flat.parameters.items() if name not in flat.inner})
+        super().__init__(flat, others, {"exp_avg": flat, "exp_avg_sq": kept}, config.lr, _adamw, **settings)
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, Any] = {}
         for piece in cut:
@@ -116,7 +117,7 @@ def _rows(vector: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
 
 def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """AdamW; of nothing, where adapters alone are trained."""
-    return torch.optim.AdamW(groups or [{"params": []}], fused=True, **settings)
+    return torch.optim.AdamW(groups or [{"params": [], "factor": 1.0}], fused=True, **settings)
 
 
 class _Both(torch.optim.Optimizer):
