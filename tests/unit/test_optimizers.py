@@ -15,7 +15,9 @@ from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn.blocks import inner_matrices, of_parts
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.flat import Flat
-from image_diffusion.training.optimizers import Lamb, Lion, Muon
+from image_diffusion.training.optimizers.lamb import Lamb
+from image_diffusion.training.optimizers.lion import Lion
+from image_diffusion.training.optimizers.muon import Muon
 from image_diffusion.training.tuning import tune
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3)

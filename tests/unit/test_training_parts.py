@@ -30,7 +30,7 @@ from image_diffusion.training.ema import (
 from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, shares
 from image_diffusion.training.meter import Health, Meter
-from image_diffusion.training.optimizers import Adam, AdamW
+from image_diffusion.training.optimizers.adam import Adam, AdamW
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.reports import _at
 from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd

@@ -11,7 +11,8 @@ from image_diffusion.core.types import WeightsOf
 from image_diffusion.training.determinism import Mode
 from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.lora import Lora
-from image_diffusion.training.optimizers import AdamW, Optimizer
+from image_diffusion.training.optimizers import Optimizer
+from image_diffusion.training.optimizers.adam import AdamW
 from image_diffusion.training.schedule import Constant, Schedule
 
 LARGEST_INITIAL_SHARE = 0.05
