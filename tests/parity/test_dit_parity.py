@@ -18,7 +18,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine, Linear
 from image_diffusion.training.ema import Averages, ExponentialEma
 from image_diffusion.training.flat import Flat
-from image_diffusion.training.optimizer import AdamW
+from image_diffusion.training.optimizers.adam import AdamW
 
 
 def network_of(params: dict) -> DiT:

@@ -65,6 +65,23 @@ def test_a_warm_start_begins_alike_in_every_process(attempts: Attempts, tmp_path
     assert points(tmp_path / "2") == points(tmp_path / "1")
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "lamb"])
+def test_every_optimizer_ends_alike_on_any_number_of_processes(
+    attempts: Attempts, tmp_path: Path, optimizer: str
+) -> None:
+    changes = {
+        "schedule": {"type": "power", "constant_steps": 2},
+        "optimizer": {"type": optimizer, "lr": 1e-3},
+        "deterministic": "strict",
+        "validate_every_steps": 8,
+    }
+    for name, worlds in {"elastic": [2, 1], "steady": [1, 1]}.items():
+        for i, processes in enumerate(worlds, start=1):
+            steps = {"steps": 4 * i}
+            finished(attempts, tmp_path / name, system="dit", processes=processes, changes=changes | steps)
+    assert results(tmp_path / "elastic") == results(tmp_path / "steady")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", TINY)
 def test_every_system_ends_alike_on_any_number_of_processes(attempts: Attempts, tmp_path: Path, system: str) -> None:

@@ -30,10 +30,10 @@ from image_diffusion.training.ema import (
 from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, shares
 from image_diffusion.training.meter import Health, Meter
-from image_diffusion.training.optimizer import Adam, AdamW
+from image_diffusion.training.optimizers.adam import Adam, AdamW
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.reports import _at
-from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear
+from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
 from image_diffusion.training.state import State
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -126,6 +126,13 @@ def test_schedules() -> None:
     assert [half.factor(step, 8) for step in (0, 2, 4, 6, 8, 9)] == pytest.approx(expected)
     assert [Linear(final=0.2).factor(step, 8) for step in (0, 2, 8, 9)] == pytest.approx([1.0, 0.8, 0.2, 0.2])
     assert Exponential(decay=0.5, every_steps=100).factor(200, 1000) == 0.25
+    wsd = [Wsd(warmup_steps=2, decay_fraction=0.4, final=0.1, shape="linear").factor(step, 10) for step in range(12)]
+    assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
+    root = [Wsd(decay_fraction=0.4).factor(step, 10) for step in (6, 7, 10)]
+    assert root == pytest.approx([1.0, 0.5, 0.0])  # half of it is gone after a quarter of the fall
+    power = Power(constant_steps=100, warmup_steps=10)
+    assert [power.factor(step, 1) for step in (4, 100, 400, 2500)] == pytest.approx([0.5, 1.0, 0.5, 0.2])
+    assert Power(constant_steps=10, exponent=1).factor(40, 1) == 0.25
 
 
 def test_widths_and_powers_of_averages_are_each_others_inverse() -> None:
@@ -364,7 +371,7 @@ def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(chan
     assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_the_length_counts_where_the_learning_rate_depends_on_it(schedule: str) -> None:
     short, long = (settings(steps=steps, schedule={"type": schedule}).identity() for steps in (10, 20))
     assert short != long

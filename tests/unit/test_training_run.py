@@ -56,10 +56,10 @@ class Plane(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 1, 1)
+        self.hidden, self.last = nn.ModuleList([nn.Conv2d(3, 8, 1)]), nn.Conv2d(8, 1, 1)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return self.last(torch.nn.functional.silu(self.hidden(x)))
+        return self.last(torch.nn.functional.silu(self.hidden[0](x)))
 
 
 def objective(network: Any, batch: Batch) -> Losses:
@@ -99,7 +99,9 @@ def points(folder: Path) -> list[tuple[str, int, float]]:
     "changes",
     [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"deterministic": "strict"}, {"channels_last": True},
      {"ema": {"type": "power"}}, {"microbatch": 3, "grad_clip": 0.5}, {"weights": "raw"},
-     {"schedule": {"type": "exponential", "decay": 0.5, "every_steps": 5}}],
+     {"schedule": {"type": "exponential", "decay": 0.5, "every_steps": 5}}, {"optimizer": {"type": "muon", "lr": 0.03}},
+     {"optimizer": {"type": "muon", "lr": 0.03}, "precision": "fp16"}, {"optimizer": {"type": "lion", "lr": 0.03}},
+     {"optimizer": {"type": "lamb", "lr": 0.03}, "schedule": {"type": "power", "constant_steps": 3}}],
 )  # fmt: skip
 def test_two_starts_are_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     once = start(tmp_path / "once", **changes)
@@ -156,7 +158,7 @@ def test_every_average_can_be_written_and_their_order_is_the_same_run(
     turned = start(tmp_path, ema=rates(0.9999, 0.5))
     assert len([path for path in (tmp_path / "train/state").iterdir() if path.is_dir()]) == 1  # nothing trained again
     assert all(torch.equal(named[name], turned[name]) for name in named)
-    assert not torch.equal(first["hidden.weight"], named["hidden.weight"])
+    assert not torch.equal(first["hidden.0.weight"], named["hidden.0.weight"])
     raw = start(tmp_path, ema=rates(0.5, 0.9999), weights="raw")
     for average, expected in (("0.5", first), ("ema-0.9999", named), ("raw", raw)):
         for weights in ([], ["--weights", str(tmp_path / "train/weights.safetensors")]):
@@ -230,7 +232,7 @@ def test_several_averages_have_to_be_chosen_from(tmp_path: Path) -> None:
 def test_another_configuration_starts_anew(tmp_path: Path) -> None:
     first = start(tmp_path, seed=1)
     second = start(tmp_path, seed=2)
-    assert not torch.equal(first["hidden.weight"], second["hidden.weight"])
+    assert not torch.equal(first["hidden.0.weight"], second["hidden.0.weight"])
     assert len(list((tmp_path / "train/state").glob("*/"))) == 2
 
 
@@ -256,7 +258,7 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
 
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
         assert not network.training
-        shown.append(network.state_dict()["hidden.weight"].clone())
+        shown.append(network.state_dict()["hidden.0.weight"].clone())
         picture = tmp_path / f"{step}.png"
         picture.write_bytes(b"picture")
         write_bytes(folder / f"step-{step:07d}.npz", b"%d" % step)
@@ -267,7 +269,7 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
     (drawn,) = tmp_path.glob("**/previews/*")
     assert [*read_listing(drawn)] == [f"step-{step:07d}.npz" for step in (0, 6, 12)]
     assert damaged(drawn, read_listing(drawn)) == []
-    assert torch.equal(shown[-1], weights["hidden.weight"])
+    assert torch.equal(shown[-1], weights["hidden.0.weight"])
     history = read_journal(tmp_path / "journal/train")
     assert history is not None
     assert [(image.key, image.step) for image in history.images] == [("samples", step) for step in (0, 6, 12)]

@@ -25,7 +25,7 @@ from image_diffusion.training.flat import Flat
 from image_diffusion.training.kept import weights_at, weights_in
 from image_diffusion.training.lora import Lora, add_adapters, merged
 from image_diffusion.training.model import load_model
-from image_diffusion.training.optimizer import AdamW
+from image_diffusion.training.optimizers.adam import AdamW
 from image_diffusion.training.run import run
 from image_diffusion.training.tuning import check_tuning, tune
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.attention import SelfAttention
+from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.feedforward import Mlp, SwiGlu
 from image_diffusion.nn.inputs import check_inputs
 from image_diffusion.nn.linear import Linear, linear
@@ -218,7 +219,7 @@ class Block(nn.Module):
         )
         self.norm2 = _norm(config, width)
         self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(width, 6 * width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), of_parts(Linear(width, 6 * width), 6))
 
     def forward(self, x: Tensor, c: Tensor, words: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, D]. words: a caption's tokens, [B, L, D]; mask: `present`."""
@@ -237,7 +238,7 @@ class FinalLayer(nn.Module):
         width = config.shape.width
         self.norm_final = _norm(config, width)
         self.linear = Linear(width, out_features)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), Linear(width, 2 * width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), of_parts(Linear(width, 2 * width), 2))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens [B, N, D], condition [B, D] -> [B, N, out_features]."""

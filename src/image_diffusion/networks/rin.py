@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs
 
 
@@ -223,7 +224,7 @@ class Attention(nn.Module):
         self.q_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
         self.to_q = nn.Linear(width, inner, bias=False)
-        self.to_kv = nn.Linear(context_width or width, 2 * inner, bias=False)
+        self.to_kv = of_parts(nn.Linear(context_width or width, 2 * inner, bias=False), 2)
         self.to_out = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, condition: Tensor, context: Tensor | None = None) -> Tensor:
@@ -249,7 +250,7 @@ class LinearAttention(nn.Module):
         self.time_cond = None if scale_width is None else _scale_and_shift(scale_width, width)
         self.q_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
         self.k_norm = HeadNorm(num_heads, head_width) if qk_norm else nn.Identity()
-        self.to_qkv = nn.Linear(width, 3 * inner, bias=False)
+        self.to_qkv = of_parts(nn.Linear(width, 3 * inner, bias=False), 3)
         self.to_out = nn.Sequential(nn.Linear(inner, width, bias=False), Norm(width))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -342,7 +343,7 @@ def _line_positions(width: int) -> nn.Sequential:
 
 def _scale_and_shift(condition_width: int, width: int) -> nn.Sequential:
     """The condition [B, E] -> scale and shift [B, 2 width]; zero at the start."""
-    linear = nn.Linear(condition_width, 2 * width)
+    linear = of_parts(nn.Linear(condition_width, 2 * width), 2)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return nn.Sequential(nn.SiLU(), linear)

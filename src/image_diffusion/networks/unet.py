@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs, size_of
 from image_diffusion.nn.sinusoid import sinusoid
 
@@ -148,6 +149,8 @@ class UNetConfig(Config):
 class UNet(nn.Module):
     """x_t, t and conditions -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance."""
 
+    ends = ("input_blocks.0",)
+
     def __init__(
         self, config: UNetConfig, spec: DataSpec, learned_variance: bool = False, null_label: bool = False
     ) -> None:
@@ -265,8 +268,9 @@ class ResidualBlock(nn.Module):
             nn.GroupNorm(GROUPS, channels), nn.SiLU(), nn.Conv2d(channels, out_channels, 3, padding=1)
         )
         self.resample = resample or nn.Identity()
-        modulation = out_channels * (2 if config.scale_shift_norm else 1)
-        self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(4 * config.channels, modulation))
+        maps = 2 if config.scale_shift_norm else 1
+        modulation = of_parts(nn.Linear(4 * config.channels, maps * out_channels), maps)
+        self.emb_layers = nn.Sequential(nn.SiLU(), modulation)
         self.out_layers = nn.Sequential(
             nn.GroupNorm(GROUPS, out_channels),
             nn.SiLU(),
@@ -297,7 +301,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.order = config.heads(channels, upward), config.attention_order
         self.norm = nn.GroupNorm(GROUPS, channels)
-        self.qkv = nn.Conv1d(channels, 3 * channels, 1)
+        maps = 3 * self.num_heads if self.order == "legacy" else 3
+        self.qkv = of_parts(nn.Conv1d(channels, 3 * channels, 1), maps)
         self.proj_out = nn.Conv1d(channels, channels, 1)
         zero(self.proj_out)
 

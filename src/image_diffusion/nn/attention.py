@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.linear import Linear
 
 
@@ -24,12 +25,12 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = Linear(width, 3 * width)
+        self.qkv = of_parts(Linear(width, 3 * width), 3)
         self.q_norm = norm(width // num_heads) if norm else nn.Identity()
         self.k_norm = norm(width // num_heads) if norm else nn.Identity()
         self.proj = Linear(width, width)
         if context:
-            self.context_kv = Linear(width, 2 * width)
+            self.context_kv = of_parts(Linear(width, 2 * width), 2)
             self.context_k_norm = norm(width // num_heads) if norm else nn.Identity()
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

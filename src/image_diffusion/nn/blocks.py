@@ -1,9 +1,14 @@
-"""A network block by block: what is compiled on its own, and what is gathered together when a network is spread."""
+"""A network block by block: what is compiled on its own, what is gathered together when a network is spread, and which
+of its weights are matrices."""
 
 from __future__ import annotations
 
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import nn
+
+L = TypeVar("L", bound=nn.Module)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -11,6 +16,34 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList):
         return [block for member in module for block in (blocks(member) if _is_list(member) else [member])]
     return [block for child in module.children() for block in blocks(child)]
+
+
+def of_parts(layer: L, count: int) -> L:
+    """The layer, of whose outputs so many maps have equal shares, one after the other: queries, keys and values."""
+    cast("Any", layer).parts = count
+    return layer
+
+
+def inner_matrices(network: nn.Module) -> dict[str, int]:
+    """The weights of the linear and convolutional layers in the network's blocks and between them, by name, and of how
+    many maps each is (`of_parts`).
+
+    Not among them: what stands before and behind the blocks in the network's definition, embeddings, convolutions of
+    each channel on its own, and the blocks that the network names in `ends`, because they are its first or last layer.
+    """
+    members = {module for block in blocks(network) for module in block.modules()}
+    named = list(network.named_modules())
+    places = [place for place, (_, module) in enumerate(named) if module in members]
+    ends = {module for name in getattr(network, "ends", ()) for module in network.get_submodule(name).modules()}
+    return {
+        f"{name}.weight": getattr(module, "parts", 1)
+        for name, module in named[min(places, default=0) : max(places, default=-1) + 1]
+        if module not in ends and _is_map(module)
+    }
+
+
+def _is_map(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups == 1)
 
 
 def compile_by_block(network: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.linear import Linear
 
 
@@ -27,7 +28,7 @@ class SwiGlu(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.w12 = Linear(width, 2 * hidden)
+        self.w12 = of_parts(Linear(width, 2 * hidden), 2)
         self.w3 = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from image_diffusion.core.types import WeightsOf
 from image_diffusion.training.determinism import Mode
 from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
 from image_diffusion.training.lora import Lora
-from image_diffusion.training.optimizer import AdamW, Optimizer
+from image_diffusion.training.optimizers import Optimizer
+from image_diffusion.training.optimizers.adam import AdamW
 from image_diffusion.training.schedule import Constant, Schedule
 
 LARGEST_INITIAL_SHARE = 0.05
@@ -123,6 +124,7 @@ class TrainConfig(Config):
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
+                f"optimizer: {self.optimizer.type}, which needs each parameter whole": self.optimizer.needs_whole,
                 "channels_last: true, whose weights have no rows to share": self.channels_last,
             }
             for conflict, exists in conflicts.items():
@@ -141,8 +143,8 @@ class TrainConfig(Config):
 
     @property
     def tunes(self) -> bool:
-        """Whether it names parts of the network, which has to be built to check them."""
-        return bool(self.freeze or self.lora or self.lr_factors)
+        """Whether it speaks of parts of the network, which has to be built to check them."""
+        return bool(self.freeze or self.lora or self.lr_factors or self.optimizer.looks_inside)
 
     def advice(self) -> list[str]:
         """What will work and was hardly meant, a sentence each."""

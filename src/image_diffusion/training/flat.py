@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from image_diffusion.nn.blocks import inner_matrices
 from image_diffusion.training.distributed import World
 
 _ALIGN = 16  # elements: each parameter starts at a multiple of 64 bytes, as if it had been allocated on its own
@@ -29,28 +30,14 @@ class Slot:
     stride: tuple[int, ...]
 
 
-class Flat:
-    """The trainable parameters of a network. values, gradient: float32 [size], gaps between parameters are zero.
+class Layout:
+    """Tensors end to end in a vector, gaps between them zero, in the order given. size: of the vector.
 
-    Matrices (two dimensions or more) lie first, in 0 … matrices_end; vectors and scalars behind them, so that weight
-    decay can leave them out. Raises ValueError when nothing is trainable or a parameter is not float32.
+    Matrices (two dimensions or more) lie in 0 … matrices_end where they are given first; vectors and scalars behind
+    them, so that weight decay can leave them out.
     """
 
-    sums_gradients = False
-    """Whether the backward pass already adds up the gradients of all processes."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.parameters = trainable(network)
-        self._lay_out(self.parameters, next(network.parameters()).device)
-        for parameter, value, gradient in zip(
-            self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True
-        ):
-            value.copy_(parameter.data)
-            parameter.data = value
-            parameter.grad = gradient
-
-    def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.slots: list[Slot] = []
         self.matrices_end, end = 0, 0
         for name, tensor in tensors.items():
@@ -60,11 +47,9 @@ class Flat:
             if tensor.ndim >= 2:
                 self.matrices_end = end
         self.size = end
-        self.values = torch.zeros(end, device=device)
-        self.gradient = torch.zeros_like(self.values)
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The parts of a vector of this layout, one a parameter, in the parameters' shapes."""
+        """The parts of a vector of this layout, one a tensor, in the tensors' shapes."""
         return [vector.as_strided(slot.shape, slot.stride, slot.start) for slot in self.slots]
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
@@ -77,6 +62,33 @@ class Flat:
             for slot, view in zip(self.slots, self.views(vector), strict=True):
                 view.copy_(tensors[slot.name])
         world.broadcast(vector)
+
+
+class Flat(Layout):
+    """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the weights that
+    are matrices to `nn.blocks.inner_matrices`.
+
+    Raises ValueError when nothing is trainable or a parameter is not float32.
+    """
+
+    sums_gradients = False
+    """Whether the backward pass already adds up the gradients of all processes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.parameters, self.inner = trainable(network), inner_matrices(network)
+        self._lay_out(self.parameters, next(network.parameters()).device)
+        for parameter, value, gradient in zip(
+            self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True
+        ):
+            value.copy_(parameter.data)
+            parameter.data = value
+            parameter.grad = gradient
+
+    def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
+        super().__init__(tensors)
+        self.values = torch.zeros(self.size, device=device)
+        self.gradient = torch.zeros_like(self.values)
 
     def norm(self) -> Tensor:
         """The norm of the gradient, [] on the device, the same in every process."""

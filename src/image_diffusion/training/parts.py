@@ -26,7 +26,7 @@ from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
 from image_diffusion.training.lora import merged
 from image_diffusion.training.meter import Health, Meter
-from image_diffusion.training.optimizer import FlatAdam
+from image_diffusion.training.optimizers.flat import FlatOptimizer
 from image_diffusion.training.precision import Precision
 from image_diffusion.training.speed import Speed
 from image_diffusion.training.tuning import tune
@@ -105,7 +105,7 @@ class Parts:
             world.broadcast(tensor)
         self.network.to(memory_format=layout)
         self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
-        self.optimizer: FlatAdam = config.optimizer.build(self.flat, factors)
+        self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
@@ -224,7 +224,7 @@ class Parts:
                 **{
                     f"{moment}/{name}": tensor
                     for moment, vector in self.optimizer.moments.items()
-                    for name, tensor in self.flat.named(vector).items()
+                    for name, tensor in self.optimizer.layouts[moment].named(vector).items()
                 },
             },
             "meter": self.meter.state(),
@@ -259,7 +259,7 @@ class Parts:
             self.flat.fill(vector, given(name), self.world)
         self.optimizer.steps.copy_(small["steps"])
         for moment, vector in self.optimizer.moments.items():
-            self.flat.fill(vector, given("optimizer", f"{moment}/"), self.world)
+            self.optimizer.layouts[moment].fill(vector, given("optimizer", f"{moment}/"), self.world)
         if "best" in extra:
             self.best = Best(**extra["best"], vector=torch.zeros_like(self.flat.values))
             self.flat.fill(self.best.vector, given("best"), self.world)

@@ -85,4 +85,42 @@ class Exponential(_Schedule):
         return float(self.decay ** (step / self.every_steps))
 
 
-Schedule = Annotated[Constant | Linear | Cosine | Exponential, Field(discriminator="type")]
+class Wsd(_Schedule):
+    """Warm up, stay, and fall at the end (Hu et al. 2024, "MiniCPM", arXiv:2404.06395; the shapes: Hägele et al. 2024,
+    "Scaling laws and compute-optimal training beyond fixed training durations", arXiv:2405.18392)."""
+
+    type: Literal["wsd"] = "wsd"
+    """Warm up, stay, and fall at the end."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of all steps, the last ones, in which the learning rate falls."""
+    shape: Literal["1-sqrt", "linear"] = "1-sqrt"
+    """How it falls, x being 0 where it begins to and 1 at the last step: as 1 - sqrt(x), or as 1 - x."""
+    final: float = Field(0.0, ge=0, le=1)
+    """What is left at the last step, as a share of the learning rate."""
+
+    @property
+    def has_horizon(self) -> bool:
+        return True
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        length = self.decay_fraction * steps
+        x = min(max((step - (steps - length)) / length, 0.0), 1.0)
+        return self.final + (1.0 - self.final) * (1.0 - (math.sqrt(x) if self.shape == "1-sqrt" else x))
+
+
+class Power(_Schedule):
+    """Constant for `constant_steps`, then falling with a power of the steps, without an end in sight (Karras et al.
+    2024, "Analyzing and improving the training dynamics of diffusion models", equation 67: the inverse square root)."""
+
+    type: Literal["power"] = "power"
+    """Constant at first, then falling with a power of the steps."""
+    constant_steps: int = Field(70_000, gt=0)
+    """Steps before it begins to fall: t_ref."""
+    exponent: float = Field(0.5, gt=0, le=2)
+    """At step t the learning rate is multiplied with (constant_steps / t) to this power."""
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return float(max(step / self.constant_steps, 1.0) ** -self.exponent)
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Exponential | Wsd | Power, Field(discriminator="type")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from image_diffusion.nn.blocks import inner_matrices
 from image_diffusion.training.lora import add_adapters, check_lora, plain_name
 from image_diffusion.training.names import matching
 
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
 
 def check_tuning(network: nn.Module, config: TrainConfig) -> None:
-    """Raise ValueError for a pattern of `config` that names nothing in the network, or adapters that cannot be made."""
+    """Raise ValueError for a pattern of `config` that names nothing in the network, adapters that cannot be made, or an
+    optimizer with nothing to do."""
     parameters = dict(network.named_parameters())
-    matching(parameters, config.freeze, "train.freeze", "parameter")
+    frozen = matching(parameters, config.freeze, "train.freeze", "parameter")
+    config.optimizer.check(inner_matrices(network).keys() - set(frozen))
     matching(parameters, config.lr_factors, "train.lr_factors", "parameter")
     if config.lora is not None:
         check_lora(network, config.lora)

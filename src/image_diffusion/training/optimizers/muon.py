@@ -1,0 +1,133 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), through PyTorch's, with AdamW for what is no matrix.
+
+A matrix moves along its momentum with all singular values made about one, by five steps of Newton and Schulz. Layers
+that several maps share are taken apart first, which "CMuon" (arXiv:2608.02502) found to be needed in long trainings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.core.config import Config
+from image_diffusion.training.flat import Flat, Layout
+from image_diffusion.training.optimizers.flat import FlatOptimizer, OptimizerConfig, Probability, pieces
+
+
+class Rest(Config):
+    """AdamW for what Muon leaves."""
+
+    lr: float | None = Field(None, gt=0, le=10)
+    """Learning rate, before the schedule; unset: that of the matrices."""
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0, le=1)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Share of the weights, times the learning rate, that is taken away in each step; not of biases and gains."""
+
+
+class Muon(OptimizerConfig):
+    """Orthogonalised momentum for the linear and convolutional layers in and between the network's blocks, AdamW for
+    all else: the layers before and behind the blocks, embeddings, biases and gains."""
+
+    needs_whole: ClassVar[bool] = True
+    looks_inside: ClassVar[bool] = True
+
+    type: Literal["muon"] = "muon"
+    """Orthogonalised momentum for the matrices in the network's blocks, AdamW for the rest."""
+    lr: float = Field(1e-4, gt=0, le=10)
+    """Learning rate, before the schedule."""
+    momentum: Probability = 0.95
+    """How much of the mean gradient stays in each step."""
+    nesterov: bool = True
+    """Orthogonalise a mixture of mean and gradient, as if one step ahead, and not the mean."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Share of the matrices, times the learning rate, that is taken away in each step."""
+    scale: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
+    """What the update of a matrix of m rows and n columns is multiplied with. match_rms_adamw: 0.2 sqrt(max(m, n)), so
+    that the rates of AdamW fit (Liu et al. 2025, arXiv:2502.16982); original: sqrt(max(1, m / n)), of which rates are
+    many times larger; spectral_unclamped: sqrt(m / n)."""
+    adamw: Rest = Rest()
+    """For all that is not a matrix in a block."""
+
+    def check(self, trained: Collection[str]) -> None:
+        """Raise ValueError where no matrix in a block is trained."""
+        if not trained:
+            raise ValueError(
+                "train.optimizer is muon, but no linear or convolutional layer in the network's blocks is trained. Use "
+                "adamw."
+            )
+
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
+        """The optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises ValueError
+        as `check` does."""
+        self.check(flat.inner.keys() & flat.parameters.keys())
+        return _FlatMuon(flat, self, factors)
+
+
+class _FlatMuon(FlatOptimizer):
+    """Both on the vectors of one layout: the momentum of a matrix lies where AdamW has its first moment, and only the
+    rest has a second one."""
+
+    def __init__(self, flat: Flat, config: Muon, factors: Mapping[str, float] | None) -> None:
+        rest, inner = config.adamw, {slot.start: slot for slot in flat.slots if slot.name in flat.inner}
+        cut = pieces(flat, factors, (rest.weight_decay, 0.0), alone=flat.inner)
+        ratio = 1.0 if rest.lr is None else rest.lr / config.lr
+        others = [p._replace(stop=p.start) if p.start in inner else p._replace(factor=p.factor * ratio) for p in cut]
+        settings = {"betas": rest.betas, "eps": rest.eps}
+        kept = Layout({name: p for name, p in flat.parameters.items() if name not in flat.inner})
+        super().__init__(flat, others, {"exp_avg": flat, "exp_avg_sq": kept}, config.lr, _adamw, **settings)
+        groups: list[dict[str, Any]] = []
+        states: dict[Tensor, Any] = {}
+        for piece in cut:
+            if piece.start == piece.stop or piece.start not in inner:
+                continue
+            slot = inner[piece.start]
+            vectors = (flat.values, flat.gradient, self.moments["exp_avg"])
+            chunks = [_rows(vector, slot.start, slot.shape).chunk(flat.inner[slot.name]) for vector in vectors]
+            parts = []
+            for values, gradient, momentum in zip(*chunks, strict=True):
+                part = nn.Parameter(values)
+                part.grad = gradient
+                states[part] = {"momentum_buffer": momentum}
+                parts.append(part)
+            groups.append({"params": parts, "factor": piece.factor})
+        muon = torch.optim.Muon(
+            groups,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            adjust_lr_fn=config.scale,
+        )
+        muon.state.update(states)
+        self.torch = _Both(muon, self.torch)
+
+
+def _rows(vector: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    """A weight as a matrix, a row an output. The columns are in the order of the memory, which Muon does not see."""
+    return vector[start : start + math.prod(shape)].view(shape[0], -1)
+
+
+def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW; of nothing, where adapters alone are trained."""
+    return torch.optim.AdamW(groups or [{"params": [], "factor": 1.0}], fused=True, **settings)
+
+
+class _Both(torch.optim.Optimizer):
+    """Two optimizers as one, so that a step that overflowed is left out of both."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self._members = members
+        super().__init__([group for each in members for group in each.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of each."""
+        for each in self._members:
+            each.step()

@@ -1,0 +1,185 @@
+"""Muon, Lion and LAMB on flat parameters: which parameters go where, and the updates of their papers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.networks.unet import UNetConfig
+from image_diffusion.nn.blocks import inner_matrices, of_parts
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.flat import Flat
+from image_diffusion.training.optimizers.lamb import Lamb
+from image_diffusion.training.optimizers.lion import Lion
+from image_diffusion.training.optimizers.muon import Muon
+from image_diffusion.training.tuning import tune
+
+SPEC = DataSpec(channels=3, resolution=16, num_classes=3)
+INNER = {"blocks.0.0.weight": 3, "blocks.0.1.weight": 1, "blocks.1.weight": 1}
+RATE, STEPS = 0.02, 4
+
+
+class Blocks(nn.Module):
+    """A first layer, a block of a layer that three maps share, a convolution as a block, and a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+        shared = of_parts(nn.Linear(8, 24), 3)
+        self.blocks = nn.ModuleList([nn.Sequential(shared, nn.Linear(24, 8, bias=False)), nn.Conv2d(8, 6, 3)])
+
+
+def network() -> Blocks:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    return {name: torch.randn(p.shape, generator=drawn) for name, p in network().named_parameters()}
+
+
+def trained(config: Muon | Lion | Lamb, factors: dict[str, float] | None = None) -> dict[str, Tensor]:
+    """The parameters after some steps, at 1, 1/2, 1/3, … of the learning rate."""
+    flat = Flat(network())
+    optimizer = config.build(flat, factors)
+    for step in range(STEPS):
+        for name, gradient in gradients(step).items():
+            flat.named(flat.gradient)[name].copy_(gradient)
+        assert optimizer.set_rate(1 / (step + 1)) == pytest.approx(config.lr / (step + 1))
+        optimizer.torch.step()
+    return flat.named(flat.values)
+
+
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral_unclamped"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_that_of_pytorch_on_each_map_and_adamw_on_the_rest(scale: str, nesterov: bool) -> None:
+    plain = dict(network().named_parameters())
+    settings: Any = {"lr": RATE, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
+    config = Muon.model_validate(settings | {"scale": scale, "adamw": {"lr": 0.01, "weight_decay": 0.2}})
+    factors = dict.fromkeys(plain, 1.0) | {"first.weight": 0.5, "blocks.0.1.weight": 3.0}
+    assert inner_matrices(network()) == INNER
+    maps = {name: [nn.Parameter(p) for p in plain[name].detach().flatten(1).chunk(n)] for name, n in INNER.items()}
+    groups = [{"params": each, "factor": RATE * factors[name]} for name, each in maps.items()]
+    rest = [
+        {"params": [p], "factor": 0.01 * factors[name], "weight_decay": 0.2 if p.ndim > 1 else 0.0}
+        for name, p in plain.items()
+        if name not in INNER
+    ]
+    theirs = torch.optim.Muon(groups, **settings, adjust_lr_fn=scale), torch.optim.AdamW(rest, fused=True)
+    for step in range(STEPS):
+        given = gradients(step)
+        for name, gradient in given.items():
+            plain[name].grad = gradient
+        for name, parts in maps.items():
+            for part, own in zip(parts, given[name].flatten(1).chunk(len(parts)), strict=True):
+                part.grad = own
+        for optimizer in theirs:
+            for group in optimizer.param_groups:
+                group["lr"] = group["factor"] / (step + 1)
+            optimizer.step()
+    for name, value in trained(config, factors).items():
+        expected = torch.cat(list(maps[name])).view_as(value) if name in maps else plain[name]
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_an_update_of_muon_has_singular_values_about_one() -> None:
+    """The published band is 0.5 to 1.5 (PyTorch's documentation of Newton and Schulz's five steps)."""
+    torch.manual_seed(0)
+    dit = DiTConfig(depth=1, width=32, num_heads=2, patch=4).build(SPEC)
+    flat = Flat(dit.to(memory_format=torch.channels_last))
+    before = {name: value.clone() for name, value in flat.named(flat.values).items()}
+    flat.gradient.normal_()
+    optimizer = Muon(lr=1.0, scale="spectral_unclamped").build(flat)
+    optimizer.set_rate(1.0)
+    optimizer.torch.step()
+    seen = 0
+    for name, count in flat.inner.items():
+        for update in (before[name] - flat.named(flat.values)[name]).chunk(count):
+            m, n = update.shape
+            values = torch.linalg.svdvals(update) / math.sqrt(m / n)
+            # Of a square random matrix the smallest are near zero, from where five steps do not reach the band.
+            assert values.median() > 0.5 and values.max() < 1.5
+            assert m == n or values.min() > 0.5
+            seen += 1
+    assert seen == 3 + 1 + 1 + 1 + 6
+
+
+def test_muon_takes_the_matrices_in_the_blocks() -> None:
+    unet = UNetConfig(channels=32, multipliers=(1, 2), num_res_blocks=1, attention_resolutions=(8,)).build(SPEC, 3)
+    found = inner_matrices(unet)
+    weights = {name for name, p in unet.named_parameters() if p.ndim > 1}
+    assert weights - found.keys() == {
+        "time_embed.0.weight", "time_embed.2.weight", "label_emb.weight", "input_blocks.0.0.weight", "out.2.weight",
+    }  # fmt: skip
+    assert found["middle_block.1.qkv.weight"] == 3 * unet.middle_block[1].num_heads, "of each head, in this order"
+    assert found["middle_block.0.emb_layers.1.weight"] == 2, "scale and shift"
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_needs_nothing_else() -> None:
+    adapters = network()
+    for name, parameter in adapters.named_parameters():
+        parameter.requires_grad_(name in INNER)
+    optimizer = Muon().build(Flat(adapters))
+    assert {name: vector.numel() for name, vector in optimizer.moments.items()} == {
+        "exp_avg": sum(adapters.get_parameter(name).numel() for name in INNER),
+        "exp_avg_sq": 0,
+    }
+    assert optimizer.set_rate(0.5) == 0.5e-4
+    optimizer.torch.step()
+
+
+@pytest.mark.parametrize("freeze", [(), ("blocks.*",)])
+def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
+    config = TrainConfig.model_validate({"steps": 1, "freeze": freeze, "optimizer": {"type": "muon"}})
+    assert config.tunes
+    with pytest.raises(ValueError, match=r"train\.optimizer is muon, but no linear or convolutional layer in the"):
+        tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
+
+
+@pytest.mark.parametrize("kind", ["muon", "lamb"])
+def test_what_needs_whole_parameters_is_not_sharded(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"full does not go with optimizer: {kind}, which needs each parameter whole"):
+        TrainConfig.model_validate({"steps": 1, "sharding": "full", "optimizer": {"type": kind}})
+
+
+def test_lion_is_the_papers() -> None:
+    found = trained(Lion(lr=RATE, betas=(0.8, 0.7), weight_decay=0.3))
+    for name, p in network().named_parameters():
+        x, m = p.detach().double(), torch.zeros_like(p, dtype=torch.float64)
+        for step in range(STEPS):
+            g, eta = gradients(step)[name].double(), RATE / (step + 1)
+            x = x - eta * (torch.sign(0.8 * m + 0.2 * g) + (0.3 * x if x.ndim > 1 else 0.0))
+            m = 0.7 * m + 0.3 * g
+        torch.testing.assert_close(found[name].double(), x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("adapt_vectors", [True, False])
+def test_lamb_is_the_papers(adapt_vectors: bool) -> None:
+    found = trained(Lamb(lr=RATE, betas=(0.8, 0.9), weight_decay=0.3, eps=1e-3, adapt_vectors=adapt_vectors))
+    for name, p in network().named_parameters():
+        x, adapts = p.detach().double(), p.ndim > 1 or adapt_vectors
+        m = v = torch.zeros_like(x)
+        for step in range(STEPS):
+            g = gradients(step)[name].double()
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+            r = (m / (1 - 0.8 ** (step + 1))) / ((v / (1 - 0.9 ** (step + 1))).sqrt() + 1e-3)
+            u = r + 0.3 * x if adapts else r
+            x = x - RATE / (step + 1) * (x.norm() / u.norm() if adapts else 1.0) * u
+        torch.testing.assert_close(found[name].double(), x, rtol=1e-4, atol=1e-6)
+
+
+def test_lamb_moves_what_begins_with_zeros() -> None:
+    zeros = nn.Linear(3, 2)
+    nn.init.zeros_(zeros.weight)
+    flat = Flat(zeros)
+    flat.gradient.fill_(1.0)
+    optimizer = Lamb(lr=0.5).build(flat)
+    optimizer.torch.step()
+    torch.testing.assert_close(zeros.weight.detach(), torch.full((2, 3), -0.5))
