@@ -14,9 +14,10 @@ from image_diffusion.samplers.guidance import Guidance, guided
 from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.noise import image_streams, initial_noise
 from image_diffusion.samplers.sampler import SamplerConfig
+from image_diffusion.samplers.sde import Sde
 from image_diffusion.samplers.unipc import UniPc
 
-Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc, Field(discriminator="type")]
+Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc | Sde, Field(discriminator="type")]
 
 __all__ = [
     "Ddim",
@@ -27,6 +28,7 @@ __all__ = [
     "Heun",
     "Sampler",
     "SamplerConfig",
+    "Sde",
     "UniPc",
     "guided",
     "image_streams",

@@ -56,6 +56,8 @@ class SamplerConfig(Config):
     num_steps: NumSteps = 50
     clip_denoised: bool | None = None
     """Clamp each predicted x0 to [-1, 1], and derive eps from it again; unset: where x are pixels, not of latents."""
+    shift: float | None = Field(None, gt=0)
+    """Of the flow process: another time shift than `process.shift`, for sampling alone."""
 
     @property
     def draws_noise(self) -> bool:
@@ -73,7 +75,18 @@ class SamplerConfig(Config):
                 f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
                 "provide for. Use euler, heun, dpm_solver, unipc, or ddim with eta 0."
             )
-        return process.build().grid(self.num_steps)
+        return self.shifted(process).build().grid(self.num_steps)
+
+    def shifted(self, process: Process) -> Process:
+        """The process at the times that this sampler asks for. Raises ValueError where it has no time shift."""
+        if self.shift is None:
+            return process
+        if not isinstance(process, Flow):
+            raise ValueError(
+                f"shift is {self.shift:g}, but in the process {process.type} no times are shifted; only those of flow "
+                "are. Leave it out."
+            )
+        return process.model_copy(update={"shift": self.shift})
 
     def fitted(self, variance: Variance, bounded: bool) -> Self:
         """The same with what is unset taken from the model: the variance it was trained with, whether its x lies in
@@ -117,7 +130,9 @@ class StepsFurther(SamplerConfig):
                 f"time_difference is {self.time_difference:g}, but in the process {process.type} time is not "
                 f"continuous. Leave it out."
             )
-        return process.build().grid(self.num_steps, self.time_difference)
+        continuous = self.shifted(process)
+        assert isinstance(continuous, Continuous)
+        return continuous.build().grid(self.num_steps, self.time_difference)
 
 
 def initial_scale(grid: Grid) -> float:
