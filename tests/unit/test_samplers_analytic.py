@@ -240,6 +240,8 @@ SAMPLERS = [
     (Heun(), exploding, 50),
     (DpmSolver(), straight, 50),
     (DpmSolver(), preserving, 50),
+    (DpmSolver(adds_noise=True), straight_levels, 50),
+    (DpmSolver(adds_noise=True), preserving_levels, 50),
     (UniPc(), straight, 50),
     (UniPc(), preserving, 50),
     (Sde(), straight, 400),

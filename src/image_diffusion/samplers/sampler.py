@@ -64,17 +64,17 @@ class SamplerConfig(Config):
         """Whether the steps add noise of their own; if not, the first noise decides the sample."""
         return False
 
+    @property
+    def asks_intervals(self) -> bool:
+        """Whether the network has to know average velocities (`Grid.interval`)."""
+        return False
+
     def calls(self, grid: Grid) -> int:
         """How often the network is asked for one image, without guidance."""
         return grid.num_steps
 
     def grid(self, process: Process) -> Grid:
         """The points of a process to sample at. Raises ValueError where this sampler or its steps do not fit it."""
-        if isinstance(process, Flow) and self.draws_noise:
-            raise ValueError(
-                f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
-                "provide for. Use euler, heun, dpm_solver, unipc, or ddim with eta 0."
-            )
         return self.shifted(process).build().grid(self.num_steps)
 
     def shifted(self, process: Process) -> Process:
@@ -122,7 +122,13 @@ class StepsFurther(SamplerConfig):
     """In continuous time, steps go this much further than the next time (Chen et al. 2023, "Analog bits", 3.3)."""
 
     def grid(self, process: Process) -> Grid:
-        """As of every sampler. Raises ValueError for a time difference where time is not continuous."""
+        """As of every sampler. Raises ValueError for a time difference where time is not continuous, and for noise on
+        the path of a flow."""
+        if isinstance(process, Flow) and self.draws_noise:
+            raise ValueError(
+                f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
+                "provide for. Use sde, euler, heun, dpm_solver, unipc, or ddim with eta 0."
+            )
         if not self.time_difference:
             return super().grid(process)
         if not isinstance(process, Continuous):
