@@ -163,7 +163,7 @@ class Section(Config):
         ({"loss": "mse"}, "Unknown objective.loss 'mse'. Known: simple, hybrid, rescaled_hybrid, kl or rescaled_kl."),
         ({"label_drop_probability": 1.1}, "objective.label_drop_probability is 1.1"),
         ({"timestep_sampling": {"type": "los"}}, "Known: uniform, loss_second_moment."),
-        ({"type": "flow"}, "Unknown objective 'flow'. Known: denoising, flow_matching."),
+        ({"type": "flow"}, "Unknown objective 'flow'. Known: denoising, flow_matching, mean_flow."),
         ({"type": "flow_matching", "prediction": "v"}, "objective.prediction is not a known key."),
     ],
 )

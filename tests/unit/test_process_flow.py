@@ -15,6 +15,7 @@ from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
 from image_diffusion.process.flow import Flow, LogitNormalTimes, UniformTimes
+from image_diffusion.samplers import Euler
 
 
 def streams(count: int) -> Streams:
@@ -65,6 +66,21 @@ def test_the_flow_is_straight_with_the_velocity_it_teaches() -> None:
     grid = process.grid(4)
     assert grid.time.tolist() == [1000, 750, 500, 250] and grid.sigma.tolist() == [1, 0.75, 0.5, 0.25, 0]
     assert grid.steps.log_variance.isfinite().all()
+
+
+def test_a_shift_scales_the_noise_level_of_every_time_in_training_and_sampling() -> None:
+    """Esser et al. 2024, equation 23: sigma / alpha is s times what it was; the ends stay; the sampler goes first."""
+    plain, moved = Flow(time_scale=1000).build(), Flow(time_scale=1000, shift=3.0).build()
+    for before, after in (
+        (plain.draw(streams(50)), moved.draw(streams(50))),
+        (plain.grid(8).sigma[1:-1], moved.grid(8).sigma[1:-1]),
+        (plain.grid(8).sigma[1:-1], Euler(num_steps=8, shift=3.0).grid(Flow(shift=0.2)).sigma[1:-1]),
+    ):
+        torch.testing.assert_close(after / (1 - after), 3 * before / (1 - before))
+    grid = moved.grid(8)
+    assert (grid.sigma[0], grid.sigma[-1], grid.time[0]) == (1, 0, 1000)
+    torch.testing.assert_close(grid.time, 1000 * grid.sigma[:-1])
+    assert torch.equal(moved.uniform().draw(streams(50)), plain.draw(streams(50)))
 
 
 @pytest.mark.parametrize("process", [Flow(), Continuous()])

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
+from image_diffusion.core.streams import Streams
+from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Grid
-from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, UniPc, image_streams, initial_noise
+from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, Sde, UniPc, image_streams, initial_noise
 from image_diffusion.samplers.multistep import run_scheduler
+from image_diffusion.samplers.noise import step_noise
 from image_diffusion.samplers.sampler import SamplerConfig, initial_scale
+from image_diffusion.samplers.sde import FORMS, Form
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
 
@@ -158,6 +163,69 @@ def test_exponential_integrators_see_a_path_only_through_its_noise_levels(sample
     torch.testing.assert_close(results[0], results[2], rtol=0, atol=1e-5)
 
 
+def moments(sampler: Sde, grid: Grid) -> tuple[float, float]:
+    """The exact mean and variance of samples of N(0.7, 0.25): the sum of the squares of what each noise adds."""
+
+    def denoiser(x: Tensor, i: int) -> Denoised:
+        alpha, sigma = grid.alpha[i].item(), grid.sigma[i].item()
+        x0 = 0.7 + alpha * 0.25 / (alpha**2 * 0.25 + sigma**2) * (x - alpha * 0.7)
+        return Denoised(x0, (x - alpha * x0) / sigma)
+
+    count = grid.num_steps + 1  # of noises: the first one, and one of each step but the last
+    rows = torch.cat([torch.zeros(1, count, dtype=F64), torch.eye(count, dtype=F64)])  # the first row has no noise
+
+    class Impulses(Streams):
+        """What step i adds: 1 in row i + 2."""
+
+        def normal(self, purpose: str, shape: tuple[int, ...] = ()) -> Tensor:
+            return rows[:, int(self.epoch[0]) + 1, None]
+
+    index = torch.zeros(count + 1, dtype=torch.int64)
+    samples = sampler(denoiser, grid, rows[:, :1], Impulses(0, index, index))[:, 0]
+    return samples[0].item(), (samples[1:] - samples[0]).square().sum().item()
+
+
+@pytest.mark.parametrize("path", [straight, preserving])
+@pytest.mark.parametrize("last_step", ["mean", "tweedie"])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_diffusion_has_the_marginals_of_the_process_in_order_one(
+    form: Form, last_step: Literal["mean", "tweedie"], path: Callable[[int], Grid]
+) -> None:
+    """Mean and variance of Gaussian data without sampling error. Of some forms the error of order 1 cancels here."""
+    sampler = Sde(diffusion=form, last_step=last_step)
+    errors = []
+    for num_steps in (200, 400):
+        mean, variance = moments(sampler, path(num_steps))
+        assert mean == pytest.approx(0.7, abs=2e-4)  # the second path does not start at quite no signal
+        errors.append(abs(variance - 0.25))
+    assert errors[1] < 2e-3
+    assert math.log2(errors[0] / errors[1]) > 0.75
+
+
+def test_an_sde_without_diffusion_is_the_ode() -> None:
+    streams = image_streams(torch.arange(8))
+    noise, grid = initial_noise(streams, (3,)).double(), straight(20)
+    samples = [
+        sampler(GaussianDenoiser(grid, COVARIANCE), grid, noise, streams) for sampler in (Sde(norm=1e-12), Euler())
+    ]
+    torch.testing.assert_close(*samples, rtol=0, atol=1e-4)
+
+
+def test_the_grid_and_the_steps_of_the_published_sde() -> None:
+    """249 steps of (1 - 0.04) / 249 and one of 0.04; D = t: x + dt (x0 - eps) - dt eps + sqrt(2 t dt) z."""
+    grid, size = Sde().grid(Flow()), 0.96 / 249
+    assert grid.num_steps == Sde().calls(grid) == 250
+    torch.testing.assert_close(grid.sigma[:3], torch.tensor([1, 1 - size, 1 - 2 * size], dtype=F64))
+    assert grid.sigma[-2:].tolist() == pytest.approx([0.04, 0])
+    streams = image_streams(torch.arange(2))
+    x = initial_noise(streams, (3,)).double()
+    steps = Sde().trajectory(GaussianDenoiser(grid, COVARIANCE), grid, x, streams)
+    for i in range(2):
+        t, denoised = grid.sigma[i].item(), GaussianDenoiser(grid, COVARIANCE)(x, i)
+        x = x + size * (denoised.x0 - 2 * denoised.eps) + math.sqrt(2 * t * size) * step_noise(streams, i, x)
+        torch.testing.assert_close(next(steps).x, x)
+
+
 SAMPLERS = [
     (Ddpm(), preserving, 400),
     (Ddpm(variance="fixed_large"), preserving, 400),
@@ -172,8 +240,12 @@ SAMPLERS = [
     (Heun(), exploding, 50),
     (DpmSolver(), straight, 50),
     (DpmSolver(), preserving, 50),
+    (DpmSolver(adds_noise=True), straight_levels, 50),
+    (DpmSolver(adds_noise=True), preserving_levels, 50),
     (UniPc(), straight, 50),
     (UniPc(), preserving, 50),
+    (Sde(), straight, 400),
+    (Sde(diffusion="sbdm"), preserving, 400),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,6 +120,17 @@ def test_an_interval_of_noise_levels_follows_the_grid(inputs: tuple[Tensor, Tens
     for time in grid.time.tolist():
         guided_network(x, torch.full((3,), time), **cond)
     assert [len(call[0]) for call in network.calls] == [3, 3, 3, 3, 6, 6, 6, 6, 3, 3]
+
+
+def test_a_power_lets_the_scale_rise_from_one(inputs: tuple[Tensor, Tensor, dict[str, Tensor]]) -> None:
+    """1 at the first time, guidance_scale at the end; between them as MDTv2's code has it, of its t / T."""
+    x, _, cond = inputs
+    network = Recorder()
+    risen = Guidance(guidance_scale=3.0, power=4.0).build(network, NULL, Flow(time_scale=1000).build().grid(10))
+    t = torch.tensor([1000.0, 250.0, 0.0])
+    scale = 1 + 2 * (1 - math.cos(math.pi * 0.75**4)) / 2
+    expected = [guided(network, each, NULL)(x, t, **cond)[i] for i, each in enumerate((1 + 1e-12, scale, 3.0))]
+    torch.testing.assert_close(risen(x, t, **cond), torch.stack(expected))
 
 
 def test_a_forecast_counts_the_points_that_are_guided() -> None:

@@ -26,11 +26,12 @@ from image_diffusion.samplers import (
     Euler,
     Heun,
     Sampler,
+    Sde,
     UniPc,
     image_streams,
     initial_noise,
 )
-from image_diffusion.samplers.sampler import SamplerConfig, clipped
+from image_diffusion.samplers.sampler import SamplerConfig, StepsFurther, clipped
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -43,7 +44,9 @@ EVERY: list[SamplerConfig] = [
     Euler(num_steps=6),
     Heun(num_steps=6),
     DpmSolver(num_steps=6),
+    DpmSolver(num_steps=6, adds_noise=True),
     UniPc(num_steps=6),
+    Sde(num_steps=6, last_step="tweedie"),
 ]
 SHAPE = (3, 4, 4)
 levels = st.lists(st.floats(0.02, 50), min_size=1, max_size=6, unique=True).map(lambda v: sorted(v, reverse=True))
@@ -134,7 +137,8 @@ def test_an_image_belongs_to_its_seed(sampler: SamplerConfig, order: list[int], 
 def test_every_sampler_returns_the_image_of_a_perfect_network(sampler: SamplerConfig) -> None:
     """In float32, whatever the process and the noise; also where the image is scaled by 0.5 inside the process."""
     processes: list[Process] = [Discrete(), Continuous(), Continuous(scale=0.5)]
-    for process in [*processes, *([] if sampler.draws_noise else [Flow()])]:
+    steps_between = isinstance(sampler, StepsFurther) and sampler.draws_noise
+    for process in [*processes, *([] if steps_between else [Flow()])]:
         grid = sampler.grid(process)
         streams = image_streams(torch.arange(2))
         image = streams.uniform("image", SHAPE) * 2 - 1
@@ -170,7 +174,7 @@ def test_clipped_x0_and_eps_still_agree_with_x_t() -> None:
 
 @pytest.mark.parametrize("sampler", [Ddpm(), Ddim(eta=0.5)], ids=lambda s: s.type)
 def test_samplers_that_draw_noise_do_not_fit_flow(sampler: SamplerConfig) -> None:
-    with pytest.raises(ValueError, match=rf"The {sampler.type} sampler adds noise at every step.*Use euler"):
+    with pytest.raises(ValueError, match=rf"The {sampler.type} sampler adds noise at every step.*Use sde"):
         sampler.grid(Flow())
 
 
@@ -205,6 +209,10 @@ def test_mistakes_are_told_in_one_line() -> None:
         Ddim(eta=0.5).encode(toy_denoiser(grid), grid, torch.zeros(1, *SHAPE))
     with pytest.raises(ValueError, match=r"takes a number of steps, at least 1; got 'ddim50'"):
         Euler(num_steps="ddim50").grid(Flow())
+    with pytest.raises(ValueError, match=r"shift is 3, but in the process discrete no times are shifted"):
+        Euler(shift=3.0).grid(Discrete())
+    with pytest.raises(ValueError, match=r"last_step_size is 0\.1, but a discrete process has timesteps"):
+        Sde(last_step_size=0.1).grid(Discrete())
 
 
 class Section(Config):
@@ -216,7 +224,7 @@ class Section(Config):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"type": "dpm"}, "Unknown sampler 'dpm'. Known: ddpm, ddim, euler, heun, dpm_solver, unipc."),
+        ({"type": "dpm"}, "Unknown sampler 'dpm'. Known: ddpm, ddim, euler, heun, dpm_solver, unipc, sde, flow_map."),
         ({"type": "ddim", "num_step": 3}, "sampler.num_step is not a known key. Did you mean sampler.num_steps?"),
         (
             {"type": "ddim", "num_steps": 0},

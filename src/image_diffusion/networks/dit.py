@@ -128,12 +128,13 @@ class DiTConfig(Config):
         values = ((name, getattr(self, name)) for name in Size._fields)
         return Size(*(getattr(preset, name) if value is None else value for name, value in values))
 
-    def build(self, spec: DataSpec, learned_variance: bool = False) -> DiT:
-        """The network for data of this kind, freshly initialised from torch's global generator.
+    def build(self, spec: DataSpec, learned_variance: bool = False, interval: bool = False) -> DiT:
+        """The network for data of this kind, freshly initialised from torch's global generator. interval: it can be
+        told one (`DiT.forward`).
 
         Raises ValueError when the patch does not divide the resolution.
         """
-        return DiT(self, spec, learned_variance)
+        return DiT(self, spec, learned_variance, interval)
 
 
 class DiT(nn.Module):
@@ -142,7 +143,9 @@ class DiT(nn.Module):
     `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
     """
 
-    def __init__(self, config: DiTConfig, spec: DataSpec, learned_variance: bool = False) -> None:
+    def __init__(
+        self, config: DiTConfig, spec: DataSpec, learned_variance: bool = False, interval: bool = False
+    ) -> None:
         super().__init__()
         depth, width, _, patch = config.shape
         if spec.resolution % patch:
@@ -156,6 +159,8 @@ class DiT(nn.Module):
         self.pos_embed = nn.Parameter(grid_positions(width, spec.resolution // patch)[None], requires_grad=False)
         self.x_embedder = PatchEmbedder(spec.channels, width, patch)
         self.t_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
+        if interval:
+            self.interval_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
         if spec.num_classes:
             self.y_embedder = LabelEmbedder(spec.num_classes + config.null_label, width)
         reads = TEXT in spec.conditions
@@ -165,15 +170,24 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(config, patch * patch * out_channels)
         self._initialise()
 
-    def forward(self, x: Tensor, t: Tensor, /, label: Tensor | None = None, text: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        /,
+        label: Tensor | None = None,
+        text: Tensor | None = None,
+        interval: Tensor | None = None,
+    ) -> Tensor:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
-        [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none).
+        [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), interval [B], from t down (none: 0).
 
         A network of unlabelled data takes no label. Raises ValueError when shapes do not fit the network.
         """
         check_inputs(self.spec, x, label, **({} if text is None else {TEXT: text}))
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
+        c = c + self._interval(t, interval, tokens.dtype)
         if label is not None:
             c = c + self.y_embedder(label)  # [B, D]
         told: tuple[Tensor, ...] = ()
@@ -190,6 +204,17 @@ class DiT(nn.Module):
         patches = self.final_layer(tokens, c)  # [B, N, p · p · C_out]
         return unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
 
+    def _interval(self, t: Tensor, interval: Tensor | None, dtype: torch.dtype) -> Tensor | float:
+        """[B, D], or 0. Raises ValueError for an interval that the network does not know of."""
+        if hasattr(self, "interval_embedder"):
+            embedded: Tensor = self.interval_embedder(torch.zeros_like(t) if interval is None else interval, dtype)
+            return embedded
+        if interval is not None:
+            raise ValueError(
+                "The network was not trained to be told an interval, as the sampler flow_map does. Use another one."
+            )
+        return 0.0
+
     def _initialise(self) -> None:
         """Xavier for every Linear, N(0, 0.02) for time, zero for whatever ends a residual branch: the output is 0."""
         for module in self.modules():
@@ -198,7 +223,7 @@ class DiT(nn.Module):
         for name, parameter in self.named_parameters():
             if name == "x_embedder.proj.weight":
                 nn.init.xavier_uniform_(parameter.view(parameter.shape[0], -1))
-            elif name.startswith("t_embedder") and name.endswith("weight"):
+            elif name.startswith(("t_embedder", "interval_embedder")) and name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)
             elif name.startswith("y_embedder"):
                 nn.init.normal_(parameter, std=self.config.label_init_std)

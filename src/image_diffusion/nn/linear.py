@@ -7,6 +7,9 @@ Intel's. oneDNN, which comes with PyTorch as well and computes the same sums, us
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -16,6 +19,19 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _WORTH_IT = 2**22  # multiplications: with fewer, what a gradient written in Python costs is more than what is saved
+
+
+_PLAIN = ContextVar("plain", default=False)
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Meanwhile PyTorch's own products are taken, which have every kind of derivative."""
+    before = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(before)
 
 
 class Linear(nn.Linear):
@@ -28,7 +44,7 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> x weight^T + bias, [..., out]."""
-    if torch.compiler.is_compiling() or not _HAS_ONEDNN or not _is_float32_on_cpu(x):
+    if torch.compiler.is_compiling() or not _HAS_ONEDNN or _PLAIN.get() or not _is_float32_on_cpu(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _onednn(x, weight, bias)

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.flow_matching import FlowMatching
+from image_diffusion.objectives.mean_flow import MeanFlow
 
-Objective = Annotated[Denoising | FlowMatching, Field(discriminator="type")]
+Objective = Annotated[Denoising | FlowMatching | MeanFlow, Field(discriminator="type")]
 """What a system that predicts noise is trained to do on a `NoiseProcess`."""

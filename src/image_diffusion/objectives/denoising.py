@@ -72,6 +72,11 @@ class Denoising(Config):
             )
         return self
 
+    @property
+    def learns_intervals(self) -> bool:
+        """Whether the network is told of intervals: it is not."""
+        return False
+
     def build(self, process: NoiseProcess, spec: DataSpec) -> Objective:
         """The objective for data on a process. Raises ValueError where they do not go together."""
         return self.timestep_sampling.wrap(DenoisingObjective(self, process, spec), process)

@@ -33,6 +33,11 @@ class FlowMatching(Config):
         """No variance is learned."""
         return "fixed_small"
 
+    @property
+    def learns_intervals(self) -> bool:
+        """Whether the network is told of intervals: it is not."""
+        return False
+
     def build(self, process: NoiseProcess, spec: DataSpec) -> FlowMatchingObjective:
         """The objective for data on a process. Raises ValueError unless the process is flow."""
         if not isinstance(process, FlowProcess):

@@ -20,15 +20,23 @@ class LabelDropout:
                 f"label_drop_probability is {probability} but the data have no classes. "
                 "Set it to 0, or use labelled data."
             )
-        self._probability, self._spec = probability, spec
+        self._probability = probability
+        self._names = ({"label": spec.num_classes} if spec.num_classes else {}) | dict.fromkeys(spec.conditions, 0)
 
     def __call__(self, batch: Batch, network: Any) -> dict[str, torch.Tensor]:
         """The batch's cond, with some of the labels [B] dropped while the network is trained; validation keeps all."""
         if self._probability == 0 or not getattr(network, "training", True):
             return batch.cond
-        dropped, cond = batch.streams.event("label_drop", self._probability), dict(batch.cond)
-        if self._spec.num_classes:
-            cond["label"] = torch.where(dropped, self._spec.num_classes, cond["label"])
-        for name, shape in self._spec.conditions.items():
-            cond[name] = cond[name].masked_fill(dropped.view(-1, *[1] * len(shape)), 0)
+        dropped, cond, null = self.dropped(batch, network), dict(batch.cond), self.null(batch.cond)
+        for name in self._names:
+            cond[name] = torch.where(dropped.view(-1, *[1] * (cond[name].ndim - 1)), null[name], cond[name])
         return cond
+
+    def dropped(self, batch: Batch, network: Any) -> torch.Tensor:
+        """Bool [B]: whose label is dropped."""
+        probability = self._probability if getattr(network, "training", True) else 0.0
+        return batch.streams.event("label_drop", probability)
+
+    def null(self, cond: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The cond with every label dropped."""
+        return cond | {name: torch.full_like(cond[name], null) for name, null in self._names.items()}

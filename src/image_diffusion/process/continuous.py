@@ -17,7 +17,7 @@ from torch import Tensor
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.noise_process import count_steps
+from image_diffusion.process.noise_process import count_steps, evenly
 from image_diffusion.process.respacing import Respacing
 
 
@@ -144,12 +144,13 @@ class ContinuousProcess:
         """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
-    def grid(self, num_steps: Respacing, time_difference: float = 0.0) -> Grid:
+    def grid(self, num_steps: Respacing, time_difference: float = 0.0, last_step: float | None = None) -> Grid:
         """Times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.
 
         time_difference: how much further than the next time a step goes (Chen et al. 2023, "Analog bits", section 3.3).
+        last_step: size of the last step, where it is not that of the others.
         """
-        times = torch.linspace(1, 0, count_steps(num_steps, "continuous") + 1, dtype=torch.float64)
+        times = evenly(count_steps(num_steps, "continuous"), last_step)
         alpha, sigma = self._to_clean(times)
         later = (times[1:] - time_difference).clamp(min=0)
         target = self._to_clean(later) if time_difference else None

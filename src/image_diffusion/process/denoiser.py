@@ -33,10 +33,12 @@ class NetworkDenoiser:
         self._network, self._process, self._cond = network, process, dict(cond or {})
         self._prediction, self._variance, self._restrict = prediction, variance, restrict
         self._times, self._steps = grid.time.tolist(), grid.steps
+        self._intervals = None if grid.interval is None else grid.interval.tolist()
 
     def __call__(self, x_t: Tensor, i: int) -> Denoised:
         """What the network says of x_t [B, C, …] at point i. Raises ValueError where its channels do not fit."""
         dtype = torch.promote_types(x_t.dtype, torch.float32)  # half precision cannot tell timestep 999 from 1000
         time = torch.full((len(x_t),), self._times[i], dtype=dtype, device=x_t.device)
-        output = self._network(self._process.network_input(x_t), time, **self._cond)
+        told = {} if self._intervals is None else {"interval": torch.full_like(time, self._intervals[i])}
+        output = self._network(self._process.network_input(x_t), time, **self._cond, **told)
         return read_output(output, x_t, self._steps.at(i, x_t), self._prediction, self._variance, self._restrict)

@@ -1,7 +1,8 @@
 """The straight path of flow matching: x_t = (1 - t) x0 + t eps, t from 0 (clean) to 1 (noise).
 
 Lipman et al. 2023, "Flow matching for generative modeling"; Liu et al. 2023, "Flow straight and fast" (rectified flow);
-Ma et al. 2024, "SiT". Its velocity dx_t/dt is eps - x0.
+Ma et al. 2024, "SiT". Its velocity dx_t/dt is eps - x0. Time shift: Esser et al. 2024, "Scaling rectified flow
+transformers for high-resolution image synthesis", equation 23.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.noise_process import count_steps
+from image_diffusion.process.noise_process import count_steps, evenly
 from image_diffusion.process.respacing import Respacing
 
 
@@ -24,9 +25,9 @@ class UniformTimes(Config):
 
     type: Literal["uniform"] = "uniform"
 
-    def draw(self, streams: Streams) -> Tensor:
+    def draw(self, streams: Streams, purpose: str = "timestep") -> Tensor:
         """Float64 [B]."""
-        return streams.uniform("timestep").double()
+        return streams.uniform(purpose).double()
 
 
 class LogitNormalTimes(Config):
@@ -38,9 +39,9 @@ class LogitNormalTimes(Config):
     std: float = Field(1.0, gt=0)
     """Standard deviation of the logit."""
 
-    def draw(self, streams: Streams) -> Tensor:
+    def draw(self, streams: Streams, purpose: str = "timestep") -> Tensor:
         """Float64 [B]."""
-        return torch.sigmoid(self.mean + self.std * streams.normal("timestep").double())
+        return torch.sigmoid(self.mean + self.std * streams.normal(purpose).double())
 
 
 class Flow(Config):
@@ -51,6 +52,10 @@ class Flow(Config):
     """How training draws times."""
     time_scale: float = Field(1.0, gt=0)
     """What the network is given is the time multiplied by this: 1 in SiT, 1000 in Stable Diffusion 3."""
+
+    shift: float = Field(1.0, gt=0)
+    """Moves times towards noise, of training and of sampling: t becomes s t / (1 + (s - 1) t). An image of m pixels is
+    as uncertain at s = sqrt(m / n) as one of n pixels is at 1. A sampler's own `shift` goes before it."""
 
     def build(self) -> FlowProcess:
         """The process."""
@@ -63,13 +68,13 @@ class FlowProcess:
     def __init__(self, config: Flow) -> None:
         self._config, self._times, self._time_scale = config, config.times, config.time_scale
 
-    def draw(self, streams: Streams) -> Tensor:
-        """A time for each sample. Float64 [B]."""
-        return self._times.draw(streams)
+    def draw(self, streams: Streams, purpose: str = "timestep") -> Tensor:
+        """A time for each sample. Float64 [B]. purpose: another one gives another time."""
+        return shifted(self._times.draw(streams, purpose), self._config.shift)
 
     def uniform(self) -> FlowProcess:
         """The same path with times drawn uniformly."""
-        return FlowProcess(self._config.model_copy(update={"times": UniformTimes()}))
+        return FlowProcess(self._config.model_copy(update={"times": UniformTimes(), "shift": 1.0}))
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """alpha = 1 - t and sigma = t at times [B]. Float64 [B] each."""
@@ -88,8 +93,14 @@ class FlowProcess:
         """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
-    def grid(self, num_steps: Respacing) -> Grid:
-        """Times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps."""
-        times = torch.linspace(1, 0, count_steps(num_steps, "flow") + 1, dtype=torch.float64)
-        alpha, sigma = self.levels(times)
-        return Grid(time=times[:-1] * self._time_scale, alpha=alpha, sigma=sigma)
+    def grid(self, num_steps: Respacing, last_step: float | None = None) -> Grid:
+        """Times evenly spaced from 1 to 0, then shifted. last_step: size of the last step, where it is not that of the
+        others. Raises ValueError for anything but a number of steps."""
+        times = evenly(count_steps(num_steps, "flow"), last_step)
+        alpha, sigma = self.levels(shifted(times, self._config.shift))
+        return Grid(time=sigma[:-1] * self._time_scale, alpha=alpha, sigma=sigma)
+
+
+def shifted(t: Tensor, shift: float) -> Tensor:
+    """Times t in [0, 1], moved towards 1 where shift is above 1; the ends stay."""
+    return t if shift == 1 else shift * t / (1 + (shift - 1) * t)

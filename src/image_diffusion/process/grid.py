@@ -107,13 +107,15 @@ class Grid:
 
     time: [N], what the network is given at each point but the last. alpha, sigma: [N + 1], the noise levels; the last
     is alpha 1 and sigma 0, the clean sample. target: where it is not the next point, the noise level that a step of the
-    ancestral sampler ends at, (alpha [N], sigma [N]); see `Continuous.grid`.
+    ancestral sampler ends at, (alpha [N], sigma [N]); see `Continuous.grid`. interval: [N], how far each step goes, in
+    the network's time, where the network is told.
     """
 
     time: Tensor
     alpha: Tensor
     sigma: Tensor
     target: tuple[Tensor, Tensor] | None = None
+    interval: Tensor | None = None
 
     @property
     def num_steps(self) -> int:

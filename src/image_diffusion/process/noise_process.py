@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
@@ -55,3 +56,10 @@ def count_steps(num_steps: Respacing, process: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError(f"The {process} process takes a number of steps, at least 1; got {num_steps!r}. Use 50, say.")
     return int(text)
+
+
+def evenly(num_steps: int, last_step: float | None = None) -> Tensor:
+    """Times from 1 to 0, float64 [num_steps + 1]. last_step: size of the last step, where it is not that of others."""
+    if last_step is None:
+        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+    return torch.cat([torch.linspace(1, last_step, num_steps, dtype=torch.float64), torch.zeros(1).double()])

@@ -10,23 +10,27 @@ from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.dpm_solver import DpmSolver
 from image_diffusion.samplers.euler import Euler
+from image_diffusion.samplers.flow_map import FlowMap
 from image_diffusion.samplers.guidance import Guidance, guided
 from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.noise import image_streams, initial_noise
 from image_diffusion.samplers.sampler import SamplerConfig
+from image_diffusion.samplers.sde import Sde
 from image_diffusion.samplers.unipc import UniPc
 
-Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc, Field(discriminator="type")]
+Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc | Sde | FlowMap, Field(discriminator="type")]
 
 __all__ = [
     "Ddim",
     "Ddpm",
     "DpmSolver",
     "Euler",
+    "FlowMap",
     "Guidance",
     "Heun",
     "Sampler",
     "SamplerConfig",
+    "Sde",
     "UniPc",
     "guided",
     "image_streams",

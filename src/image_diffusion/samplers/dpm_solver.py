@@ -1,6 +1,7 @@
 """DPM-Solver++ (2M): the probability flow ODE in log(alpha / sigma), with x0 extrapolated from the last two steps.
 
-Lu et al. 2022, "DPM-Solver++: Fast solver for guided sampling of diffusion probabilistic models", Algorithm 2.
+Lu et al. 2022, "DPM-Solver++: Fast solver for guided sampling of diffusion probabilistic models", Algorithm 2, and its
+form for the reverse SDE, SDE-DPM-Solver++ (2M).
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ class DpmSolver(SamplerConfig):
 
     type: Literal["dpm_solver"] = "dpm_solver"
     num_steps: NumSteps = 20
+    adds_noise: bool = False
+    """Solve the reverse SDE instead: what a step got wrong, the noise of later ones covers."""
+
+    @property
+    def draws_noise(self) -> bool:
+        return self.adds_noise
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """The first and the last step are of order 1."""
         from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
-        scheduler = DPMSolverMultistepScheduler(prediction_type="sample", use_flow_sigmas=True, solver_order=2)
-        return run_scheduler(scheduler, denoiser, grid, x)
+        algorithm = "sde-dpmsolver++" if self.adds_noise else "dpmsolver++"
+        scheduler = DPMSolverMultistepScheduler(
+            prediction_type="sample", use_flow_sigmas=True, solver_order=2, algorithm_type=algorithm
+        )
+        return run_scheduler(scheduler, denoiser, grid, x, streams if self.adds_noise else None)

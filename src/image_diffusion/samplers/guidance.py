@@ -3,11 +3,13 @@
 Classifier-free guidance: Ho & Salimans 2022, "Classifier-free diffusion guidance", with w = guidance_scale - 1.
 Guidance interval: Kynkäänniemi et al. 2024, "Applying guidance in a limited interval improves sample quality".
 Autoguidance: Karras et al. 2024, "Guiding a diffusion model with a bad version of itself".
+Power-cosine scale: Gao et al. 2023, "MDTv2: Masked diffusion transformer is a strong image synthesizer", its code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -30,6 +32,9 @@ class Guidance(Config):
     """Which channels of x are guided. first_three: only the first three, as the published DiT samples were made."""
     interval: tuple[float, float] | None = None
     """Guide only where the noise level sigma / alpha lies between these two, both included; none: everywhere."""
+    power: float | None = Field(None, gt=0)
+    """Guide the less, the earlier: at time t, 1 where sampling begins, the scale is 1 + (guidance_scale - 1) times
+    (1 - cos(pi (1 - t)^power)) / 2. Unset: the same scale throughout."""
 
     @model_validator(mode="after")
     def _interval_is_ordered(self) -> Guidance:
@@ -52,7 +57,14 @@ class Guidance(Config):
     ) -> Network:
         """The guided network, to be sampled on `grid`. See `guided`."""
         times = None if self.interval is None else times_between(grid, *self.interval)
-        return guided(network, self.guidance_scale, null_cond, self.channels, times, negative)
+        scale_at = None if self.power is None else self._rising(self.power, grid.time[0].item())
+        return guided(network, self.guidance_scale, null_cond, self.channels, times, negative, scale_at)
+
+    def _rising(self, power: float, first: float) -> Callable[[Tensor], Tensor]:
+        def scale_at(t: Tensor) -> Tensor:
+            return 1 + (self.guidance_scale - 1) * (1 - torch.cos(math.pi * (1 - t / first) ** power)) / 2
+
+        return scale_at
 
 
 def guided(
@@ -62,14 +74,16 @@ def guided(
     channels: Channels = "all",
     times: tuple[float, float] | None = None,
     negative: Network | None = None,
+    scale_at: Callable[[Tensor], Tensor] | None = None,
 ) -> Network:
     """A network that returns negative + guidance_scale * (positive - negative), where positive = network(x, t, **cond).
 
     null_cond: by name, what replaces the condition in the negative prediction; broadcast over the batch. A condition
     it does not name is kept. negative: the network of the negative prediction, for autoguidance a weaker one, with an
     empty null_cond; none: `network` itself, called once with [positive; negative] as one batch. times: guide only at
-    t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call. What
-    the network returns beyond the guided channels of x (a learned variance) is the positive prediction's.
+    t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call.
+    scale_at: the scale at times t [B], where it is not the same at all of them. What the network returns beyond the
+    guided channels of x (a learned variance) is the positive prediction's.
 
     Raises ValueError for nothing to differ between the two predictions, a null for an absent condition, or
     first_three on fewer than three channels.
@@ -94,7 +108,8 @@ def guided(
             out_positive, out_negative = network(x, t, **cond), negative(x, t, **null)
         count = _num_guided(channels, x.shape[1])
         first, base = out_positive[:, :count], out_negative[:, :count]
-        mixed = base + guidance_scale * (first - base)
+        scale = guidance_scale if scale_at is None else scale_at(t).view(-1, *[1] * (x.ndim - 1)).to(base)
+        mixed = base + scale * (first - base)
         if inside is not None:
             mixed = torch.where(inside.view(-1, *[1] * (x.ndim - 1)), mixed, first)
         return torch.cat([mixed, out_positive[:, count:]], dim=1)

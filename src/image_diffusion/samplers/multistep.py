@@ -13,20 +13,26 @@ from typing import Any
 
 from torch import Tensor
 
+from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.samplers.noise import step_noise
 from image_diffusion.samplers.sampler import Step
 
 LEAST_ALPHA = 1e-6  # at alpha = 0, where flow matching starts, the solvers' log(alpha / sigma) is not finite
 
 
-def run_scheduler(scheduler: Any, denoiser: Denoiser, grid: Grid, x: Tensor) -> Iterator[Step]:
-    """Steps x [B, ...] down the grid. scheduler: made with prediction_type "sample" and use_flow_sigmas."""
+def run_scheduler(
+    scheduler: Any, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams | None = None
+) -> Iterator[Step]:
+    """Steps x [B, ...] down the grid. scheduler: made with prediction_type "sample" and use_flow_sigmas. streams: of
+    the noise of a scheduler that adds some."""
     scheduler.set_timesteps(grid.num_steps)
     scheduler.sigmas = (grid.sigma / (grid.alpha + grid.sigma)).clamp(max=1 - LEAST_ALPHA).cpu()
     scheduler.set_begin_index(0)
     totals = (grid.alpha + grid.sigma).tolist()
     for i, timestep in enumerate(scheduler.timesteps):
         x0 = denoiser(x, i).x0
-        (scaled,) = scheduler.step(x0, timestep, x / totals[i], return_dict=False)
+        noise = {} if streams is None else {"variance_noise": step_noise(streams, i, x)}
+        (scaled,) = scheduler.step(x0, timestep, x / totals[i], return_dict=False, **noise)
         x = totals[i + 1] * scaled
         yield Step(x, x0)

@@ -56,10 +56,17 @@ class SamplerConfig(Config):
     num_steps: NumSteps = 50
     clip_denoised: bool | None = None
     """Clamp each predicted x0 to [-1, 1], and derive eps from it again; unset: where x are pixels, not of latents."""
+    shift: float | None = Field(None, gt=0)
+    """Of the flow process: another time shift than `process.shift`, for sampling alone."""
 
     @property
     def draws_noise(self) -> bool:
         """Whether the steps add noise of their own; if not, the first noise decides the sample."""
+        return False
+
+    @property
+    def asks_intervals(self) -> bool:
+        """Whether the network has to know average velocities (`Grid.interval`)."""
         return False
 
     def calls(self, grid: Grid) -> int:
@@ -68,12 +75,18 @@ class SamplerConfig(Config):
 
     def grid(self, process: Process) -> Grid:
         """The points of a process to sample at. Raises ValueError where this sampler or its steps do not fit it."""
-        if isinstance(process, Flow) and self.draws_noise:
+        return self.shifted(process).build().grid(self.num_steps)
+
+    def shifted(self, process: Process) -> Process:
+        """The process at the times that this sampler asks for. Raises ValueError where it has no time shift."""
+        if self.shift is None:
+            return process
+        if not isinstance(process, Flow):
             raise ValueError(
-                f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
-                "provide for. Use euler, heun, dpm_solver, unipc, or ddim with eta 0."
+                f"shift is {self.shift:g}, but in the process {process.type} no times are shifted; only those of flow "
+                "are. Leave it out."
             )
-        return process.build().grid(self.num_steps)
+        return process.model_copy(update={"shift": self.shift})
 
     def fitted(self, variance: Variance, bounded: bool) -> Self:
         """The same with what is unset taken from the model: the variance it was trained with, whether its x lies in
@@ -109,7 +122,13 @@ class StepsFurther(SamplerConfig):
     """In continuous time, steps go this much further than the next time (Chen et al. 2023, "Analog bits", 3.3)."""
 
     def grid(self, process: Process) -> Grid:
-        """As of every sampler. Raises ValueError for a time difference where time is not continuous."""
+        """As of every sampler. Raises ValueError for a time difference where time is not continuous, and for noise on
+        the path of a flow."""
+        if isinstance(process, Flow) and self.draws_noise:
+            raise ValueError(
+                f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
+                "provide for. Use sde, euler, heun, dpm_solver, unipc, or ddim with eta 0."
+            )
         if not self.time_difference:
             return super().grid(process)
         if not isinstance(process, Continuous):
@@ -117,7 +136,9 @@ class StepsFurther(SamplerConfig):
                 f"time_difference is {self.time_difference:g}, but in the process {process.type} time is not "
                 f"continuous. Leave it out."
             )
-        return process.build().grid(self.num_steps, self.time_difference)
+        continuous = self.shifted(process)
+        assert isinstance(continuous, Continuous)
+        return continuous.build().grid(self.num_steps, self.time_difference)
 
 
 def initial_scale(grid: Grid) -> float:

@@ -53,6 +53,7 @@ class DiTSystem(DiffusionSystem):
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
 
+    takes_intervals: ClassVar[bool] = True
     exports: ClassVar[tuple[str, ...]] = ("diffusers", "pipeline")
     class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
     positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
@@ -101,7 +102,9 @@ class DiTSystem(DiffusionSystem):
 
     @property
     def build_options(self) -> dict[str, Any]:
-        return {"learned_variance": self.learns_variance}
+        return {"learned_variance": self.learns_variance} | (
+            {"interval": True} if self.objective.learns_intervals else {}
+        )
 
     def build_network(self, spec: DataSpec) -> DiT:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""

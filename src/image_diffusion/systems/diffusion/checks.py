@@ -22,6 +22,11 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
     check_settings("sample", sample, system, experiment)
     if experiment.train.grid_every_steps is not None:
         check_settings("preview", experiment.section("preview"), system, experiment)
+    if system.objective.learns_intervals and not system.takes_intervals:
+        raise ValueError(
+            f"system.objective.type is {system.objective.type}, but the network of the system {system.type} takes no "
+            "intervals. Use the system dit, or another objective."
+        )
     check_sweep(experiment.section("sweep"), sample, system, experiment.train)
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
@@ -40,6 +45,16 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
     scale = settings.guidance.guidance_scale
+    if settings.sampler.asks_intervals and not system.objective.learns_intervals:
+        raise ValueError(
+            f"{section}.sampler.type is {settings.sampler.type}, but the network learns no average velocities. Set "
+            "system.objective.type to mean_flow, or take another sampler."
+        )
+    if settings.sampler.asks_intervals and scale != 1:
+        raise ValueError(
+            f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
+            "1, and set system.objective.guidance_scale."
+        )
     if scale != 1 and not system.drops_labels and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "

@@ -62,6 +62,9 @@ class DiffusionSystem(System):
     objective: Objective = Denoising()
     """What the network predicts, and how its error is weighed."""
 
+    takes_intervals: ClassVar[bool] = False
+    """Whether its network can be told of intervals of time, as the objective mean_flow asks."""
+
     sections: ClassVar[Mapping[str, Section]] = {
         "codec": Section(CodecConfig, Rgb()),
         "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),

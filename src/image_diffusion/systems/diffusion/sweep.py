@@ -60,7 +60,7 @@ class SweepConfig(Config):
         elif axis == "time_difference":
             plain["sampler"]["time_difference"] = float(value)
         elif axis == "sampler" and value != base.sampler.type:
-            shared = ("num_steps", "clip_denoised")
+            shared = ("num_steps", "clip_denoised", "shift")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}
         found: SampleConfig = parse(SampleConfig, plain, f"sweep.{axis} {value}")
         return found

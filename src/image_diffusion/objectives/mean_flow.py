@@ -1,0 +1,128 @@
+"""MeanFlow: predict the average velocity u(x_t, r, t) from t down to r, by which one step goes all the way.
+
+Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447: the identity u = v - (t - r) du/dt,
+its weights and its guidance, which training takes in. Improved form: Geng et al. 2025, "Improved mean flows: On the
+challenges of fastforward generative models", arXiv:2512.02012.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.nn.forward_mode import derivative
+from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.process.flow import FlowProcess
+from image_diffusion.process.noise_process import NoiseProcess, broadcast
+from image_diffusion.process.parameterization import Prediction, Variance
+
+
+class MeanFlow(Config):
+    """Predict the average velocity over an interval of times; its network takes the interval as well."""
+
+    type: Literal["mean_flow"] = "mean_flow"
+    interval_probability: float = Field(0.25, gt=0, le=1)
+    """How often there is an interval; otherwise r = t, and it is flow matching."""
+    direction: Literal["sampled", "predicted"] = "sampled"
+    """Along which velocity the derivative is taken: that of the sample, or what the network says (the improved form,
+    for one more call of it)."""
+    weight_power: float = Field(1.0, ge=0)
+    """The squared error is divided by itself to this power, its gradient then not being the larger for it; 0: never."""
+    guidance_scale: float = Field(1.0, ge=1, allow_inf_nan=False)
+    """Teaches the velocities that guidance of this scale would give, for one more call of the network; a sampler then
+    does without."""
+    label_drop_probability: float = Field(0.0, ge=0, le=1)
+    """How often a label is replaced by the null label, for guidance."""
+
+    @model_validator(mode="after")
+    def _guides_away_from_something(self) -> MeanFlow:
+        if self.guidance_scale != 1 and self.label_drop_probability == 0:
+            raise ValueError(
+                f"guidance_scale is {self.guidance_scale:g}, but the network never learns to do without a label. Use "
+                "1, or set label_drop_probability above 0."
+            )
+        return self
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the network predicts: a velocity, that of the moment where it is told of no interval."""
+        return "velocity"
+
+    @property
+    def variance(self) -> Variance:
+        """No variance is learned."""
+        return "fixed_small"
+
+    @property
+    def learns_intervals(self) -> bool:
+        """Whether the network is told of intervals."""
+        return True
+
+    def build(self, process: NoiseProcess, spec: DataSpec) -> MeanFlowObjective:
+        """The objective for data on a process. Raises ValueError unless the process is flow."""
+        if not isinstance(process, FlowProcess):
+            raise ValueError(
+                "Objective mean_flow needs the flow process. Set process.type to flow, or objective.type to denoising."
+            )
+        return MeanFlowObjective(self, process, spec)
+
+
+class MeanFlowObjective:
+    """A batch -> one loss per sample; "mse", its part, is the error before it is weighted."""
+
+    def __init__(self, config: MeanFlow, process: FlowProcess, spec: DataSpec) -> None:
+        self._config, self._process = config, process
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+
+    def __call__(self, network: Network, batch: Batch) -> Losses:
+        """Draw two times and noise for each sample."""
+        drawn = torch.stack([self._process.draw(batch.streams, name) for name in ("timestep", "second_timestep")])
+        (r, t), interval = drawn.aminmax(dim=0), batch.streams.event("interval", self._config.interval_probability)
+        noise, x = batch.streams.normal("noise", tuple(batch.x.shape[1:])), batch.x
+        alpha, sigma = broadcast(self._process.levels(t), x)
+        x_t, v, cond = alpha * x + sigma * noise, noise - x, self._drop_labels(batch, network)
+        if self._config.guidance_scale != 1:
+            v = self._guided(network, batch, x_t, t, v)
+        r = torch.where(interval, r, t)
+        predicted = network(x_t, self._process.network_time(t), **cond, interval=self._process.network_time(t - r))
+        target = self._target(network, x_t, r, t, v, cond)
+        squares = (predicted.to(x.dtype) - target).square().flatten(1)
+        weight = (squares.detach().sum(1) + 1e-3) ** -self._config.weight_power
+        return Losses(squares.sum(1) * weight, {"mse": squares.detach().mean(1)}, self._process.fraction(t))
+
+    def uniform(self) -> MeanFlowObjective:
+        """The same, unweighted, at times drawn uniformly."""
+        same = copy(self)
+        same._process = self._process.uniform()
+        same._config = self._config.model_copy(update={"weight_power": 0.0})
+        return same
+
+    @torch.no_grad()
+    def _guided(self, network: Network, batch: Batch, x_t: Tensor, t: Tensor, v: Tensor) -> Tensor:
+        """w v + (1 - w) u(x_t, t, t | no label) [B, C, ...]; v itself where the label is dropped."""
+        w, null = self._config.guidance_scale, self._drop_labels.null(batch.cond)
+        without = network(x_t, self._process.network_time(t), **null).to(v.dtype)
+        dropped = self._drop_labels.dropped(batch, network).view(-1, *[1] * (v.ndim - 1))
+        return torch.where(dropped, v, w * v + (1 - w) * without)
+
+    def _target(
+        self, network: Network, x_t: Tensor, r: Tensor, t: Tensor, v: Tensor, cond: dict[str, Tensor]
+    ) -> Tensor:
+        """v - (t - r) du/dt [B, C, ...], where d/dt is v d/dx + d/dt at a fixed r."""
+        time, interval, along = self._process.network_time(t), self._process.network_time(t - r), v
+        if self._config.direction == "predicted":
+            with torch.no_grad():
+                along = network(x_t, time, **cond).to(v.dtype)
+
+        def u(x: Tensor, time: Tensor, interval: Tensor) -> Tensor:
+            return network(x, time, **cond, interval=interval).to(v.dtype)
+
+        rate = self._process.network_time(torch.ones_like(t))
+        du_dt = derivative(u, (x_t, time, interval), (along, rate, rate))
+        return v - broadcast((t - r, t), v)[0] * du_dt

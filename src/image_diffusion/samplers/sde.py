@@ -1,0 +1,84 @@
+"""The reverse SDE by Euler and Maruyama's method: dx = (v - D score) dt + sqrt(2 D) dw, with any diffusion D of t.
+
+Ma et al. 2024, "SiT: Exploring flow and diffusion-based generative models with scalable interpolant transformers",
+section 2, whose w_t is 2 D here; the forms of D, their defaults and the last step are those of the code that it was
+published with. Every D has the marginals of the process (Albergo et al. 2023, "Stochastic interpolants", section 2.3).
+
+x_t / (alpha + sigma) lies on the straight path at t = sigma / (alpha + sigma): every process is sampled there. Of the
+forms linear is sigma on it, and of the last steps Euler's is Tweedie's. Unlike there no step takes away more noise than
+there is, so D may be infinite at t = 1: where D dt > t^2, its D is t^2 / dt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.process import Process
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.samplers.noise import step_noise
+from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
+
+Form = Literal["constant", "sbdm", "sigma", "decreasing", "increasing_decreasing"]
+
+FORMS: dict[Form, Callable[[float, float], float]] = {
+    "constant": lambda t, norm: norm,
+    "sbdm": lambda t, norm: norm * t / (1 - t) if t < 1 else math.inf,
+    "sigma": lambda t, norm: norm * t,
+    "decreasing": lambda t, norm: 0.25 * (1 - norm * math.cos(math.pi * t)) ** 2,
+    "increasing_decreasing": lambda t, norm: norm * math.sin(math.pi * t) ** 2,
+}
+"""D of the time t, 1 at noise, and of `norm`."""
+
+
+class Sde(SamplerConfig):
+    """One network call a step, order 1 in distribution; the last step draws no noise."""
+
+    type: Literal["sde"] = "sde"
+    num_steps: NumSteps = 250
+    diffusion: Form = "sigma"
+    """How much noise is taken away and put back, as a function of time: a constant; sbdm, that of score-based diffusion
+    (Song et al. 2021); sigma; decreasing towards the image; or only in between."""
+    norm: float = Field(1.0, gt=0)
+    """Magnitude of the diffusion."""
+    last_step: Literal["mean", "tweedie"] = "mean"
+    """The last step's result: its mean, or the predicted x0."""
+    last_step_size: float | None = Field(None, gt=0, lt=1)
+    """Size of the last step in time, before any shift. Unset: 0.04, as published; of a discrete process that of its
+    least noisy timestep, which cannot be set."""
+
+    @property
+    def draws_noise(self) -> bool:
+        return True
+
+    def grid(self, process: Process) -> Grid:
+        """As of every sampler. Raises ValueError for the size of the last step of a discrete process."""
+        process, size = self.shifted(process), self.last_step_size
+        if not isinstance(process, Discrete):
+            return process.build().grid(self.num_steps, last_step=0.04 if size is None else size)
+        if size is not None:
+            raise ValueError(f"last_step_size is {size:g}, but a discrete process has timesteps. Leave it out.")
+        return process.build().grid(self.num_steps)
+
+    def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
+        """y_s = y_t - (v + D eps / t) dt + sqrt(2 D dt) z of y = x / (alpha + sigma), with v = eps - x0."""
+        total = grid.alpha + grid.sigma
+        times, totals = (grid.sigma / total).tolist(), total.tolist()
+        for i, (t, s) in enumerate(pairwise(times)):
+            denoised, last = denoiser(x, i), i == grid.num_steps - 1
+            diffused = min(FORMS[self.diffusion](t, self.norm) * (t - s), t**2)  # D dt
+            if last and self.last_step == "tweedie":
+                y = denoised.x0
+            else:
+                y = x / totals[i] + (t - s) * denoised.x0 - (t - s + diffused / t) * denoised.eps
+            if not last:
+                y = y + math.sqrt(2 * diffused) * step_noise(streams, i, x)
+            x = totals[i + 1] * y
+            yield Step(x, denoised.x0)

@@ -1,0 +1,164 @@
+"""Average velocities: their derivative, their closed form on Gaussian data, and samples in one step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from image_diffusion.configure import load_all
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.nn.forward_mode import derivative
+from image_diffusion.objectives.mean_flow import MeanFlow
+from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.flow import Flow
+from image_diffusion.samplers import FlowMap, image_streams, initial_noise
+
+MEAN, STD = 0.7, 0.5
+SPEC = DataSpec(channels=1, resolution=2, num_classes=3)
+DIT = {"depth": 2, "width": 128, "num_heads": 4, "patch": 2}
+
+
+def exact(x: Tensor, t: Tensor, /, interval: Tensor | None = None, **cond: Tensor) -> Tensor:
+    """The average velocity for x0 ~ N(MEAN, STD^2): (x_t - x_r) / (t - r) of the flow, which keeps (x - mean) / std."""
+    t = t.view(-1, 1, 1, 1)
+    r = t if interval is None else t - interval.view(-1, 1, 1, 1)
+    std_t, std_r = (((1 - each) ** 2 * STD**2 + each**2).sqrt() for each in (t, r))
+    return -MEAN + (STD**2 * (t + r - 2) + t + r) / (std_t * (std_t + std_r)) * (x - (1 - t) * MEAN)
+
+
+def batch(count: int) -> Batch:
+    streams = Streams(seed=3, epoch=torch.zeros(count, dtype=torch.int64), sample=torch.arange(count))
+    x = MEAN + STD * streams.normal("x", (1, 2, 2))
+    return Batch(x, {"label": torch.arange(count) % 3}, streams)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_exact_average_velocities_give_exact_samples_in_any_number_of_steps(num_steps: int) -> None:
+    process, streams = Flow(shift=2.0), image_streams(torch.arange(16))
+    sampler, noise = FlowMap(num_steps=num_steps), initial_noise(streams, (1, 2, 2))
+    grid = sampler.grid(process)
+    denoiser = NetworkDenoiser(exact, process.build(), grid, "velocity")
+    torch.testing.assert_close(sampler(denoiser, grid, noise, streams), MEAN + STD * noise, rtol=0, atol=1e-6)
+
+
+def test_what_is_taught_is_the_average_velocity() -> None:
+    """Of the exact network u = v - (t - r) du/dt, so what is left is the sample's own velocity less the mean one."""
+    process, given = Flow().build(), batch(2000)
+    config = MeanFlow(direction="predicted", interval_probability=1.0, weight_power=0.0)
+    losses = config.build(process, SPEC)(exact, given)
+    t = torch.stack([process.draw(given.streams, name) for name in ("timestep", "second_timestep")]).amax(0)
+    noise, level = given.streams.normal("noise", (1, 2, 2)), t.float().view(-1, 1, 1, 1)
+    left = noise - given.x - exact((1 - level) * given.x + level * noise, t.float())
+    torch.testing.assert_close(losses.parts["mse"], left.square().flatten(1).mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses.loss, 4 * losses.parts["mse"])
+
+
+def test_along_the_sample_s_velocity_the_same_is_taught_on_average() -> None:
+    """du/dt is linear in the direction, and the velocity given x_t averages to that of the flow: so does the target."""
+    process, given = Flow().build(), batch(50_000)
+    t, r = torch.full((50_000,), 0.8).double(), torch.full((50_000,), 0.3).double()
+    noise = given.streams.normal("noise", (1, 2, 2))
+    x_t = 0.2 * given.x + 0.8 * noise
+    taught = MeanFlow().build(process, SPEC)._target(exact, x_t, r, t, noise - given.x, {})
+    error = taught - exact(x_t, t.float(), (t - r).float())
+    scale = (error.var() / error.numel()).sqrt()
+    assert error.mean().abs() < 5 * scale and (error * x_t).mean().abs() < 5 * scale
+
+
+def test_guidance_is_taught_except_where_the_label_is_dropped() -> None:
+    """The target at r = t is w v + (1 - w) u(no label)."""
+    process, given = Flow().build(), batch(400)
+
+    def network(x: Tensor, t: Tensor, /, label: Tensor, interval: Tensor | None = None) -> Tensor:
+        return (label == 3).float().view(-1, 1, 1, 1).expand_as(x)
+
+    config = MeanFlow(guidance_scale=3.0, label_drop_probability=0.3, interval_probability=1e-9)
+    mse = config.build(process, SPEC)(network, given).parts["mse"]
+    dropped = given.streams.event("label_drop", 0.3)
+    v = given.streams.normal("noise", (1, 2, 2)) - given.x
+    expected = torch.where(dropped.view(-1, 1, 1, 1), v - 1, 3 * v - 2)
+    torch.testing.assert_close(mse, expected.square().flatten(1).mean(1))
+
+
+def test_the_weight_levels_errors_and_validation_has_none() -> None:
+    objective = MeanFlow().build(Flow().build(), SPEC)
+    losses = objective(exact, batch(50))
+    assert (losses.loss > 0.95).all() and (losses.loss <= 1).all()
+    measured = objective.uniform()(exact, batch(50))
+    torch.testing.assert_close(measured.loss, 4 * measured.parts["mse"])
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu"}])
+def test_a_derivative_through_the_network_is_that_of_central_differences(more: dict[str, Any]) -> None:
+    """Large enough for the products that have no such derivative of their own."""
+    torch.manual_seed(0)
+    network = DiTConfig(**DIT, **more).build(DataSpec(channels=4, resolution=16, num_classes=10), interval=True)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    x, v, label = torch.randn(16, 4, 16, 16), torch.randn(16, 4, 16, 16), torch.arange(16) % 10
+    t, interval, one = torch.rand(16), torch.rand(16), torch.ones(16)
+
+    def u(x: Tensor, t: Tensor, interval: Tensor) -> Tensor:
+        return network(x, t, label=label, interval=interval)
+
+    found = derivative(u, (x, t, interval), (v, one, one))
+    h = 1e-2
+    with torch.no_grad():
+        expected = (u(x + h * v, t + h, interval + h) - u(x - h * v, t - h, interval - h)) / (2 * h)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * expected.abs().max().item())
+    assert u(x, t, interval).requires_grad  # and afterwards everything is as it was
+
+
+def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() -> None:
+    spec = DataSpec(channels=4, resolution=4)
+    without, told = DiTConfig(**DIT).build(spec), DiTConfig(**DIT).build(spec, interval=True)
+    more = set(told.state_dict()) - set(without.state_dict())
+    assert more and all(name.startswith("interval_embedder.") for name in more)
+    x, t = torch.randn(2, 4, 4, 4), torch.rand(2)
+    assert torch.equal(told(x, t), told(x, t, interval=torch.zeros(2)))
+    with pytest.raises(ValueError, match="was not trained to be told an interval, as the sampler flow_map does"):
+        without(x, t, interval=t)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"objective": {"type": "flow_matching"}},
+            "sample.sampler.type is flow_map, but the network learns no average",
+        ),
+        ({"process": {"type": "discrete"}}, "flow_map sampler goes by average velocities, which the process discrete"),
+        ({"guidance": {"guidance_scale": 2.0}}, "cannot be guided afterwards. Use 1, and set system.objective.guid"),
+        ({"type": "iddpm"}, "the network of the system iddpm takes no intervals. Use the system dit"),
+        ({"objective": {"type": "mean_flow", "guidance_scale": 2.0}}, "the network never learns to do without a label"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_any_work(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    system = {"type": "dit", "process": {"type": "flow"}, "objective": {"type": "mean_flow"}} | changes
+    more = {"network": DIT} if system["type"] == "dit" else {}
+    written = {
+        "data": {"name": "d", "source": {"type": "digits"}, "resolution": 32},
+        "system": {k: v for k, v in system.items() if k != "guidance"} | more,
+        "train": {"steps": 10, "global_batch": 4, "grid_every_steps": None},
+        "sample": {"sampler": {"type": "flow_map"}, "guidance": system.get("guidance", {})},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(written))
+    with pytest.raises(ValueError) as told:
+        load_all([tmp_path / "x.yaml"])
+    assert message in str(told.value) and len(str(told.value).splitlines()) == 1
+
+
+def test_objective_mean_flow_needs_the_flow_process() -> None:
+    with pytest.raises(ValueError, match=r"mean_flow needs the flow process\. Set process\.type to flow"):
+        MeanFlow().build(Discrete().build(), SPEC)
