@@ -34,6 +34,7 @@ wildcard_constraints:
     dataset=plans.pattern("dataset"),
     codec=plans.pattern("codec"),
     pairs=plans.pattern("pairs"),
+    ledger=plans.pattern("ledger"),
     axis=r"\w+",
     value=r"[^/]+",
     step=r"\d+|latest",

@@ -24,6 +24,7 @@ include: "export.smk"
 include: "track.smk"
 include: "follow.smk"
 include: "report.smk"
+include: "ledger.smk"
 include: "crate.smk"
 
 
