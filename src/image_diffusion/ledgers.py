@@ -167,9 +167,7 @@ def expand(path: Path, experiments: Path) -> Expanded:
     rows: dict[str, str] = {}
     for run in runs:
         if (other := rows.setdefault(run.name, run.row)) != run.row:
-            raise ValueError(
-                f"{run.told} is the same as row {other}, with the budget and changes of all rows. Drop it."
-            )
+            raise ValueError(f"{run.told} is the same as row {other}, with the budget and the changes of all rows.")
     return Expanded(path.stem, ledger, base, runs)
 
 
