@@ -114,7 +114,8 @@ class Expanded:
 
     def plan(self) -> dict[str, Any]:
         """What the page and the rules have to know, as plain data."""
-        rows = [(BASE, None, {}), *((row.name, row.source, _flat(row.changes)) for row in self.ledger.rows)]
+        base: tuple[str, str | None, dict[str, Any]] = (BASE, None, {})
+        rows = [base, *((row.name, row.source, _flat(row.changes)) for row in self.ledger.rows)]
         runs = {(run.row, run.seed): run.name for run in self.runs}
         return {
             "ledger": self.name,
@@ -148,8 +149,9 @@ def expand(path: Path, experiments: Path) -> Expanded:
         raise ValueError(f"{path}: base is {ledger.base}, but {base} does not exist.{advice}")
     load_experiment(base)  # a mistake in it is not one of the rows
     raw, _ = read_inherited(base)
-    runs = []
-    for row, changes in ((BASE, {}), *((row.name, row.changes) for row in ledger.rows)):
+    unchanged: tuple[str, dict[str, Any]] = (BASE, {})
+    runs: list[Run] = []
+    for row, changes in (unchanged, *((row.name, row.changes) for row in ledger.rows)):
         told = f"{path}: row {row}"
         try:
             common = merged(_nested(ledger.changes), _nested(changes))

@@ -55,7 +55,7 @@ class Tracker:
     def send_ledger(self, folder: Path, results: Path) -> dict[str, Any]:
         """Send the runs of a ledger with the tags `ledger`, `row` and `seed`, and its page, table and numbers as a run
         of its own; returns what its `tracked.json` holds. folder: results/ledgers/<ledger>."""
-        plan, sent = read_json(folder / "plan.json"), []
+        plan, sent = read_json(folder / "plan.json"), list[dict[str, Any]]()
         name = str(plan["ledger"])
         for row in plan["rows"]:
             for seed, run in zip(plan["seeds"], row["runs"], strict=True):
