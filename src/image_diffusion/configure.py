@@ -80,7 +80,7 @@ def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[st
         path = waiting.pop(0)
         if path.stem not in found:
             add(path.stem, path, load_experiment(path), path)
-    for path, experiment in found.values():
+    for told, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
         start = others.get(START)
         start_codec = found[built_on(start)[CODEC]][1] if start is not None and CODEC in built_on(start) else None
@@ -90,7 +90,7 @@ def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[st
                 Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST), start, start_codec),
             )
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{told}: {error}") from None
     _check_shared_data(found)
     return found
 
