@@ -5,7 +5,8 @@
 Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
 results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
 changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec, or
-makes the small images that another one enlarges, is found beside it and configured too.
+makes the small images that another one enlarges, is found beside it and configured too. A ledger (--ledgers
+config/ledgers/digits.yaml) becomes an experiment for each row and seed, and results/ledgers/<ledger>/plan.json.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from image_diffusion.experiment import (
     load_experiment,
     schema,
 )
+from image_diffusion.ledgers import Expanded, expand
+from image_diffusion.ledgers import schema as ledger_schema
 from image_diffusion.systems.embedding.pairs import HashedPairs, PairsConfig
 from image_diffusion.systems.given import Others
+from image_diffusion.workflow.ledgers import ledger_file
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
@@ -53,26 +57,31 @@ def built_on(experiment: Experiment) -> dict[str, str]:
     }
 
 
-def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
+def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
     """Experiments by name, and those that they build on: that train their codecs or what they start from, that
-    make what they enlarge.
+    make what they enlarge. With each, where it stands: a file, or a row of a ledger.
 
     Raises ValueError for the first that cannot work.
     """
-    found: dict[str, tuple[Path, Experiment]] = {}
+    found: dict[str, tuple[Path | str, Experiment]] = {}
     waiting = list(paths)
+
+    def add(name: str, told: Path | str, experiment: Experiment, beside: Path) -> None:
+        found[name] = (told, experiment)
+        for key, base in built_on(experiment).items():
+            other = beside.with_name(f"{base}.yaml")
+            if not other.is_file():
+                raise ValueError(f"{told}: {key} is {base}, but {other} is missing.")
+            waiting.append(other)
+
+    for ledger in ledgers:
+        for run in ledger.runs:
+            add(run.name, run.told, run.experiment, ledger.base)
     while waiting:
         path = waiting.pop(0)
-        if path.stem in found:
-            continue
-        experiment = load_experiment(path)
-        found[path.stem] = (path, experiment)
-        for key, name in built_on(experiment).items():
-            other = path.with_name(f"{name}.yaml")
-            if not other.is_file():
-                raise ValueError(f"{path}: {key} is {name}, but {other} is missing.")
-            waiting.append(other)
-    for path, experiment in found.values():
+        if path.stem not in found:
+            add(path.stem, path, load_experiment(path), path)
+    for told, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
         start = others.get(START)
         start_codec = found[built_on(start)[CODEC]][1] if start is not None and CODEC in built_on(start) else None
@@ -82,14 +91,14 @@ def load_all(paths: Iterable[Path]) -> dict[str, tuple[Path, Experiment]]:
                 Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST), start, start_codec),
             )
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{told}: {error}") from None
     _check_shared_data(found)
     return found
 
 
-def _check_shared_data(found: dict[str, tuple[Path, Experiment]]) -> None:
+def _check_shared_data(found: dict[str, tuple[Path | str, Experiment]]) -> None:
     """Two experiments that name the same data set must describe it alike, since they share its files."""
-    seen: dict[str, tuple[Path, Config]] = {}
+    seen: dict[str, tuple[Path | str, Config]] = {}
     for path, experiment in found.values():
         sections: dict[str, Config] = {experiment.data.folder: experiment.data}
         if experiment.codec.name is not None:
@@ -262,14 +271,20 @@ def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str
 
 def main() -> None:
     parser = command.Parser(prog="python -m image_diffusion.configure", description=__doc__)
-    parser.add_argument("--experiments", type=Path, nargs="+", default=[], help="experiment files")
+    parser.add_argument("--experiments", type=Path, nargs="*", default=[], help="experiment files")
+    parser.add_argument("--ledgers", type=Path, nargs="*", default=[], help="ledger files")
+    parser.add_argument("--bases", type=Path, default=Path("config/experiments"), help="folder of the bases of ledgers")
     parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
-    parser.add_argument("--schema", type=Path, help="write the JSON schema of experiment files, for editors")
+    parser.add_argument("--schema", type=Path, help="write the JSON schemas of experiments and of ledgers")
     arguments = parser.parse_args()
     if arguments.schema is not None:
         write_if_changed(arguments.schema, to_json(schema()))
-    for name, (_, experiment) in load_all(arguments.experiments).items():
+        write_if_changed(arguments.schema.with_name("ledger.schema.json"), to_json(ledger_schema()))
+    ledgers = [expand(path, arguments.bases) for path in arguments.ledgers]
+    for name, (_, experiment) in load_all(arguments.experiments, ledgers).items():
         write_stages(name, experiment, arguments.results)
+    for ledger in ledgers:
+        write_if_changed(ledger_file(arguments.results, ledger.name), to_json(ledger.plan()))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from image_diffusion.core.command import Parser, run
-from image_diffusion.core.files import read_json
 from image_diffusion.core.secrets import store_named
-from image_diffusion.tracking.plan import Request, watched
+from image_diffusion.tracking.plan import Request, request_of, watched
 
 if TYPE_CHECKING:
     from image_diffusion.tracking.tracker import Tracker
@@ -64,14 +63,6 @@ def follow(
             return
         spent_s = 0.0 if spent_from is None else time.process_time() - spent_from
         pause_s = max(every_s, spent_s / share)
-
-
-def request_of(results: Path, experiment: str) -> Request:
-    """What to send of an experiment, from the plan that `configure` wrote."""
-    plan = read_json(results / experiment / "config" / "plan.json")
-    codec = plan["codec_experiment"]
-    weights = results / codec / "train" if codec else None
-    return Request(results / experiment, [results / "datasets" / plan["dataset"]], weights, plan["headline"])
 
 
 def _connected(store: str, project: str) -> Tracker:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
 
-from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiment import load_experiment
-from image_diffusion.training.counted import counted
-from image_diffusion.training.parts import Task
+from image_diffusion.ledgers import operations_of
 
 ROOT = Path(__file__).parents[2]
 PEAK = 790e12
@@ -31,32 +24,6 @@ COST = re.compile(
 )
 
 
-def operations_of(path: Path) -> int:
-    """Of the loss of one example and of its gradient."""
-    experiment = load_experiment(path)
-    system: Any = experiment.system
-    data, is_pairs = experiment.data, "pairs" in system.reads
-    images = DataSpec(channels=data.channels, resolution=data.resolution, num_classes=1000)
-    spec = DataSpec(channels=768, resolution=1) if is_pairs else experiment.codec.spec(images, None)
-    codec = experiment.codec.build(None, None, torch.device("cpu"), torch.float32)
-    moments = (2, spec.channels, spec.resolution, spec.resolution)
-
-    class Stored:
-        num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), None
-        shape = (2, 768) if is_pairs else moments if experiment.codec.type != "rgb" else moments[1:]
-        dtype = torch.uint8 if shape == moments[1:] else torch.float16
-
-    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-        batch: Batch = system.batch(stored, label, streams, spec, codec)
-        return batch
-
-    def task(network: nn.Module) -> Task:
-        return Task(network, system.build_objective(spec), prepare, Stored())  # type: ignore[arg-type]
-
-    one = experiment.train.model_copy(update={"global_batch": 1, "microbatch": None, "weights": "raw"})
-    return counted(lambda: system.build_network(spec), task, one, 1).operations
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FULL, ids=lambda path: path.stem)
 def test_a_recipe_costs_what_it_says(path: Path) -> None:
@@ -66,7 +33,7 @@ def test_a_recipe_costs_what_it_says(path: Path) -> None:
     gflop, steps, batch, total, hours, percent = (float(number.replace(",", "")) for number in found.groups())
     train = load_experiment(path).train
     assert (steps, batch) == (train.steps, train.global_batch)
-    operations = operations_of(path)
+    operations = operations_of(load_experiment(path))
     counted_hours = operations * steps * batch / (PEAK * percent / 100) / 3600
     assert gflop == pytest.approx(operations / 1e9, rel=0.01)
     assert total == pytest.approx(operations * steps * batch, rel=0.05)

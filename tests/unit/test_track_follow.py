@@ -11,8 +11,8 @@ import pytest
 
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal
-from image_diffusion.follow import follow, request_of
-from image_diffusion.tracking.plan import Request, watched
+from image_diffusion.follow import follow
+from image_diffusion.tracking.plan import Request, request_of, watched
 
 
 class Store:

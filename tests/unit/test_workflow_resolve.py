@@ -34,7 +34,7 @@ class Place:
         write_text(Path("config/experiments/one.yaml"), "a: 1")
         write_text(Path("config/experiments/unrelated.yaml"), "a: 1")
 
-        def configure(experiments: list[Path], results: Path, source: Path) -> None:
+        def configure(experiments: list[Path], results: Path, source: Path, ledgers: list[Path]) -> None:
             self.done.append("configure")
             plan = a_plan("one", sweep={"guidance_scale": {"1": "results/one/config/sweep/guidance_scale-1.yaml"}})
             for path in (*plan.configs.values(), "results/one/config/sweep/guidance_scale-1.yaml"):
@@ -119,7 +119,7 @@ def test_a_damaged_cache_is_none(place: Place, text: str) -> None:
 
 def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
     code = resolve(place.root, CONFIG)
-    assert resolved(Path("results")) == (code, ["one"])
+    assert resolved(Path("results")) == (code, {"experiments": ["one"], "ledger": []})
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_edited_base_is_configured_again(place: Place) -> None:
 def test_experiments_are_those_that_the_command_names_or_else_the_setting(
     place: Place, arguments: list[str], listed: Any, found: Any
 ) -> None:
-    assert wanted({"experiments": listed}, arguments) == found
+    assert wanted({"experiments": listed}, arguments) == {"experiments": found, "ledger": []}
 
 
 def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path, changes: dict[str, Any]) -> None:
-    check_settings(GOOD | changes, SCHEMA, folder / "config.yaml", folder / "experiments")
+    check_settings(GOOD | changes, SCHEMA, folder / "config.yaml", folder / "experiments", folder / "ledgers")
 
 
 def test_good_settings_are_taken(folder: Path) -> None:

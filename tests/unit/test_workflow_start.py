@@ -103,11 +103,11 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
     write_plans(Path("results"), a_plan())
-    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}, "experiments": ["one"]})
+    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}, "experiments": ["one"], "ledgers": []})
     known = start(ROOT, CONFIG, queued=True, remote=True)
     assert (known.results, dict(known.code), list(known.plans.by_name)) == ("results", {"train": "x"}, ["one"])
     assert known.machine.attempts(2) == 0
-    assert set(known.scripts) == {"report.py", "summary.py"}
+    assert set(known.scripts) == {"ledger.py", "report.py", "summary.py"}
     assert not Path("results/datasets").exists()
     assert os.environ["PATH"].endswith(":/bin")
 

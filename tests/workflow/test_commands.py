@@ -49,6 +49,7 @@ OF_OTHERS = {
 ELSEWHERE = {
     "snakemake --cores all gallery.html": ("tests/workflow/test_workflow_elsewhere.py", "gallery.html"),
     "snakemake --cores all diffusion_all": ("tests/workflow/test_workflow_elsewhere.py", "diffusion_all"),
+    "snakemake --cores all --config ledger=digits": ("tests/workflow/test_workflow_ledger.py", '"ledger=digits"'),
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.following import Following
+from image_diffusion.workflow.ledgers import show_what_there_is
 from image_diffusion.workflow.outcome import outcome
 from image_diffusion.workflow.ownership import hold
 from image_diffusion.workflow.queue import orphans, settle, tell_of_unseen_jobs
@@ -31,4 +32,5 @@ onsuccess:
 # Snakemake knows one block of each kind.
 onerror:
     following.end()
+    show_what_there_is(results, plans.ledgers, root / "workflow" / "scripts" / "ledger.py", package_beside(root))
     tell_of_unseen_jobs(log)

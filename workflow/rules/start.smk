@@ -35,6 +35,7 @@ wildcard_constraints:
     codec=plans.pattern("codec"),
     pairs=plans.pattern("pairs"),
     judge=plans.pattern("judge"),
+    ledger=plans.pattern("ledger"),
     axis=r"\w+",
     value=r"[^/]+",
     step=r"\d+|latest",

@@ -25,6 +25,7 @@ include: "export.smk"
 include: "track.smk"
 include: "follow.smk"
 include: "report.smk"
+include: "ledger.smk"
 include: "crate.smk"
 
 

@@ -85,6 +85,13 @@ def mean_estimate(each: Tensor, block: Tensor, low: float = -math.inf, high: flo
     return jackknife(value, left_out, len(each), low, high)
 
 
+def jackknife_deviation(interval: Sequence[float] | None) -> float | None:
+    """The standard deviation behind an interval of `jackknife`; None: there is none. One that was cut is too small."""
+    from scipy.special import stdtrit  # here: as above
+
+    return None if interval is None else (interval[1] - interval[0]) / 2 / float(stdtrit(NUM_BLOCKS - 1, 0.975))
+
+
 def enough(n: int) -> bool:
     """Whether n samples fill the blocks well enough for an interval."""
     return n >= SMALLEST_BLOCK * NUM_BLOCKS

@@ -140,6 +140,14 @@ def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> l
     return of_data + parents + children
 
 
+def request_of(results: Path, experiment: str) -> Request:
+    """What to send of an experiment, from the plan that `configure` wrote."""
+    plan = read_json(results / experiment / "config" / "plan.json")
+    codec = plan["codec_experiment"]
+    weights = results / codec / "train" if codec else None
+    return Request(results / experiment, [results / "datasets" / plan["dataset"]], weights, plan["headline"])
+
+
 def journals(request: Request) -> list[Path]:
     """The folders of the journals that there are. Raises ValueError when there is none."""
     found = {folder / "journal" for folder in (request.experiment, *request.datasets)}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files import digest
+from image_diffusion.core.files import digest, read_json, sha256_file
 from image_diffusion.tracking.card import card, headline_of, sentence
 from image_diffusion.tracking.connection import Connection, locked
 from image_diffusion.tracking.models import About, Models
@@ -21,6 +22,7 @@ from image_diffusion.tracking.plan import (
     journals,
     plan,
     registered_name,
+    request_of,
     score_of,
     tags_of,
 )
@@ -48,13 +50,36 @@ class Tracker:
                 stack.enter_context(locked(folder / ".lock"))
             planned = plan(request.experiment, request.datasets, request.best_metric)
             ids = send(self._connection, self._runs, planned, request, live)
+        return self._told([_summary(each, ids[each.history.id]) for each in planned])
+
+    def send_ledger(self, folder: Path, results: Path) -> dict[str, Any]:
+        """Send the runs of a ledger with the tags `ledger`, `row` and `seed`, and its page, table and numbers as a run
+        of its own; returns what its `tracked.json` holds. folder: results/ledgers/<ledger>."""
+        plan, sent = read_json(folder / "plan.json"), list[dict[str, Any]]()
+        name = str(plan["ledger"])
+        for row in plan["rows"]:
+            for seed, run in zip(plan["seeds"], row["runs"], strict=True):
+                sent += self.send(request_of(results, run))["runs"]
+                trained = next(each for each in reversed(sent) if each["stage"] == PARENT)
+                tags = {"ledger": name, "row": row["name"], "seed": str(seed), f"ledger.{name}": row["name"]}
+                self._runs.send_tags(trained["run_id"], tags)
+        key, made = f"ledger/{name}/{plan['rows'][0]['runs'][0]}", (folder / "plan.json").stat().st_mtime_ns // 10**6
+        run_id = self._runs.run(key, f"ledger {name}", made, {"stage": "ledger", "ledger": name})
+        rule = f"Its runs: `tags.ledger.{name} != ''`, or group by the tags `ledger` and `row`.\n\n"
+        self._runs.send_note(run_id, rule + (folder / "ledger.md").read_text(encoding="utf-8"))
+        for path in (folder / each for each in ("index.html", "ledger.csv", "ledger.md")):
+            self._runs.send_file(run_id, path, path.name, sha256_file(path))
+        self._runs.send_end(run_id, "FINISHED", made)
+        return self._told(list({each["run_id"]: each for each in sent}.values()))
+
+    def _told(self, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         page = f"/#/experiments/{self._connection.experiment_id}/runs"
         return {
             "format": 1,
             "store": self._connection.shown_uri,
             "project": self._connection.project,
             "page": f"{page}?workflowType=machine_learning&compareRunsMode=CHART",
-            "runs": [_summary(each, ids[each.history.id]) for each in planned],
+            "runs": list(runs),
         }
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_diffusion.workflow.ledgers import FOLDER, PAGE, ledger_file
 from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards
 
 Paths = str | list[str]
@@ -26,6 +27,11 @@ class Files:
 
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
         """What `snakemake` makes when no file is named."""
+        for name in self.plans.ledgers:
+            yield f"{self.ledger_folder(name)}/{PAGE}"
+            yield f"{self.ledger_folder(name)}/tracked.json"
+        if self.plans.ledgers:
+            return
         yield f"{self.results}/summary.html"
         for name in self.plans.by_name:
             yield from self.all_of(name)
@@ -293,6 +299,21 @@ class Files:
     def headline(self, wildcards: Wildcards) -> str:
         """The metric that an experiment is ranked by."""
         return self.plans.of(wildcards).headline
+
+    # ---- Ledgers
+
+    def ledger_folder(self, name: str) -> str:
+        """Where everything lies that is made of a ledger alone."""
+        return f"{self.results}/{FOLDER}/{name}"
+
+    def ledger_plan(self, wildcards: Wildcards) -> str:
+        """What its rows are."""
+        return str(ledger_file(self.results, wildcards["ledger"]))
+
+    def ledger_runs(self, wildcards: Wildcards) -> list[str]:
+        """What its runs end with."""
+        runs = dict.fromkeys(self.plans.ledgers[wildcards["ledger"]].runs)
+        return [path for run in runs for path in [*self._made(run), *self._data(self.plans.by_name[run])]]
 
     # ---- Checkpoints of a training that may go on
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from image_diffusion.core.files import read_json
+from image_diffusion.workflow.ledgers import FOLDER, PAGE
 from image_diffusion.workflow.plans import Plan, Plans
 
 HEADS = ("experiment", "metric", "value", "95 % interval", "report")
 
 
 def outcome(plans: Plans, results: Path) -> str:
-    """The table, one line an experiment, in the order in which they are asked for; empty where none has been judged.
+    """The table, one line an experiment, in the order in which they are asked for; empty where none has been judged. Of
+    ledgers, their pages.
 
     What cannot be read is left out: the stages that made it tell of it.
     """
+    if plans.ledgers:
+        pages = [results / FOLDER / name / PAGE for name in plans.ledgers]
+        return "\n".join(f"ledger: {page}" for page in pages if page.is_file())
     lines = [line for plan in plans.by_name.values() if (line := _line(plan, results / plan.experiment)) is not None]
     if not lines:
         return ""

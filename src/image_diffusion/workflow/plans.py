@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from image_diffusion.core.files import read_json
+from image_diffusion.workflow.ledgers import LedgerPlan, read_ledgers
 
 STAGES = ("crop", "encode", "embed", "train", "sample", "evaluate", "export")
 """What an experiment goes through, in this order; an experiment that has no use for a stage leaves it out."""
@@ -129,11 +130,15 @@ class Plans:
 
     by_name: dict[str, Plan]
     asked: tuple[str, ...] = ()
-    """Those that are not there for others alone."""
+    """Those that are not there for others alone, or for a ledger."""
+    ledgers: dict[str, LedgerPlan] = field(default_factory=dict)
+    """The ledgers that are asked for, by name."""
 
     @classmethod
-    def read(cls, results: str | Path, names: Collection[str]) -> Plans:
-        """The plans of experiments, each followed by those that it builds on. Raises ValueError (see `read_plan`)."""
+    def read(cls, results: str | Path, names: Collection[str], ledgers: Collection[str] = ()) -> Plans:
+        """The plans of experiments and of the runs of ledgers, each followed by those that it builds on. Raises
+        ValueError (see `read_plan`)."""
+        of_ledgers = read_ledgers(results, ledgers)
         found: dict[str, Plan] = {}
 
         def add(name: str) -> None:
@@ -142,9 +147,9 @@ class Plans:
                 for other in found[name].builds_on:
                     add(other)
 
-        for name in names:
+        for name in [*names, *(run for ledger in of_ledgers.values() for run in ledger.runs)]:
             add(name)
-        return cls(found, tuple(names))
+        return cls(found, tuple(names), of_ledgers)
 
     @cached_property
     def datasets(self) -> dict[str, Plan]:
@@ -188,5 +193,6 @@ class Plans:
             "codec": sorted({codec for _, codec in self.latents}),
             "pairs": sorted({pairs for _, pairs in self.pairs}),
             "judge": sorted({judge for _, judge in self.references}),
+            "ledger": self.ledgers,
         }
         return "|".join(map(re.escape, known[wildcard])) or "none"

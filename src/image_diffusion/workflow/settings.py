@@ -10,11 +10,13 @@ from image_diffusion.core.config import read_yaml
 from image_diffusion.core.mistakes import nearest
 
 
-def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file: Path, experiments: Path) -> None:
+def check_settings(
+    settings: Mapping[str, Any], schema: Mapping[str, Any], file: Path, experiments: Path, ledgers: Path
+) -> None:
     """Raise ValueError for the first thing that cannot work.
 
     settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
-    the data alone cannot see: keys that stand twice. experiments: the folder of the experiments that they name.
+    the data alone cannot see: keys that stand twice. experiments, ledgers: the folders of what they name.
     """
     import jsonschema  # a tenth of a second: not for those whose settings have been checked
 
@@ -22,13 +24,17 @@ def check_settings(settings: Mapping[str, Any], schema: Mapping[str, Any], file:
         read_yaml(file)
     for problem in jsonschema.Draft202012Validator(schema).iter_errors(settings):
         raise ValueError(f"{file}: {_sentence(problem)}")
-    there = sorted(path.stem for path in experiments.glob("*.yaml"))
-    for name in settings["experiments"]:
-        if name not in there:
-            close = nearest(name, there)
-            advice = f" Did you mean {close}?" if close else ""
-            known = f" Known: {', '.join(there)}." if there else ""
-            raise ValueError(f"{experiments / name}.yaml does not exist.{advice}{known}")
+    asked = {experiments: settings["experiments"], ledgers: settings.get("ledger") or []}
+    if not any(asked.values()):
+        raise ValueError(f"{file}: experiments: [] should be non-empty.")
+    for folder, names in asked.items():
+        there = sorted(path.stem for path in folder.glob("*.yaml"))
+        for name in names:
+            if name not in there:
+                close = nearest(name, there)
+                advice = f" Did you mean {close}?" if close else ""
+                known = f" Known: {', '.join(there)}." if there else ""
+                raise ValueError(f"{folder / name}.yaml does not exist.{advice}{known}")
 
 
 def _sentence(problem: Any) -> str:

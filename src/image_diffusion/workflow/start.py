@@ -63,11 +63,11 @@ def start(
                 "and replace_prefix, and set `results` in the module's config."
             )
         if remote:
-            code, experiments = resolved(Path(results))
+            code, asked = resolved(Path(results))
         else:
-            experiments = wanted(config, arguments)
-            code = resolve(root, {**config, "experiments": experiments})
-        plans = Plans.read(results, experiments)
+            asked = wanted(config, arguments)
+            code = resolve(root, {**config, **asked})
+        plans = Plans.read(results, asked["experiments"], asked["ledger"])
         if not remote:
             look_at_sources(plans, Path(results), config.get("trust_ctime", True))
             for sentence in note_code(plans, Path(results), code):

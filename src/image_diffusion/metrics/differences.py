@@ -1,0 +1,157 @@
+"""How far rows of a ledger differ from its base, with an interval over seeds and samples.
+
+Each seed trains its own weights and makes its own images, so that the spread over the seeds of a row holds both. Three
+seeds say little of a spread; that of a row is drawn towards what the spreads of all rows suggest, as far as these agree
+(Smyth 2004, "Linear models and empirical Bayes methods for assessing differential expression", sections 3 and 6.2), and
+the interval is Welch's. Distances are compared as ratios, by their logarithms. With one seed there is no spread: the
+interval is over samples only, from the jackknife of each run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+SMALLEST_SPREAD = 1e-3
+"""Of the median variance: what a row is taken to have whose seeds agree to the last digit."""
+
+_HIGHER_IS_BETTER = ("agreement", "precision", "recall", "density", "coverage", "score", "psnr", "ssim", "used_share")
+_RATIOS = ("fd", "fid", "fd_infinity", "fid_infinity")
+Verdict = Literal["better", "worse", "within noise"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric of one run. deviation: the standard deviation of it over samples, where that is known."""
+
+    value: float
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a row has more than the base. Of a distance, as a share of the base's: -0.2 is a fifth less.
+
+    interval: of 95 %; None where nothing tells the noise. over: what the interval is over.
+    """
+
+    value: float
+    interval: tuple[float, float] | None
+    verdict: Verdict | None
+    over: Literal["seeds and samples", "samples only"] | None
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether more of a metric is better."""
+    return metric.endswith(_HIGHER_IS_BETTER)
+
+
+def is_ratio(metric: str) -> bool:
+    """Whether values of a metric are compared as ratios: distances, whose noise grows with them."""
+    return any(metric == name or metric.endswith(f"_{name}") for name in _RATIOS)
+
+
+def differences(metric: str, base: Sequence[Measured], rows: Mapping[str, Sequence[Measured]]) -> dict[str, Difference]:
+    """Of each row from the base, by the row's name. base, rows: what was measured of each run; a row of none is left
+    out, and all are where there is no base."""
+    log = is_ratio(metric) and all(each.value > 0 for runs in (base, *rows.values()) for each in runs)
+    groups = {name: [_scaled(each, log) for each in runs] for name, runs in {"": base, **rows}.items() if runs}
+    if "" not in groups:
+        return {}
+    several = {name: runs for name, runs in groups.items() if len(runs) > 1}
+    freedoms = [len(runs) - 1 for runs in several.values()]
+    spread = dict(zip(several, moderated([_variance(runs) for runs in several.values()], freedoms), strict=True))
+    known = {name: (runs, spread.get(name)) for name, runs in groups.items()}
+    own = known.pop("")
+    return {name: _difference(metric, log, sum(freedoms), own, row) for name, row in known.items()}
+
+
+def moderated(variances: Sequence[float], freedoms: Sequence[int]) -> list[tuple[float, float]]:
+    """Variances of groups, each drawn towards what all suggest, and its degrees of freedom then (Smyth 2004)."""
+    from scipy.special import digamma, polygamma
+
+    positive = sorted(each for each in variances if each > 0)
+    if not positive:
+        return [(0.0, float(freedom)) for freedom in freedoms]
+    smallest = SMALLEST_SPREAD * positive[len(positive) // 2]
+    logs = [
+        math.log(max(variance, smallest)) - float(digamma(d / 2)) + math.log(d / 2)
+        for variance, d in zip(variances, freedoms, strict=True)
+    ]
+    mean, count, total = math.fsum(logs) / len(logs), len(logs), float(sum(freedoms))
+    if count < 2:
+        return [(variances[0], total)]
+    excess = math.fsum((each - mean) ** 2 for each in logs) / (count - 1)
+    excess -= math.fsum(float(polygamma(1, d / 2)) for d in freedoms) / count
+    if excess > 0:
+        prior = 2 * _inverse_trigamma(excess)
+        typical = math.exp(mean + float(digamma(prior / 2)) - math.log(prior / 2))
+    else:  # no more apart than chance has them: one variance for all
+        prior, typical = math.inf, math.fsum(v * d for v, d in zip(variances, freedoms, strict=True)) / total
+    found = []
+    for variance, d in zip(variances, freedoms, strict=True):
+        weight = 1.0 if math.isinf(prior) else prior / (prior + d)
+        found.append((weight * typical + (1 - weight) * max(variance, smallest), min(prior + d, total)))
+    return found
+
+
+def _difference(
+    metric: str,
+    log: bool,
+    freedoms: int,
+    base: tuple[Sequence[Measured], tuple[float, float] | None],
+    row: tuple[Sequence[Measured], tuple[float, float] | None],
+) -> Difference:
+    from scipy.special import stdtrit
+
+    value = _mean(row[0]) - _mean(base[0])
+    over: Literal["seeds and samples", "samples only"] | None = None
+    reach = math.nan
+    if base[1] is not None and row[1] is not None:
+        parts = [(spread[0] / len(runs), spread[1]) for runs, spread in (base, row) if spread is not None]
+        variance = math.fsum(part for part, _ in parts)
+        freedom = min(freedoms, variance**2 / math.fsum(part**2 / d for part, d in parts)) if variance else 1.0
+        reach, over = float(stdtrit(freedom, 0.975)) * math.sqrt(variance), "seeds and samples"
+    else:
+        deviations = [each.deviation for runs in (base[0], row[0]) for each in runs]
+        if len(deviations) == 2 and None not in deviations:
+            reach, over = 1.96 * math.hypot(*(each or 0.0 for each in deviations)), "samples only"
+    bounds = None if math.isnan(reach) else (value - reach, value + reach)
+    verdict: Verdict | None = None
+    if bounds is not None:
+        apart = bounds[0] > 0 or bounds[1] < 0
+        verdict = "within noise" if not apart else "better" if (value > 0) == higher_is_better(metric) else "worse"
+    if log:
+        value, bounds = math.expm1(value), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
+    return Difference(value, bounds, verdict, over)
+
+
+def _scaled(each: Measured, log: bool) -> Measured:
+    if not log:
+        return each
+    return Measured(math.log(each.value), None if each.deviation is None else each.deviation / each.value)
+
+
+def _mean(runs: Sequence[Measured]) -> float:
+    return math.fsum(each.value for each in runs) / len(runs)
+
+
+def _variance(runs: Sequence[Measured]) -> float:
+    mean = _mean(runs)
+    return math.fsum((each.value - mean) ** 2 for each in runs) / (len(runs) - 1)
+
+
+def _inverse_trigamma(value: float) -> float:
+    """x with trigamma(x) = value, by Newton's method on 1 / trigamma (Smyth 2004, appendix)."""
+    from scipy.special import polygamma
+
+    x = 0.5 + 1 / value
+    for _ in range(50):
+        trigamma = float(polygamma(1, x))
+        step = trigamma * (1 - trigamma / value) / float(polygamma(2, x))
+        x += step
+        if -step / x < 1e-8:
+            break
+    return x

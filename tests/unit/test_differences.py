@@ -1,0 +1,68 @@
+"""Differences between rows of a ledger: their intervals cover the truth as often as they say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from image_diffusion.metrics.differences import Measured, differences, moderated
+
+
+def runs(*values: float, deviation: float | None = None) -> list[Measured]:
+    return [Measured(value, deviation) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("rows", "seeds", "unlike", "of_seeds"),
+    [(1, 3, 0.0, 1.0), (4, 3, 0.5, 0.2), (13, 3, 0.0, 1.0), (13, 3, 1.0, 1.0), (13, 5, 0.5, 3.0)],
+)
+def test_intervals_cover_the_truth_in_19_of_20_cases(rows: int, seeds: int, unlike: float, of_seeds: float) -> None:
+    """Noise of samples has variance 1; that of seeds another for each row, as unlike as a log-normal of width
+    `unlike`."""
+    draw = np.random.default_rng(1)
+    hits = []
+    for _ in range(800 // rows + 40):
+        truth = draw.normal(size=rows + 1)
+        noise = of_seeds * np.exp(unlike * draw.normal(size=rows + 1))
+        values = truth[:, None] + noise[:, None] * draw.normal(size=(rows + 1, seeds))
+        values += draw.normal(size=(rows + 1, seeds))
+        found = differences("agreement", runs(*values[0]), {str(i): runs(*values[i]) for i in range(1, rows + 1)})
+        for name, each in found.items():
+            assert each.interval is not None
+            hits.append(each.interval[0] <= truth[int(name)] - truth[0] <= each.interval[1])
+    assert 0.90 <= np.mean(hits) <= 0.98
+
+
+def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
+    rows = {"half": runs(50.0, 51, 49), "same": runs(100.0, 101, 98), "twice": runs(200.0, 202, 196)}
+    found = differences("inpipe_fd", runs(100.0, 102, 98), rows)
+    assert found["half"].value == pytest.approx(-0.5, abs=0.01)
+    assert [each.verdict for each in found.values()] == ["better", "within noise", "worse"]
+    interval = found["twice"].interval
+    assert interval is not None and interval[0] < found["twice"].value < interval[1]
+    assert differences("inpipe_agreement", runs(0.5, 0.51), {"a": runs(0.9, 0.91)})["a"].verdict == "better"
+
+
+def test_one_seed_leaves_an_interval_over_samples_only() -> None:
+    found = differences("agreement", runs(0.8, deviation=0.03), {"a": runs(0.9, deviation=0.04)})["a"]
+    assert found.over == "samples only" and found.verdict == "better"
+    assert found.interval == pytest.approx((0.1 - 1.96 * 0.05, 0.1 + 1.96 * 0.05))
+    unknown = differences("agreement", runs(0.8), {"a": runs(0.9)})["a"]
+    assert (unknown.interval, unknown.verdict, unknown.over) == (None, None, None)
+
+
+def test_a_row_without_runs_is_left_out_and_without_a_base_all_are() -> None:
+    assert set(differences("agreement", runs(0.8, 0.9), {"a": [], "b": runs(0.7, 0.8)})) == {"b"}
+    assert differences("agreement", [], {"b": runs(0.7, 0.8)}) == {}
+
+
+def test_spreads_are_drawn_together_as_far_as_they_agree() -> None:
+    alike = moderated([1.0, 1.1, 0.9, 1.05], [2, 2, 2, 2])
+    assert all(variance == pytest.approx(1.0125) and freedom == 8 for variance, freedom in alike)
+    unlike = moderated([1e-4, 1.0, 1e4, 1e8], [2, 2, 2, 2])
+    assert [variance for variance, _ in unlike] == sorted(variance for variance, _ in unlike)
+    assert all(2 < freedom < 3 for _, freedom in unlike)
+    assert moderated([0.0, 0.0], [2, 2]) == [(0.0, 2.0), (0.0, 2.0)]
+    assert not math.isnan(moderated([0.0, 1.0], [1, 1])[0][0])

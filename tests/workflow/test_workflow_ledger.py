@@ -1,0 +1,133 @@
+"""A ledger by one command: its page, what a second command does, what a row more makes, and a row that fails."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from browser import CHROMIUM, Browser
+from projects import Project, made_once, make_project
+
+pytestmark = pytest.mark.slow
+
+ROWS = [{"name": "qk-norm", "changes": {"system.network.qk_norm": True}, "source": "arXiv:2010.04245"}]
+LEDGER = {
+    "base": "micro",
+    "seeds": [0, 1],
+    "budget": {"steps": 4},
+    "changes": {"train.log_every_steps": 2, "train.validate_every_steps": None, "evaluate.two_sample": False},
+    "rows": ROWS,
+}
+NAMED = ("--config", "ledger=digits")
+
+
+def write(project: Project, **changes: object) -> None:
+    path = project / "config/ledgers/digits.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(LEDGER | changes))
+
+
+def jobs(project: Project) -> dict[str, int]:
+    """How many jobs of each rule Snakemake would run now."""
+    done = project.snakemake("--dry-run", *NAMED)
+    assert done.returncode == 0, done.stdout
+    counts = re.findall(r"^(\w+) +(\d+)$", done.stdout, re.MULTILINE)
+    return {rule: int(count) for rule, count in counts if rule not in ("all", "total")}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with a ledger, made. Its tests leave it as it was."""
+
+    def make(folder: Path) -> None:
+        project = make_project(folder)
+        write(project)
+        project.run(*NAMED)
+
+    return Project(made_once(tmp_path_factory, "ledger", make))
+
+
+def test_one_command_makes_page_table_and_numbers_and_a_second_one_nothing(kept: Project) -> None:
+    folder = kept / "results/ledgers/digits"
+    rows = {row["row"]: row for row in csv.DictReader((folder / "ledger.csv").open())}
+    assert list(rows) == ["base", "qk-norm"]
+    assert all(float(row["operations"]) > 0 and int(float(row["steps"])) == 4 for row in rows.values())
+    assert rows["qk-norm"]["inpipe_agreement_verdict"] in ("better", "worse", "within noise")
+    text = (folder / "ledger.md").read_text()
+    assert "| qk-norm |" in text and "seeds and samples" in text and "4 steps each" in text
+    page = (folder / "index.html").read_text()
+    assert "system.network.qk_norm: True" in page and "arXiv:2010.04245" in page
+    assert set(re.findall(r'(?:src|href)="([a-z]+)', page)) <= {"data"}
+    assert kept.planned(*NAMED) == set()
+
+
+def test_a_row_more_makes_its_own_runs(kept: Project) -> None:
+    try:
+        write(kept, rows=[*ROWS, {"name": "swiglu", "changes": {"system.network.mlp": "swiglu"}}])
+        own = {"train": 2, "sample": 2, "evaluate": 2, "ledger": 1, "track_ledger": 1}
+        assert jobs(kept) == own
+        write(kept, seeds=[0, 1, 2])
+        assert jobs(kept) == own, "one seed more of two rows"
+    finally:
+        write(kept)
+
+
+def test_its_runs_are_found_in_mlflow_by_their_tags(kept: Project) -> None:
+    with sqlite3.connect(kept / "mlflow.db") as store:
+        tags = dict[str, dict[str, str]]()
+        for run, key, value in store.execute("SELECT run_uuid, key, value FROM tags"):
+            tags.setdefault(run, {})[key] = value
+    trained = [each for each in tags.values() if each.get("ledger") == "digits" and each["stage"] == "train"]
+    assert sorted((each["row"], each["seed"]) for each in trained) == [
+        (row, seed) for row in ("base", "qk-norm") for seed in "01"
+    ]
+    (whole,) = [each for each in tags.values() if each.get("stage") == "ledger"]
+    assert "| qk-norm |" in whole["mlflow.note.content"]
+
+
+def test_a_row_that_fails_is_shown_with_its_line_and_takes_nothing_away(kept: Project, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project")
+    for name in ("results", "logs", ".snakemake", "benchmarks", "images"):
+        subprocess.run(["cp", "--archive", "--no-target-directory", kept / name, project / name], check=True)
+    wrong = {"name": "unstable", "changes": {"train.init_from": "nowhere"}}
+    write(project, seeds=[0], rows=[*ROWS, wrong])
+    done = project.snakemake("--keep-going", *NAMED)
+    assert done.returncode == 1
+    folder = project / "results/ledgers/digits"
+    rows = {row["row"]: row for row in csv.DictReader((folder / "ledger.csv").open())}
+    assert (rows["unstable"]["failed"], rows["qk-norm"]["failed"]) == ("1", "0")
+    page = (folder / "index.html").read_text()
+    assert "1 of 1 failed" in page and "unstable, seed 0" in page and "nowhere" in page
+    assert "over samples only, as there is one seed" in page
+    assert "ledger" in project.planned("--keep-going", *NAMED), "and goes on"
+
+
+@pytest.mark.parametrize(
+    ("ledger", "changes", "line"),
+    [
+        ("ledger=digist", {}, "error: config/ledgers/digist.yaml does not exist. Did you mean digits?"),
+        ("ledger=digits", {"base": "mirco"}, "error: config/ledgers/digits.yaml: base is mirco, but "),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_work(fresh: Project, ledger: str, changes: dict[str, str], line: str) -> None:
+    write(fresh, **changes)
+    done = fresh.snakemake("--config", ledger)
+    told = [each for each in done.stdout.strip().splitlines() if not each.startswith("Config file")]
+    assert done.returncode == 1 and len(told) == 1 and told[0].startswith(line)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_page_is_shown_without_a_network(kept: Project, tmp_path: Path) -> None:
+    browser = Browser(tmp_path / "chromium")
+    try:
+        browser.cut_off()
+        browser.open((kept / "results/ledgers/digits/index.html").as_uri())
+        browser.wait_for("Ledger digits", "qk-norm", "within noise")
+        assert browser.complaints == []
+    finally:
+        browser.close()
