@@ -5,7 +5,8 @@ from typing import Annotated
 from pydantic import Field
 
 from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.objectives.edm import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 
-Objective = Annotated[Denoising | FlowMatching, Field(discriminator="type")]
+Objective = Annotated[Denoising | FlowMatching | EdmDenoising, Field(discriminator="type")]
 """What a system that predicts noise is trained to do on a `NoiseProcess`."""
