@@ -15,6 +15,9 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.process.parameterization import target, to_x0_and_eps
 from image_diffusion.samplers import Heun, image_streams
 from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.distributed import World
+from image_diffusion.training.parts import check_pairs
 from trained_digits import train
 
 SAID: tuple[Said, ...] = get_args(Said)
@@ -117,13 +120,27 @@ def test_the_contrastive_term_leads_away_from_the_velocity_of_the_neighbour(said
 def test_pairs_are_the_same_in_every_even_part_of_a_batch() -> None:
     """So a step is the same for any processes and microbatches that part no pair."""
     whole = objective(contrastive=0.1)
+    x, noise = torch.randn(2, 8, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    times = torch.linspace(0.1, 0.9, 8, dtype=torch.float64)
 
     def losses(rows: slice) -> Tensor:
-        return whole.losses_at(lambda x, t: 0.3 * x, LARGER[0][rows], LARGER_TIMES[rows], LARGER[1][rows], {}).loss
+        return whole.losses_at(lambda x_t, t: 0.3 * x_t, x[rows], times[rows], noise[rows], {}).loss
 
     expected = losses(slice(0, 8))
     torch.testing.assert_close(torch.cat([losses(slice(0, 2)), losses(slice(2, 6)), losses(slice(6, 8))]), expected)
 
 
-LARGER = torch.randn(2, 8, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-LARGER_TIMES = torch.linspace(0.1, 0.9, 8, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("processes", "changes", "found"),
+    [
+        (1, {"global_batch": 5}, "train.global_batch is 5"),
+        (2, {"global_batch": 6}, "the share of process 0 is 3"),
+        (1, {"global_batch": 6, "microbatch": 3}, "train.microbatch is 3"),
+        (2, {"global_batch": 6, "deterministic": "strict", "strict_chunk": 3}, "train.strict_chunk is 3"),
+    ],
+)
+def test_pairs_that_would_be_parted_are_refused(processes: int, changes: dict[str, object], found: str) -> None:
+    world = World(0, processes, torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"pairs the samples of a batch, but {found}, an odd number"):
+        check_pairs(TrainConfig(steps=1, **changes), world)  # type: ignore[arg-type]
+    check_pairs(TrainConfig(steps=1, global_batch=4 * processes, microbatch=2), world)

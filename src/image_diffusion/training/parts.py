@@ -108,7 +108,7 @@ class Parts:
                 f"{config.global_batch} evenly. Use a number of processes that divides it."
             )
         if isinstance(task.objective, Pairs) and task.objective.pairs_samples:
-            _check_pairs(config, world)
+            check_pairs(config, world)
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
         factors = tune(task.network, config)
@@ -317,7 +317,7 @@ def _sharded(network: nn.Module, world: World) -> Flat:
     return ShardedFlat(network, world)
 
 
-def _check_pairs(config: TrainConfig, world: World) -> None:
+def check_pairs(config: TrainConfig, world: World) -> None:
     """Raise ValueError where the neighbours of a global batch would be computed apart."""
     strict = config.deterministic == "strict"
     sizes = {"train.global_batch": config.global_batch}
