@@ -298,6 +298,10 @@ def test_the_folder_is_replaced_whole_and_leaves_the_autoencoder_alone(tmp_path,
     ("config", "message"),
     [
         ({"qk_norm": True}, "has no qk_norm true"),
+        (
+            {"rope": True, "patch_bottleneck": 8, "class_tokens": 2},
+            "no rope true and no patch_bottleneck and no",
+        ),
         ({"norm": "rms_norm", "mlp": "swiglu"}, "has no norm rms_norm and no mlp swiglu"),
         ({"mlp_ratio": 2.0}, "mlp_ratio is 2.0; diffusers' DiT has 4"),
         ({"time_frequencies": "dit"}, "48 channels are too few .* Train with network.time_frequencies diffusers"),

@@ -14,11 +14,13 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import SIZES, DiT, DiTConfig
 from image_diffusion.nn.attention import SelfAttention
 from image_diffusion.nn.patches import patchify, unpatchify
+from image_diffusion.nn.rotary import rotary_angles, rotate
 from image_diffusion.nn.sinusoid import sinusoid
 
 TINY = {"depth": 2, "width": 32, "num_heads": 4, "patch": 2}
 SPEC = DataSpec(channels=4, resolution=8, num_classes=3)
 VARIANTS = [{}, {"qk_norm": True}, {"norm": "rms_norm"}, {"mlp": "swiglu"}]
+VARIANTS += [{"rope": True}, {"patch_bottleneck": 6}, {"class_tokens": 3, "class_tokens_from": 1}]
 VARIANTS.append({key: value for variant in VARIANTS for key, value in variant.items()})
 
 
@@ -121,7 +123,9 @@ def test_gradient_checkpointing_keeps_fewer_tensors():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, VARIANTS[-1], {"gradient_checkpointing": True}], ids=["plain", "all", "saving"]
+    "changes",
+    [{}, VARIANTS[-1], {"gradient_checkpointing": True}, {**VARIANTS[-1], "gradient_checkpointing": True}],
+    ids=["plain", "all", "saving", "all saving"],
 )
 def test_one_graph_without_breaks(changes):
     network = tiny(**changes)
@@ -159,6 +163,50 @@ def test_attention_is_softmax_of_scaled_products():
     weights = (q @ k.transpose(1, 2) / 2).softmax(dim=-1)
     expected = attention.proj((weights @ v).transpose(0, 1).reshape(1, 5, 8))
     torch.testing.assert_close(attention(x), expected)
+
+
+def test_a_rotary_product_depends_on_the_difference_of_positions_alone():
+    """RoFormer, equation 16: (R_m q) . (R_n k) = q . (R_(n - m) k), here with rows and columns."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 16, generator=generator)
+    turned_q, turned_k = (rotate(each.expand(36, 16), rotary_angles(16, 6, q.device)) for each in (q, k))
+    products = (turned_q @ turned_k.T).view(6, 6, 6, 6)  # of row, column and row, column
+    for row, column in ((1, 2), (5, 0)):
+        moved = products[: 6 - row, : 6 - column, row:, column:]
+        same = moved.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1)
+        torch.testing.assert_close(same, products[0, 0, row, column].expand_as(same), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(turned_q.norm(dim=1), q.norm().expand(36))
+    assert torch.equal(turned_q[0], q)
+
+
+def test_the_pairs_of_a_head_turn_by_row_and_column():
+    """RoFormer, equation 15, on each half: the slowest of d / 4 pairs at 10000^-(1 - 4 / d) radians a place."""
+    angles = rotary_angles(16, 3, torch.device("cpu")).view(3, 3, 2, 4)
+    omega = torch.tensor([1.0, 0.1, 0.01, 0.001])
+    torch.testing.assert_close(angles[2, 1], torch.stack([2 * omega, omega]))
+    x = torch.tensor([1.0, 0.0])
+    quarter_turn = rotate(x, torch.tensor([torch.pi / 2]))
+    torch.testing.assert_close(quarter_turn, torch.tensor([0.0, 1.0]))
+
+
+def test_class_tokens_come_in_at_their_block_and_are_left_out_of_the_image():
+    network = tiny(class_tokens=3, class_tokens_from=1)
+    seen = []
+    for block in network.blocks:
+        block.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    x, t, label = inputs()
+    assert network(x, t, label=label).shape == x.shape
+    assert [each.shape[1] for each in seen] == [16, 19]
+    expected = network.y_embedder(label)[:, None] + network.class_tokens
+    torch.testing.assert_close(seen[1][:, :3], expected)
+
+
+def test_a_bottleneck_has_the_parameters_of_two_thin_maps():
+    embedder = tiny(patch=4, patch_bottleneck=6).x_embedder
+    assert sum(p.numel() for p in embedder.parameters()) == 6 * 4 * 16 + 6 * 32 + 32
+    x, _, _ = inputs()
+    thin = F.conv2d(x, embedder.proj.weight, stride=4).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(embedder(x), F.linear(thin, embedder.expand.weight, embedder.expand.bias))
 
 
 def test_the_patch_embedding_is_a_convolution():
@@ -205,6 +253,8 @@ def test_a_configuration_returns_from_plain_data(config):
         ({}, "needs depth, width, num_heads and patch; missing: depth, width, num_heads, patch"),
         ({"depth": 2, "width": 8, "patch": 1}, "missing: num_heads. Give them, or a size such as DiT-S/2"),
         ({**TINY, "width": 30}, "width 30 must be divisible by num_heads 4 and by 4. Use a width such as 32"),
+        ({**TINY, "rope": True, "num_heads": 16}, "leaves 2 a head, which 4 does not divide"),
+        ({**TINY, "class_tokens_from": 2}, "class_tokens_from is 2, but there are 2 blocks"),
         ({**TINY, "depth": 0}, "depth is 0: input should be greater than 0"),
         ({**TINY, "dept": 1}, "dept is not a known key. Did you mean depth?"),
     ],
@@ -218,6 +268,11 @@ def test_a_patch_that_does_not_divide_the_resolution_is_told():
     spec = SPEC.model_copy(update={"resolution": 9})
     with pytest.raises(ValueError, match=r"x of 9 x 9 pixels cannot be cut into patches of 2 x 2\. Set network\.patch"):
         DiTConfig(**TINY).build(spec)
+
+
+def test_class_tokens_need_classes():
+    with pytest.raises(ValueError, match=r"network\.class_tokens is 2, but the data have no classes\. Leave it out"):
+        DiTConfig(**TINY, class_tokens=2).build(SPEC.model_copy(update={"num_classes": 0}))
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 8), (1, 4, 16, 16), (1, 4, 8, 6)])

@@ -29,7 +29,9 @@ from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.networks.rin import RinConfig
 from image_diffusion.networks.unet import UNetConfig
+from image_diffusion.objectives.edm import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
+from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
 from image_diffusion.systems.codec.reconstruction import reconstruct
 from image_diffusion.systems.diffusion.family import DiffusionSystem
@@ -132,11 +134,14 @@ def randomised(network: nn.Module) -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
+JIT = {"rope": True, "patch_bottleneck": 8, "class_tokens": 3, "class_tokens_from": 1}
+
+
 def dit(process: Any = None, **more: Any) -> DiTSystem:
     small = {"depth": 2, "width": 32, "num_heads": 2, "patch": 2}
     network = DiTConfig(**small | more.pop("network", {}))  # type: ignore[arg-type]
     flow = {"process": process, "objective": FlowMatching(label_drop_probability=0.1)} if process is not None else {}
-    return DiTSystem(network=network, **flow, **more)  # type: ignore[arg-type]
+    return DiTSystem(network=network, **flow | more)  # type: ignore[arg-type]
 
 
 def autoencoder(name: str, folder: Path) -> tuple[Codec, DataSpec]:
@@ -164,12 +169,16 @@ def cases(folder: Path) -> dict[str, Case]:
     unet = {"channels": 32, "num_res_blocks": 1, "attention_resolutions": (4,), "multipliers": (1, 1)}
     return {
         "a DiT on pixels with all options": Case(
-            dit(network={"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu", "mlp_ratio": 3.0}),
+            dit(network={"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu", "mlp_ratio": 3.0, **JIT}),
             pixels, Rgb(), {"type": "ddpm", "num_steps": 4}, labels=[2, 0, 1], guidance=2.0,
         ),
         "SiT by Heun": Case(dit(Flow()), pixels, Rgb(), {"type": "heun", "num_steps": 3}, labels=[2, 0, 1]),
         "SiT by DPM-Solver": Case(
             dit(Flow()), pixels, Rgb(), {"type": "dpm_solver", "num_steps": 3}, labels=[2, 0, 1], guidance=1.5
+        ),
+        "EDM by Heun with churn": Case(
+            dit(Edm(), objective=EdmDenoising(label_drop_probability=0.1)), pixels, Rgb(),
+            {"type": "heun", "num_steps": 3, "s_churn": 1.0}, labels=[2, 0, 1], guidance=1.5,
         ),
         "SiT by UniPC": Case(dit(Flow()), pixels, Rgb(), {"type": "unipc", "num_steps": 3}, labels=[0, 0, 1]),
         "a DiT on latents of diffusers": Case(dit(), latents, kl, ddim, labels=[0, 1, 1]),
@@ -237,7 +246,7 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
 
 
 NAMES = [
-    "a DiT on pixels with all options", "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC",
+    "a DiT on pixels with all options", "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC", "EDM by Heun with churn",
     "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
     "a DiT on a discrete VAE", "a DiT that is told words", "a U-Net", "a U-Net that enlarges", "RIN",
     "the discrete VAE",

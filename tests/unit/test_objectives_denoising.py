@@ -27,6 +27,7 @@ CASES = [
     (Denoising(prediction="v", weighting=P2Weighting()), Discrete()),
     (Denoising(timestep_sampling=LossSecondMoment()), Discrete(num_timesteps=50)),
     (FlowMatching(), Flow()),
+    (FlowMatching(prediction="x0"), Flow()),
 ]
 
 
@@ -163,8 +164,9 @@ class Section(Config):
         ({"loss": "mse"}, "Unknown objective.loss 'mse'. Known: simple, hybrid, rescaled_hybrid, kl or rescaled_kl."),
         ({"label_drop_probability": 1.1}, "objective.label_drop_probability is 1.1"),
         ({"timestep_sampling": {"type": "los"}}, "Known: uniform, loss_second_moment."),
-        ({"type": "flow"}, "Unknown objective 'flow'. Known: denoising, flow_matching, mean_flow."),
-        ({"type": "flow_matching", "prediction": "v"}, "objective.prediction is not a known key."),
+        ({"type": "flow"}, "Unknown objective 'flow'. Known: denoising, flow_matching, mean_flow, edm."),
+        ({"type": "flow_matching", "variance": "learned"}, "objective.variance is not a known key."),
+        ({"type": "flow_matching", "prediction": "previous_x"}, "Known: velocity, x0, eps or v."),
     ],
 )
 def test_what_people_are_told_of_a_configuration(data: dict[str, object], message: str) -> None:

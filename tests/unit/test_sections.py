@@ -117,6 +117,8 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             | {"system": {"type": "prior", "network": {"max_text_len": 6}}},
             "pairs.num_tokens is 8, but the network has places for 6",
         ),
+        ({"system": SMALL_DIT | {"process": {"type": "edm"}}}, "Use objective edm"),
+        ({"system": SMALL_DIT | {"objective": {"type": "flow_matching"}}}, "Objective flow_matching needs the flow"),
         (PRIOR | {"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),
         ({"system": {"type": "prior"}}, "pairs is missing, and a system of type prior needs it"),
     ],

@@ -7,7 +7,9 @@ this one side by side; DiT-Air (Chen et al. 2025, arXiv:2503.10618) likewise fou
 as two streams with fewer parameters.
 
 Parameters have the names of the published weights (`networks/dit_weights.py` reads and writes those). Off by default:
-normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423).
+normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423); with these, and
+rotary positions, a bottleneck in the patch embedding and class tokens in the sequence, it is the network of JiT (Li and
+He 2025, "Back to basics: let denoising generative models denoise", arXiv:2511.13720).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config import Config
@@ -27,6 +30,7 @@ from image_diffusion.nn.feedforward import Mlp, SwiGlu
 from image_diffusion.nn.inputs import check_inputs
 from image_diffusion.nn.linear import Linear, linear
 from image_diffusion.nn.patches import patchify, unpatchify
+from image_diffusion.nn.rotary import rotary_angles
 from image_diffusion.nn.sinusoid import grid_positions, sinusoid
 
 TIME_CHANNELS = 256
@@ -87,6 +91,15 @@ class DiTConfig(Config):
     """LayerNorm without parameters, or RMSNorm with a gain."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """The MLP of a block. SwiGLU has two thirds of the hidden channels, so that the parameters stay as many."""
+    rope: bool = False
+    """Turn queries and keys by their row and column as well, so that attention sees differences of positions."""
+    patch_bottleneck: int | None = Field(None, gt=0)
+    """Bring patches to so few channels before they get the width of the network, without a bias; unset: at once."""
+    class_tokens: int = Field(0, ge=0)
+    """How many tokens of the class are put before those of the image. They differ by a learned embedding each, and are
+    left out of the output. 0: the class is told by adaLN alone."""
+    class_tokens_from: int = Field(0, ge=0)
+    """The number of blocks before the first that sees the class tokens."""
     null_label: bool = True
     """The label table has one more row, for no label: what label dropout and guidance need."""
     label_init_std: float = Field(0.02, ge=0)
@@ -118,6 +131,16 @@ class DiTConfig(Config):
             raise ValueError(
                 f"width {width} must be divisible by num_heads {num_heads} and by 4. "
                 f"Use a width such as {max(1, round(width / (4 * num_heads))) * 4 * num_heads}."
+            )
+        if self.rope and width // num_heads % 4:
+            raise ValueError(
+                f"rope turns pairs of channels for row and column, but width {width} over num_heads {num_heads} leaves "
+                f"{width // num_heads} a head, which 4 does not divide. Use other num_heads, or set rope to false."
+            )
+        if self.class_tokens_from >= self.shape.depth:
+            raise ValueError(
+                f"class_tokens_from is {self.class_tokens_from}, but there are {self.shape.depth} blocks. Use fewer "
+                f"than that."
             )
         return self
 
@@ -153,16 +176,22 @@ class DiT(nn.Module):
                 f"x of {spec.resolution} x {spec.resolution} pixels cannot be cut into patches of {patch} x {patch}. "
                 f"Set network.patch to a divisor of {spec.resolution}, or change the resolution of the data."
             )
+        if config.class_tokens and not spec.num_classes:
+            raise ValueError(
+                f"network.class_tokens is {config.class_tokens}, but the data have no classes. Leave it out."
+            )
         self.config, self.spec, self.learned_variance = config, spec, learned_variance
         self.patch = patch
         out_channels = spec.channels * (2 if learned_variance else 1)
         self.pos_embed = nn.Parameter(grid_positions(width, spec.resolution // patch)[None], requires_grad=False)
-        self.x_embedder = PatchEmbedder(spec.channels, width, patch)
+        self.x_embedder = PatchEmbedder(spec.channels, width, patch, config.patch_bottleneck)
         self.t_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
         if interval:
             self.interval_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
         if spec.num_classes:
             self.y_embedder = LabelEmbedder(spec.num_classes + config.null_label, width)
+        if config.class_tokens:
+            self.class_tokens = nn.Parameter(torch.empty(1, config.class_tokens, width))
         reads = TEXT in spec.conditions
         if reads:
             self.text_embedder = TextEmbedder(spec.conditions[TEXT][-1], width)
@@ -187,43 +216,53 @@ class DiT(nn.Module):
         check_inputs(self.spec, x, label, **({} if text is None else {TEXT: text}))
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
-        c = c + self._interval(t, interval, tokens.dtype)
+        if hasattr(self, "interval_embedder"):
+            c = c + self.interval_embedder(torch.zeros_like(t) if interval is None else interval, tokens.dtype)
+        elif interval is not None:
+            raise ValueError(
+                "The network was not trained to be told an interval, as the sampler flow_map does. Use another one."
+            )
         if label is not None:
-            c = c + self.y_embedder(label)  # [B, D]
-        told: tuple[Tensor, ...] = ()
+            y = self.y_embedder(label)  # [B, D]
+            c = c + y
+        words: Tensor | None = None
+        mask: Tensor | None = None
         if text is not None:
             embedding, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
-            c, told = c + embedding, (words, present(text, tokens.shape[1]))
+            c, mask = c + embedding, present(text, tokens.shape[1])
+        angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
-        for block in self.blocks:
+        num_class_tokens = self.config.class_tokens
+        for number, block in enumerate(self.blocks):
+            if num_class_tokens and number == self.config.class_tokens_from:
+                tokens = torch.cat([y[:, None, :] + self.class_tokens, tokens], 1)  # [B, M + N, D]
+                angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these do not turn
+            told = (words, mask, angles)
             tokens = (
                 checkpoint(block, tokens, c, *told, use_reentrant=False, preserve_rng_state=False)
                 if recompute
                 else block(tokens, c, *told)
-            )  # [B, N, D]
-        patches = self.final_layer(tokens, c)  # [B, N, p · p · C_out]
+            )  # [B, M + N, D]
+        patches = self.final_layer(tokens[:, num_class_tokens:], c)  # [B, N, p · p · C_out]
         return unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
 
-    def _interval(self, t: Tensor, interval: Tensor | None, dtype: torch.dtype) -> Tensor | float:
-        """[B, D], or 0. Raises ValueError for an interval that the network does not know of."""
-        if hasattr(self, "interval_embedder"):
-            embedded: Tensor = self.interval_embedder(torch.zeros_like(t) if interval is None else interval, dtype)
-            return embedded
-        if interval is not None:
-            raise ValueError(
-                "The network was not trained to be told an interval, as the sampler flow_map does. Use another one."
-            )
-        return 0.0
+    def _angles(self, tokens: Tensor) -> Tensor:
+        """By how much the channels of a head turn at each token: computed anew, so that nothing of it is kept."""
+        _, width, num_heads, patch = self.config.shape
+        return rotary_angles(width // num_heads, self.spec.resolution // patch, tokens.device)
 
     def _initialise(self) -> None:
-        """Xavier for every Linear, N(0, 0.02) for time, zero for whatever ends a residual branch: the output is 0."""
+        """Xavier for every Linear, N(0, 0.02) for time and class tokens, zero for whatever ends a residual branch: the
+        output is 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
         for name, parameter in self.named_parameters():
             if name == "x_embedder.proj.weight":
                 nn.init.xavier_uniform_(parameter.view(parameter.shape[0], -1))
-            elif name.startswith(("t_embedder", "interval_embedder")) and name.endswith("weight"):
+            elif name == "class_tokens" or (
+                name.startswith(("t_embedder", "interval_embedder")) and name.endswith("weight")
+            ):
                 nn.init.normal_(parameter, std=0.02)
             elif name.startswith("y_embedder"):
                 nn.init.normal_(parameter, std=self.config.label_init_std)
@@ -246,12 +285,20 @@ class Block(nn.Module):
         self.mlp = SwiGlu(width, round(2 * hidden / 3)) if config.mlp == "swiglu" else Mlp(width, hidden)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), of_parts(Linear(width, 6 * width), 6))
 
-    def forward(self, x: Tensor, c: Tensor, words: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Tokens [B, N, D], condition [B, D] -> [B, N, D]. words: a caption's tokens, [B, L, D]; mask: `present`."""
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor,
+        words: Tensor | None = None,
+        mask: Tensor | None = None,
+        angles: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens [B, N, D], condition [B, D] -> [B, N, D]. words: a caption's tokens, [B, L, D]; mask: `present`;
+        angles: [N, d / 2], `rotary_angles`."""
         modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
         seen = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # [B, N, D]
-        x = torch.addcmul(x, gate1, self.attn(seen, words, mask))  # [B, N, D]
+        x = torch.addcmul(x, gate1, self.attn(seen, words, mask, angles))  # [B, N, D]
         return torch.addcmul(x, gate2, self.mlp(torch.addcmul(shift2, self.norm2(x), 1 + scale2)))  # [B, N, D]
 
 
@@ -273,17 +320,21 @@ class FinalLayer(nn.Module):
 
 
 class PatchEmbedder(nn.Module):
-    """Each patch through one Linear. Its weights are kept as those of a convolution, under the published name."""
+    """Each patch through one Linear. Its weights are kept as those of a convolution, under the published name.
 
-    def __init__(self, channels: int, width: int, patch: int) -> None:
+    With a bottleneck, through one of fewer channels and no bias first.
+    """
+
+    def __init__(self, channels: int, width: int, patch: int, bottleneck: int | None = None) -> None:
         super().__init__()
         self.patch = patch
-        self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
+        self.proj = nn.Conv2d(channels, bottleneck or width, patch, stride=patch, bias=bottleneck is None)
+        self.expand = nn.Identity() if bottleneck is None else Linear(bottleneck, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, N, D]. A matrix product: unlike a convolution's, its gradient is reproducible."""
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)  # [D, p · p · C]
-        tokens: Tensor = linear(patchify(x, self.patch), weight, self.proj.bias)
+        tokens: Tensor = self.expand(linear(patchify(x, self.patch), weight, self.proj.bias))
         return tokens
 
 

@@ -35,8 +35,9 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
     classes and that one are copies of it. For a network of unlabelled data every row is zero. A network whose
     time_frequencies are "dit" gets another time embedding, with the same values at every timestep (`_refit_time`).
 
-    Raises ValueError for what diffusers' DiT does not have: RMSNorm, normalised queries and keys, SwiGLU, more than
-    1000 classes, or DiT's own frequencies in a network of too few channels.
+    Raises ValueError for what diffusers' DiT does not have: RMSNorm, normalised queries and keys, SwiGLU, rotary
+    positions, a bottleneck, class tokens, more than 1000 classes, or DiT's own frequencies in a network of too few
+    channels.
     """
     from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
@@ -45,6 +46,9 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
         "qk_norm true": config.qk_norm,
         "norm rms_norm": config.norm != "layer_norm",
         "mlp swiglu": config.mlp != "gelu",
+        "rope true": config.rope,
+        "patch_bottleneck": config.patch_bottleneck is not None,
+        "class_tokens": config.class_tokens > 0,
     }
     if any(foreign.values()):
         raise ValueError(

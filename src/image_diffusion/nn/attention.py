@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.linear import Linear
+from image_diffusion.nn.rotary import rotate
 
 
 class SelfAttention(nn.Module):
@@ -33,13 +34,17 @@ class SelfAttention(nn.Module):
             self.context_kv = of_parts(Linear(width, 2 * width), 2)
             self.context_k_norm = norm(width // num_heads) if norm else nn.Identity()
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None, angles: Tensor | None = None
+    ) -> Tensor:
         """[B, N, width] -> [B, N, width]. context: [B, L, width]; mask: bool [B, L + N], which tokens there are, those
-        of the context first."""
+        of the context first; angles: [N, head width / 2], by which queries and keys of x turn (`nn/rotary.py`)."""
         B, N, width = x.shape
         qkv = self.qkv(x).view(B, N, 3, self.num_heads, width // self.num_heads)  # [B, N, 3, heads, d]
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [B, heads, N, d]
         q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
         if context is not None:
             told = self.context_kv(context).view(B, -1, 2, self.num_heads, width // self.num_heads)
             told_k, told_v = (each.transpose(1, 2) for each in told.unbind(2))  # each [B, heads, L, d]

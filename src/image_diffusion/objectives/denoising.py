@@ -19,6 +19,7 @@ from image_diffusion.objectives.labels import LabelDropout
 from image_diffusion.objectives.timestep_sampling import TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
 from image_diffusion.process.discrete import DiscreteProcess
+from image_diffusion.process.edm import EdmProcess
 from image_diffusion.process.grid import Steps
 from image_diffusion.process.likelihood import variational_bound
 from image_diffusion.process.noise_process import NoiseProcess, broadcast
@@ -86,6 +87,8 @@ class DenoisingObjective:
     """A batch -> one loss per sample; it is the sum of its parts "mse" and, in bits, "vb", those that exist."""
 
     def __init__(self, config: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
+        if isinstance(process, EdmProcess):
+            raise ValueError("The edm process frames its network, which denoising does not know. Use objective edm.")
         needs_steps = config.loss != "simple" or config.prediction == "previous_x"
         if needs_steps and not isinstance(process, DiscreteProcess):
             raise ValueError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.noise_process import count_steps, evenly
 from image_diffusion.process.respacing import Respacing
@@ -139,6 +140,10 @@ class ContinuousProcess:
             return x_t
         std = x_t.flatten(1).std(1, correction=0).clamp(min=1e-5)
         return x_t / std.view(-1, *[1] * (x_t.ndim - 1))
+
+    def preconditioned(self, network: Network) -> Network:
+        """The network as it is."""
+        return network
 
     def fraction(self, t: Tensor) -> Tensor:
         """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""

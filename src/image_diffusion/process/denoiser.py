@@ -30,7 +30,8 @@ class NetworkDenoiser:
         cond: Mapping[str, Tensor] | None = None,
         restrict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._network, self._process, self._cond = network, process, dict(cond or {})
+        self._network, self._process = process.preconditioned(network), process
+        self._cond = dict(cond or {})
         self._prediction, self._variance, self._restrict = prediction, variance, restrict
         self._times, self._steps = grid.time.tolist(), grid.steps
         self._intervals = None if grid.interval is None else grid.interval.tolist()

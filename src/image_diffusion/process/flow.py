@@ -15,6 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.noise_process import count_steps, evenly
 from image_diffusion.process.respacing import Respacing
@@ -88,6 +89,10 @@ class FlowProcess:
     def network_input(self, x_t: Tensor) -> Tensor:
         """What the network is given for x_t: the same."""
         return x_t
+
+    def preconditioned(self, network: Network) -> Network:
+        """The network as it is."""
+        return network
 
     def fraction(self, t: Tensor) -> Tensor:
         """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""

@@ -1,4 +1,4 @@
-"""What the discrete, the continuous and the flow process have in common, for objectives and samplers."""
+"""What the discrete, the continuous, the flow and the edm process have in common, for objectives and samplers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import Respacing
 
@@ -33,6 +34,10 @@ class NoiseProcess(Protocol):
 
     def network_input(self, x_t: Tensor) -> Tensor:
         """What the network is given for x_t [B, …]."""
+        ...
+
+    def preconditioned(self, network: Network) -> Network:
+        """What is made of a network that sees and says something else than x_t and a prediction of this process."""
         ...
 
     def fraction(self, t: Tensor) -> Tensor:

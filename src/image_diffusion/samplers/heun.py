@@ -1,18 +1,26 @@
 """Heun's method for the probability flow ODE, dx = x0 dalpha + eps dsigma: the mean of the slopes at both ends.
 
 Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", Algorithm 1, for any
-(alpha, sigma): on the straight path of flow matching it is the ODE solver of Ma et al. 2024, "SiT". Order 2.
+(alpha, sigma): on the straight path of flow matching it is the ODE solver of Ma et al. 2024, "SiT". Order 2. With
+`s_churn`, on the edm process, their Algorithm 2: each step first adds noise, and starts from the larger sigma. There
+the grid has two points a step; what the first step would add is in the noise that it starts from.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
+from image_diffusion.process import Process
+from image_diffusion.process.edm import Edm
 from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.samplers.noise import step_noise
 from image_diffusion.samplers.sampler import SamplerConfig, Step
 
 
@@ -20,16 +28,47 @@ class Heun(SamplerConfig):
     """Two network calls a step, one in the last; order 2."""
 
     type: Literal["heun"] = "heun"
+    s_churn: float = Field(0.0, ge=0)
+    """How much noise is added, over all steps (Karras et al. 2022, section 4); 0: none. For the edm process."""
+    s_min: float = Field(0.0, ge=0)
+    """No noise is added where sigma is below this."""
+    s_max: float | None = Field(None, gt=0)
+    """No noise is added where sigma is above this; unset: no such bound."""
+    s_noise: float = Field(1.0, gt=0)
+    """Standard deviation of the noise that is added, over that which sigma asks for."""
+
+    @property
+    def draws_noise(self) -> bool:
+        return self.s_churn > 0
 
     def calls(self, grid: Grid) -> int:
         """Twice a step, once in the last."""
-        return 2 * grid.num_steps - 1
+        return grid.num_steps if self.s_churn else 2 * grid.num_steps - 1
+
+    def grid(self, process: Process) -> Grid:
+        """As of every sampler; with churn, two points a step: sigma as the step before left it, and with its noise; the
+        first step begins with noise. Raises ValueError for churn on another process."""
+        if not self.s_churn:
+            return super().grid(process)
+        if not isinstance(process, Edm):
+            raise ValueError(
+                f"s_churn is {self.s_churn:g}, but only the edm process has the noise levels between those of the "
+                f"steps that it needs; this one is {process.type}. Leave s_churn out."
+            )
+        built = process.build()
+        plain = built.grid(self.num_steps).sigma[:-1]
+        inside = (plain >= self.s_min) & (plain <= (math.inf if self.s_max is None else self.s_max))
+        raised = plain * (1 + inside * min(self.s_churn / len(plain), math.sqrt(2) - 1))  # t^ of Algorithm 2
+        return built.grid_of(torch.stack([plain, raised], 1).flatten()[1:])
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """An Euler step, then the same step again with the mean of the predictions before and after it.
 
         The last step stays Euler's: it ends at no noise, where the network cannot be asked.
         """
+        if self.s_churn:
+            yield from self._churned(denoiser, grid, x, streams)
+            return
         d_alphas, d_sigmas = grid.alpha.diff().tolist(), grid.sigma.diff().tolist()
         last = grid.num_steps - 1
         for i, (d_alpha, d_sigma) in enumerate(zip(d_alphas, d_sigmas, strict=True)):
@@ -39,4 +78,20 @@ class Heun(SamplerConfig):
                 second = denoiser(x + d_alpha * x0 + d_sigma * eps, i + 1)
                 x0, eps = (x0 + second.x0) / 2, (eps + second.eps) / 2
             x = x + d_alpha * x0 + d_sigma * eps
+            yield Step(x, first.x0)
+
+    def _churned(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
+        """Points 0, 2, 4, … of the grid have the added noise; 1, 3, … are where steps end."""
+        sigmas = grid.sigma.tolist()
+        last = grid.num_steps - 1
+        for i in range(0, last + 1, 2):
+            if i > 0:
+                added = math.sqrt(max(sigmas[i] ** 2 - sigmas[i - 1] ** 2, 0.0))
+                if added:
+                    x = x + added * self.s_noise * step_noise(streams, i // 2, x)
+            first = denoiser(x, i)
+            eps, d_sigma = first.eps, sigmas[i + 1] - sigmas[i]
+            if i < last:
+                eps = (eps + denoiser(x + d_sigma * eps, i + 1).eps) / 2
+            x = x + d_sigma * eps
             yield Step(x, first.x0)

@@ -49,6 +49,16 @@ class Remembers(Protocol):
         ...
 
 
+@runtime_checkable
+class Pairs(Protocol):
+    """An objective that may hold a sample against its neighbour: rows 0 and 1 of a batch, 2 and 3, and so on."""
+
+    @property
+    def pairs_samples(self) -> bool:
+        """Whether it does."""
+        ...
+
+
 @dataclass(frozen=True)
 class Task:
     """What to train on what.
@@ -97,6 +107,8 @@ class Parts:
                 f"train.sharding is full, but {world.size} processes cannot share a global batch of "
                 f"{config.global_batch} evenly. Use a number of processes that divides it."
             )
+        if isinstance(task.objective, Pairs) and task.objective.pairs_samples:
+            check_pairs(config, world)
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
         factors = tune(task.network, config)
@@ -303,6 +315,23 @@ def _sharded(network: nn.Module, world: World) -> Flat:
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
     return ShardedFlat(network, world)
+
+
+def check_pairs(config: TrainConfig, world: World) -> None:
+    """Raise ValueError where the neighbours of a global batch would be computed apart."""
+    strict = config.deterministic == "strict"
+    sizes = {"train.global_batch": config.global_batch}
+    if strict:
+        sizes["train.strict_chunk"] = config.strict_chunk
+    else:
+        sizes |= {f"the share of process {i}": size for i, size in enumerate(shares(config.global_batch, world))}
+        sizes |= {} if config.microbatch is None else {"train.microbatch": config.microbatch}
+    for name, size in sizes.items():
+        if size % 2:
+            raise ValueError(
+                f"The objective pairs the samples of a batch, but {name} is {size}, an odd number. Use even numbers, "
+                f"and processes that share the global batch evenly; or set objective.contrastive to 0."
+            )
 
 
 def _generator(device: torch.device) -> torch.Generator:

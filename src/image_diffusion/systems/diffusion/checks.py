@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.types import SamplesOf
+from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.systems.diffusion.enlarging import check_wanted
 from image_diffusion.systems.diffusion.likelihood import check_likelihood
 from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for what cannot work: sizes that do not fit one another, settings that would do nothing."""
+    system.objective.build(system.process.build(), DataSpec(channels=1, resolution=1, num_classes=1))
     sample: SampleConfig = experiment.section("sample")
     check_settings("sample", sample, system, experiment)
     if experiment.train.grid_every_steps is not None:

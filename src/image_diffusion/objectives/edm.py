@@ -1,0 +1,75 @@
+"""EDM's training: the error of the preconditioned network in x0, weighed so that every sigma starts with a loss near 1.
+
+Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", section 5 and table 1. What the
+network itself says is between the image and the noise: near the image where sigma is large, near the noise where it is
+small, and always of unit variance (`EdmProcess.preconditioned`).
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.process.edm import EdmProcess
+from image_diffusion.process.noise_process import NoiseProcess, broadcast
+from image_diffusion.process.parameterization import Prediction, Variance
+
+
+class EdmDenoising(Config):
+    """Denoise inside the frame of the edm process."""
+
+    type: Literal["edm"] = "edm"
+    label_drop_probability: float = Field(0.0, ge=0, le=1)
+    """How often a label is replaced by the null label, for classifier-free guidance."""
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the preconditioned network predicts: x0."""
+        return "x0"
+
+    @property
+    def variance(self) -> Variance:
+        """No variance is learned."""
+        return "fixed_small"
+
+    def build(self, process: NoiseProcess, spec: DataSpec) -> EdmObjective:
+        """The objective for data on a process. Raises ValueError unless the process is edm."""
+        if not isinstance(process, EdmProcess):
+            raise ValueError(
+                "Objective edm needs the edm process. Set process.type to edm, or objective.type to another."
+            )
+        return EdmObjective(self, process, spec)
+
+
+class EdmObjective:
+    """A batch -> one loss per sample: the weighted squared error of x0."""
+
+    def __init__(self, config: EdmDenoising, process: EdmProcess, spec: DataSpec) -> None:
+        self._config, self._process = config, process
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+
+    def __call__(self, network: Network, batch: Batch) -> Losses:
+        """Draw a sigma and noise for each sample."""
+        t = self._process.draw(batch.streams)
+        noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
+        return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
+
+    def uniform(self) -> EdmObjective:
+        """The same with the logarithm of sigma drawn uniformly."""
+        same = copy(self)
+        same._process = self._process.uniform()
+        return same
+
+    def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
+        """The losses of x [B, C, …] at sigmas t [B] with noise like x: nothing is drawn."""
+        _, sigma = broadcast(self._process.levels(t), x)
+        denoise = self._process.preconditioned(network)
+        x0 = denoise(x + sigma * noise, self._process.network_time(t), **cond)
+        mse = (x - x0).square().flatten(1).mean(1) * self._process.loss_weight(t).to(x.dtype)
+        return Losses(mse, {"mse": mse.detach()}, self._process.fraction(t))

@@ -1,0 +1,126 @@
+"""EDM: x_t = x0 + sigma eps, and a network inside a frame that keeps what it sees and says at unit variance.
+
+Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", table 1, last column. The time
+t of this process is sigma itself. Where it differs: sampling starts from noise of variance sigma_max^2 + 1, as that of
+every process here (they: sigma_max^2).
+"""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Network
+from image_diffusion.process.grid import Grid
+from image_diffusion.process.noise_process import count_steps
+from image_diffusion.process.respacing import Respacing
+
+_RHO = 7.0  # how much shorter the steps are near the data; section 3: images come out best with 5 to 10
+
+
+class Edm(Config):
+    """Noise of growing variance on images as they are."""
+
+    type: Literal["edm"] = "edm"
+    sigma_data: float = Field(0.5, gt=0)
+    """Standard deviation of the data."""
+    p_mean: float = -1.2
+    """Mean of the logarithm of the sigmas that training draws."""
+    p_std: float = Field(1.2, gt=0)
+    """Standard deviation of it."""
+    sigma_min: float = Field(0.002, gt=0)
+    """The smallest sigma at which a sampler asks the network."""
+    sigma_max: float = Field(80.0, gt=0)
+    """The sigma at which it starts."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(
+                f"sigma_min must be below sigma_max; got sigma_min {self.sigma_min} and sigma_max {self.sigma_max}."
+            )
+        return self
+
+    def build(self) -> EdmProcess:
+        """The process."""
+        return EdmProcess(self)
+
+
+class EdmProcess:
+    """x0 + sigma eps; t is sigma, float64 [B]."""
+
+    def __init__(self, config: Edm) -> None:
+        self.sigma_data = config.sigma_data
+        self._config, self._uniform = config, False
+
+    def draw(self, streams: Streams) -> Tensor:
+        """A sigma for each sample, log-normal. Float64 [B]."""
+        if self._uniform:
+            low, high = self._ends()
+            return (low + (high - low) * streams.uniform("timestep").double()).exp()
+        return (self._config.p_mean + self._config.p_std * streams.normal("timestep").double()).exp()
+
+    def uniform(self) -> EdmProcess:
+        """The same with the logarithm of sigma drawn uniformly from sigma_min to sigma_max."""
+        same = copy(self)
+        same._uniform = True
+        return same
+
+    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """1 and sigma at times [B]. Float64 [B] each."""
+        return torch.ones_like(t, dtype=torch.float64), t.double()
+
+    def network_time(self, t: Tensor) -> Tensor:
+        """c_noise, what the network is given for sigmas [B]. Float32 [B]."""
+        return (t.double().log() / 4).float()
+
+    def network_input(self, x_t: Tensor) -> Tensor:
+        """What the preconditioned network is given for x_t: the same."""
+        return x_t
+
+    def preconditioned(self, network: Network) -> Network:
+        """D of a network F (equation 7), which predicts x0: D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)."""
+
+        def denoise(x: Tensor, c_noise: Tensor, /, **cond: Tensor) -> Tensor:
+            sigma = (4 * c_noise).exp().view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+            total = self.sigma_data**2 + sigma**2
+            c_skip = self.sigma_data**2 / total
+            c_out = sigma * self.sigma_data / total.sqrt()
+            said: Tensor = network(x / total.sqrt(), c_noise, **cond).to(x.dtype)
+            return c_skip * x + c_out * said
+
+        return denoise
+
+    def loss_weight(self, t: Tensor) -> Tensor:
+        """lambda, of a squared error in x0: one over c_out squared. Float64 [B]."""
+        sigma = t.double()
+        return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
+
+    def fraction(self, t: Tensor) -> Tensor:
+        """Where from sigma_min to sigma_max the logarithm of sigmas [B] lies. Float64 [B] in [0, 1)."""
+        low, high = self._ends()
+        return ((t.double().log() - low) / (high - low)).clamp(0, 1 - 2**-24)
+
+    def grid(self, num_steps: Respacing) -> Grid:
+        """Karras's spacing (equation 5, rho 7). Raises ValueError for anything but a number of steps."""
+        return self.grid_of(self.spaced(count_steps(num_steps, "edm")))
+
+    def grid_of(self, sigma: Tensor) -> Grid:
+        """The points at these sigmas [N], and the clean end."""
+        sigma = torch.cat([sigma, sigma.new_zeros(1)])
+        return Grid(time=sigma[:-1].log() / 4, alpha=torch.ones_like(sigma), sigma=sigma)
+
+    def spaced(self, num_steps: int) -> Tensor:
+        """Float64 [num_steps]: sigmas from sigma_max to sigma_min, evenly spaced in their seventh root."""
+        first, last = (end ** (1 / _RHO) for end in (self._config.sigma_max, self._config.sigma_min))
+        return torch.linspace(first, last, num_steps, dtype=torch.float64) ** _RHO
+
+    def _ends(self) -> tuple[float, float]:
+        return math.log(self._config.sigma_min), math.log(self._config.sigma_max)
