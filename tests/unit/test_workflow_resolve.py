@@ -27,7 +27,7 @@ class Place:
         self.root, self.done = folder / "workflow", list[str]()
         (folder / "mine").mkdir()
         monkeypatch.chdir(folder / "mine")
-        for stage in (*STAGES, "datasheet", "detect", "sweep", "ema"):
+        for stage in (*STAGES, "datasheet", "detect", "reference", "sweep", "ema"):
             write_text(self.root / "src" / "image_diffusion" / f"{stage}.py", f"name = '{stage}'")
         (self.root / "workflow" / "schemas").mkdir(parents=True)
         shutil.copy(SCHEMA, self.root / "workflow" / "schemas")

@@ -110,7 +110,7 @@ def test_a_row_that_fails_is_shown_with_its_line_and_takes_nothing_away(kept: Pr
 @pytest.mark.parametrize(
     ("ledger", "changes", "line"),
     [
-        ("ledger=digist", {}, "error: config/ledgers/digist.yaml does not exist. Did you mean digits?"),
+        ("ledger=dgits", {}, "error: config/ledgers/dgits.yaml does not exist. Did you mean digits?"),
         ("ledger=digits", {"base": "mirco"}, "error: config/ledgers/digits.yaml: base is mirco, but "),
     ],
 )

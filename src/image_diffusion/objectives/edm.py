@@ -38,6 +38,11 @@ class EdmDenoising(Config):
         """No variance is learned."""
         return "fixed_small"
 
+    @property
+    def learns_intervals(self) -> bool:
+        """Whether the network is told of intervals: it is not."""
+        return False
+
     def build(self, process: NoiseProcess, spec: DataSpec) -> EdmObjective:
         """The objective for data on a process. Raises ValueError unless the process is edm."""
         if not isinstance(process, EdmProcess):

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from image_diffusion.core.streams import Streams
 from image_diffusion.process import Process
-from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.noise import step_noise
 from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
@@ -51,20 +52,22 @@ class Sde(SamplerConfig):
     last_step: Literal["mean", "tweedie"] = "mean"
     """The last step's result: its mean, or the predicted x0."""
     last_step_size: float | None = Field(None, gt=0, lt=1)
-    """Size of the last step in time, before any shift. Unset: 0.04, as published; of a discrete process that of its
-    least noisy timestep, which cannot be set."""
+    """Size of the last step in time, before any shift. Unset: 0.04, as published; of the processes discrete
+    and edm that of their least noise, which cannot be set."""
 
     @property
     def draws_noise(self) -> bool:
         return True
 
     def grid(self, process: Process) -> Grid:
-        """As of every sampler. Raises ValueError for the size of the last step of a discrete process."""
+        """As of every sampler. Raises ValueError for the size of a last step that the process fixes."""
         process, size = self.shifted(process), self.last_step_size
-        if not isinstance(process, Discrete):
+        if isinstance(process, Flow | Continuous):
             return process.build().grid(self.num_steps, last_step=0.04 if size is None else size)
         if size is not None:
-            raise ValueError(f"last_step_size is {size:g}, but a discrete process has timesteps. Leave it out.")
+            raise ValueError(
+                f"last_step_size is {size:g}, but the process {process.type} says where noise ends. Leave it out."
+            )
         return process.build().grid(self.num_steps)
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
