@@ -12,11 +12,7 @@ LONGEST_S = 1800.0
 
 
 @pytest.mark.slow
-def test_every_stage_is_killed_three_times_and_nothing_is_silent(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--soak"):
-        pytest.skip("minutes of a whole core; make test-long runs it")
+def test_every_stage_is_killed_three_times_and_nothing_is_silent(tmp_path: Path) -> None:
     until = time.monotonic() + LONGEST_S
 
     def is_enough(tally: Tally) -> bool:
