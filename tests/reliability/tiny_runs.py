@@ -58,7 +58,7 @@ class Latents:
 
     beside = None
 
-    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+    def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
         return ()
 
     def verified(self) -> None: ...

@@ -212,6 +212,13 @@ def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
         trained(training_of(tmp_path, sets, 1, **changes), tmp_path / f"next-{len(changes)}", once)
 
 
+def test_it_is_not_spread_over_processes(sets: Path, tmp_path: Path) -> None:
+    training = training_of(tmp_path, sets, 1)
+    two, settings = World(0, 2, torch.device("cpu")), training.stage.train.model_copy(update={"sharding": "full"})
+    with pytest.raises(ValueError, match="train.sharding is full, but does not go with system.alignment"):
+        Parts(training.build(two), settings, two)
+
+
 FEATURES = {"type": "features"}
 
 
