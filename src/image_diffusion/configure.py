@@ -36,7 +36,7 @@ from image_diffusion.experiment import (
 )
 from image_diffusion.ledgers import Expanded, expand
 from image_diffusion.ledgers import schema as ledger_schema
-from image_diffusion.systems.embedding.pairs import HashedPairs, PairsConfig
+from image_diffusion.systems.embedding.pairs import PairsConfig
 from image_diffusion.systems.given import Others
 from image_diffusion.workflow.ledgers import ledger_file
 
@@ -146,7 +146,7 @@ def train_stage(name: str, experiment: Experiment) -> TrainStage:
         system=experiment.system,
         train=experiment.train,
         preview=experiment.preview,
-        encoder=dump(experiment.pairs)["encoder"] if experiment.system.reads_beside and experiment.pairs else None,
+        encoder=experiment.pairs.encoded_by if experiment.pairs is not None else None,
     )
 
 
@@ -231,7 +231,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "pairs_beside": system.reads_beside is not None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
         "pairs_of_source": pairs is not None and pairs.needs_source,
-        "pairs_of_detector": isinstance(pairs, HashedPairs),
+        "pairs_of_detector": pairs is not None and pairs.needs_detector,
         "captions": caption_table(pairs),
         "prompts": prompt_file(experiment),
         "makes_samples": samples is not None,

@@ -181,8 +181,8 @@ class ReferenceStage(Config):
 
 
 class TrainStage(Config):
-    """What `train` runs with. preview: of a system that has such a section. encoder: of the captions that the system
-    reads beside its data, as `pairs.encoder` says it."""
+    """What `train` runs with. preview: of a system that has such a section. encoder: of the captions or features
+    that the system reads beside its data, as `pairs.encoder` or `pairs.teacher` says it."""
 
     experiment: str
     codec: CodecConfig

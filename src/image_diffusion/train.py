@@ -166,7 +166,7 @@ def join_pairs(stage: TrainStage, data: Shards, pairs: Path | str | None) -> Non
     if wanted is not None and wanted != written:
         raise ValueError(
             f"The {kind} in {folder_of(pairs)} were encoded by {written}, but the experiment names {wanted}. Run embed "
-            f"again, or set pairs.encoder to the one that encoded them."
+            f"again, or let the section pairs name the one that encoded them."
         )
     data.join(found)
 

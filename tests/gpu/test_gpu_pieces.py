@@ -42,7 +42,7 @@ class Stored:
         rows = self.stored[torch.from_numpy(indices)]
         return rows if out is None else out[: len(indices)].copy_(rows)
 
-    def gather_beside(self, indices: np.ndarray) -> tuple[torch.Tensor, ...]:  # type: ignore[type-arg]
+    def gather_beside(self, indices: object, flip: object = None) -> tuple[torch.Tensor, ...]:
         return ()
 
 

@@ -58,7 +58,7 @@ class Latents:
 
     beside = None
 
-    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+    def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
         return ()
 
     def verified(self) -> None: ...
@@ -251,6 +251,11 @@ INJECTED: dict[str, Callable[[int], None]] = {
 
 TINY: dict[str, dict[str, Any]] = {
     "dit": {"network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}},
+    "aligned": {
+        "type": "dit",
+        "network": {"depth": 2, "width": 16, "num_heads": 2, "patch": 4},
+        "alignment": {"block": 1, "projector": "mlp", "projector_width": 8, "until_step": 9},
+    },
     "iddpm": {
         "network": {
             "channels": 32,
@@ -311,14 +316,15 @@ def _small(kind: str) -> Callable[[World], Task]:
         system = parse(AnySystem, {"type": kind, **TINY[kind]}, kind)
         if isinstance(system, PriorSystem):
             return _small_prior(system)
-        spec = DataSpec(channels=4, resolution=8, num_classes=3)
+        features = (4, 8, 8) if kind == "aligned" else None
+        spec = DataSpec(channels=4, resolution=8, num_classes=3, features=features)
         labelled = "sample" in system.sections
 
         def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
             cond = {"label": label} if labelled else {}
             if getattr(system, "low_resolution", None):
                 cond["low_res"] = shrink(stored, system.low_resolution)
-            return Batch(stored, cond, streams)
+            return Batch(stored, cond, streams, features=stored if spec.features else None)
 
         network = system.build_network(spec)
         return Task(network, system.build_objective(spec), prepare, Latents(), Latents(29, seed=1))  # type: ignore[arg-type]

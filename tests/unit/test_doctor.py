@@ -40,7 +40,7 @@ class Points:
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         return torch.ones(len(indices), 3)
 
-    def gather_beside(self, indices: Any) -> tuple[Tensor, ...]:
+    def gather_beside(self, indices: Any, flip: Any = None) -> tuple[Tensor, ...]:
         return ()
 
 

@@ -211,9 +211,7 @@ def test_mistakes_are_told_in_one_line() -> None:
         Euler(num_steps="ddim50").grid(Flow())
     with pytest.raises(ValueError, match=r"shift is 3, but in the process discrete no times are shifted"):
         Euler(shift=3.0).grid(Discrete())
-    with pytest.raises(
-        ValueError, match=r"last_step_size is 0\.1, but the process discrete says where noise ends"
-    ):
+    with pytest.raises(ValueError, match=r"last_step_size is 0\.1, but the process discrete says where noise ends"):
         Sde(last_step_size=0.1).grid(Discrete())
 
 

@@ -37,11 +37,13 @@ class DataSpec(Config):
     """Number of classes; 0 for unconditional data."""
     conditions: dict[str, tuple[int, ...]] = Field({})
     """Shapes of what a network is told of an image beside its class, by name. Zeros stand for nothing told."""
+    features: tuple[int, int, int] | None = None
+    """Shape [D, h, w] of what a teacher sees in an image, with which training is aligned; unset: there is none."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if name != "conditions" or value}
+        return {name: value for name, value in written.items() if name not in ("conditions", "features") or value}
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,14 @@ class Batch:
     x: float32 [B, C, H, W] in the space the network works in. cond: what the network is conditioned on, by name:
     "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim], … . streams: the random numbers
     of these samples. step: the number of the update that the batch is for, from 1; of the last one done, in validation;
-    0 outside training.
+    0 outside training. features: what a teacher saw in these images, [B, D, h, w]; None: there is no teacher.
     """
 
     x: Tensor
     cond: dict[str, Tensor]
     streams: Streams
     step: int = 0
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True)

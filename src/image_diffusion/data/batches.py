@@ -112,7 +112,7 @@ class Batches:
         if self.flip_probability > 0 and len(samples):
             flip = Streams(self.seed, epoch, sample).event("flip", self.flip_probability).numpy()
         label = torch.from_numpy(self.dataset.labels[samples])
-        beside = self.dataset.gather_beside(samples)
+        beside = self.dataset.gather_beside(samples, flip)
         if staging is not None:
             return staging.put(self.dataset, samples, flip, (label, epoch, sample, *beside))
         return self._placed(Examples(self.dataset.gather(samples, flip), label, epoch, sample, beside))

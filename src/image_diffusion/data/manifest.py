@@ -58,7 +58,7 @@ class Manifest(Config):
 
     format: Literal[1]
     """Version of shards and manifest."""
-    kind: Literal["crops", "latents", "tokens", "pairs", "captions"]
+    kind: Literal["crops", "latents", "tokens", "pairs", "captions", "features"]
     """What a sample is."""
     name: str
     """Of the data set."""
@@ -71,7 +71,7 @@ class Manifest(Config):
     precision: str | None = None
     """What the codec computed in."""
     pairs: dict[str, Any] | None = None
-    """What decides pairs of embeddings, or encoded captions."""
+    """What decides pairs of embeddings, encoded captions, or features."""
     classes: list[str]
     """Names by number; empty without classes."""
     validation_fraction: float = Field(ge=0, lt=1)

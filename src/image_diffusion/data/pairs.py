@@ -1,5 +1,6 @@
 """Pairs of embeddings -> shards: one stored sample [2 + L, dim] is an image, its caption, and the caption's L tokens.
-Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images.
+Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images; or what a teacher
+sees in each image and in its mirror image, [D, h, w] twice.
 
 Rows of tokens that a caption does not have are zeros, as are captions that an image does not have. The shards, records
 and manifest are those of crops and latents; a pair's split follows from the hash of its id alone. What has no caption,
@@ -69,12 +70,15 @@ class PairSet(Protocol):
 
     kind: of the shards. identity: plain data; together with what a shard is made from it decides every number. shape:
     of one pair, its last number the dimension of an embedding. parts: what the first rows of a pair are, none of which
-    may be zeros; the others are tokens, and captions beyond the first. num_shards: of the set. num_rows: what pairs are
-    made of, those that lack something included.
+    may be zeros; the others are tokens, and captions beyond the first. members: arrays of this shape that are stored of
+    each. num_shards: of the set. num_rows: what pairs are made of, those that lack something included.
     """
 
     @property
-    def kind(self) -> Literal["pairs", "captions"]: ...
+    def kind(self) -> Literal["pairs", "captions", "features"]: ...
+
+    @property
+    def members(self) -> tuple[str, ...]: ...
 
     @property
     def identity(self) -> dict[str, Any]: ...
@@ -104,7 +108,7 @@ class PairSet(Protocol):
         ...
 
     def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
-        """Pairs start … stop - 1 of a shard, float32 [n, *shape]. Raises ValueError."""
+        """Pairs start … stop - 1 of a shard, float32 [n, members, *shape]; [n, *shape] of one. Raises ValueError."""
         ...
 
 
@@ -123,7 +127,7 @@ def write_pairs(
     or not finite, is left out. Raises ValueError where those are more than `max_bad_fraction` of all, for a number that
     is too large for the dtype, or an empty set.
     """
-    layout = Layout(("npy",), pairs.shape, dtype, labelled=False)
+    layout = Layout(pairs.members, pairs.shape, dtype, labelled=False)
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)
     (output / "manifest.json").unlink(missing_ok=True)  # while shards change, nobody may take the set for whole
@@ -200,12 +204,14 @@ def _chunks(
 ) -> Iterator[Chunk]:
     """The pairs of a shard, some at a time; notes each as a sample or as bad, and has it counted."""
     found, size = pairs.samples(shard), min(256, chunk_samples(layout))
+    members = layout.members
     for start in range(0, len(found), size):
         stop = min(start + size, len(found))
         rows = pairs.rows(shard, start, stop)
-        if rows.shape != (stop - start, *layout.shape):
+        rows = rows if len(members) > 1 else rows[:, None]
+        if rows.shape != (stop - start, len(members), *layout.shape):
             raise ValueError(
-                f"Pairs of {found[start].path} have shape {list(rows.shape[1:])}, not {list(layout.shape)}: the "
+                f"Pairs of {found[start].path} have shape {list(rows.shape[2:])}, not {list(layout.shape)}: the "
                 f"embeddings of images, captions and tokens must have one dimension. Use those of one model."
             )
         with np.errstate(over="ignore"):  # told below, by name
@@ -218,7 +224,7 @@ def _chunks(
                 samples.append(replace(sample, key=f"{key_prefix(shard)}{len(samples):0{KEY_DIGITS}d}"))
         count(stop - start)
         good = np.array([fault is None for fault in faults])
-        yield {"npy": stored[good]}, np.zeros(good.sum(), dtype=np.int64)
+        yield {name: stored[good, i] for i, name in enumerate(members)}, np.zeros(good.sum(), dtype=np.int64)
 
 
 def _faults(

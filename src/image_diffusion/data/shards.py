@@ -112,9 +112,12 @@ class Shards:
         kept[train] = False
         return kept[self._chosen]
 
-    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """What the set that was joined holds of these samples; nothing without one."""
-        return () if self.beside is None else (self.beside.gather(indices),)
+    def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
+        """What the set that was joined holds of these samples; nothing without one. Where `flip` [B] is true, of the
+        mirrored image: a set that stores no twins holds what has no mirror image, as words."""
+        if self.beside is None:
+            return ()
+        return (self.beside.gather(indices, flip if self.beside._twin is not None else None),)
 
     def join(self, other: Shards) -> Shards:
         """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each. Returns

@@ -46,13 +46,17 @@ class Classifier(nn.Module):
         self.head = nn.Linear(FEATURES, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(self.maps(images).mean(dim=(2, 3)))  # [B, 128]
+        return features, self.head(F.relu(features))
+
+    def maps(self, images: Tensor) -> Tensor:
+        """What the features are the mean of, [B, 192, 4, 4]."""
         x = images.to(torch.float32) / 127.5 - 1  # [B, C, H, W] in [-1, 1]
         size = (self.resolution, self.resolution)
         if x.shape[2:] != size:
             x = F.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
-        x = self.layers(x)  # [B, 192, 4, 4]
-        features = self.features(x.mean(dim=(2, 3)))  # [B, 128]
-        return features, self.head(F.relu(features))
+        maps: Tensor = self.layers(x)
+        return maps
 
 
 def _layer(width: int, wider: int, kernel: int, stride: int) -> nn.Sequential:
@@ -79,13 +83,22 @@ class InPipeDetector:
         }
 
     def __call__(self, images: Tensor) -> Detected:
+        features, logits = self._network(self._fitting(images))
+        return Detected(features.cpu(), logits.cpu())
+
+    @torch.inference_mode()
+    def maps(self, images: Tensor) -> Tensor:
+        """What it sees where in images uint8 [B, C, H, W]: [B, 192, 4, 4], on the CPU."""
+        return self._network.maps(self._fitting(images)).cpu()
+
+    def _fitting(self, images: Tensor) -> Tensor:
+        """The images on its device. Raises ValueError for another number of channels."""
         if images.shape[1] != self._channels:
             raise ValueError(
                 f"The images have {images.shape[1]} channels but the detector was trained on {self._channels}. "
                 "Run detect on the data set these images belong to."
             )
-        features, logits = self._network(images.to(self._device))
-        return Detected(features.cpu(), logits.cpu())
+        return images.to(self._device)
 
     def metric_name(self, metric: str) -> str:
         return InPipe().metric_name(metric)

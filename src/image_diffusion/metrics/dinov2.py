@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
@@ -14,6 +14,7 @@ from image_diffusion.core.files import sha256_file
 from image_diffusion.metrics.features import Detected
 
 _RESOLUTION = 224
+_GRID = 16  # patches of 14 pixels in a row
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -65,13 +66,20 @@ class Dinov2Detector:
     classes: list[str] = []  # noqa: RUF012 - it has none
     doubt: str | None = None
 
-    def __init__(self, network: nn.Module, config: Dinov2, sha256: str, device: str) -> None:
+    def __init__(self, network: Any, config: Dinov2, sha256: str, device: str) -> None:
         self._network, self._device = network.eval().to(device), device
         self.metric_name = config.metric_name
         self.identity: dict[str, Any] = {"name": config.model, "resize": "bicubic, antialiased, 224", "sha256": sha256}
 
     def __call__(self, images: Tensor) -> Detected:
         return Detected(self._network(prepare(images).to(self._device)).to("cpu", torch.float32))
+
+    @torch.inference_mode()
+    def maps(self, images: Tensor) -> Tensor:
+        """The normalized tokens of the patches of images uint8 [B, C, H, W]: [B, D, 16, 16], on the CPU."""
+        tokens: Tensor = self._network.forward_features(prepare(images).to(self._device))["x_norm_patchtokens"]
+        maps: Tensor = tokens.transpose(1, 2).unflatten(2, (_GRID, _GRID))
+        return maps.to("cpu", torch.float32)
 
 
 def prepare(images: Tensor) -> Tensor:

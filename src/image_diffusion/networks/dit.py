@@ -181,7 +181,7 @@ class DiT(nn.Module):
                 f"network.class_tokens is {config.class_tokens}, but the data have no classes. Leave it out."
             )
         self.config, self.spec, self.learned_variance = config, spec, learned_variance
-        self.patch = patch
+        self.patch, self.grid_size = patch, spec.resolution // patch
         out_channels = spec.channels * (2 if learned_variance else 1)
         self.pos_embed = nn.Parameter(grid_positions(width, spec.resolution // patch)[None], requires_grad=False)
         self.x_embedder = PatchEmbedder(spec.channels, width, patch, config.patch_bottleneck)
@@ -207,11 +207,13 @@ class DiT(nn.Module):
         label: Tensor | None = None,
         text: Tensor | None = None,
         interval: Tensor | None = None,
-    ) -> Tensor:
+        tokens_of: int | None = None,
+    ) -> Any:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
         [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), interval [B], from t down (none: 0).
 
-        A network of unlabelled data takes no label. Raises ValueError when shapes do not fit the network.
+        A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; gives (prediction, the
+        tokens of the image behind that block [B, N, D]). Raises ValueError when shapes do not fit the network.
         """
         check_inputs(self.spec, x, label, **({} if text is None else {TEXT: text}))
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
@@ -243,8 +245,11 @@ class DiT(nn.Module):
                 if recompute
                 else block(tokens, c, *told)
             )  # [B, M + N, D]
+            if number + 1 == tokens_of:
+                seen = tokens[:, -(self.grid_size**2) :]
         patches = self.final_layer(tokens[:, num_class_tokens:], c)  # [B, N, p · p · C_out]
-        return unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
+        prediction = unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
+        return prediction if tokens_of is None else (prediction, seen)
 
     def _angles(self, tokens: Tensor) -> Tensor:
         """By how much the channels of a head turn at each token: computed anew, so that nothing of it is kept."""

@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.shards import Shards
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.networks.dit_weights import is_dit, is_dit_folder
 from image_diffusion.objectives import Objective
+from image_diffusion.objectives.alignment import Aligned, Alignment
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.diffusion.asked import Asked
@@ -31,6 +34,7 @@ from image_diffusion.systems.diffusion.dit_export import check_pipeline, latents
 from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
+from image_diffusion.systems.embedding.features import FeaturePairs
 from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, all_but
 
 
@@ -45,10 +49,18 @@ class DiTSystem(DiffusionSystem):
     """What the network predicts, and how its error is weighed. Labels are dropped where the data have any."""
     condition: Condition = LabelCondition()
     """What the network is told of an image, beside the noise: its class, or words."""
+    alignment: Alignment | None = None
+    """What its tokens are held against while it learns: the features of a teacher, in the section pairs. Unset:
+    nothing."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "pairs": Section(CaptionPairs, None, example="{type: captions}", optional=True),
+        "pairs": Section(
+            Annotated[CaptionPairs | FeaturePairs, Field(discriminator="type")],
+            None,
+            example="{type: captions}",
+            optional=True,
+        ),
         "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "compile")),
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
@@ -60,41 +72,66 @@ class DiTSystem(DiffusionSystem):
 
     @property
     def reads_beside(self) -> str | None:
-        return self.condition.reads
+        return self.condition.reads if self.alignment is None else "features"
+
+    @property
+    def told_words(self) -> bool:
+        return self.condition.reads is not None
 
     def check(self, experiment: Sections, others: Others) -> None:
-        if (self.reads_beside is None) != (experiment.section("pairs") is None):
-            raise ValueError(
-                "system.condition.type is text, but pairs is missing: where are the captions? Add a section, such as "
-                "pairs: {type: captions}."
-                if self.reads_beside
-                else "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the "
-                "condition to text."
-            )
-        if self.reads_beside:
+        self._check_pairs(experiment.section("pairs"))
+        if self.told_words:
             self.condition.check_captions(experiment.section("pairs").num_captions)
+        if self.alignment is not None:
+            self.alignment.check(self.network.shape.depth, self.objective)
         super().check(experiment, others)
-        if self.reads_beside and experiment.section("evaluate").likelihood is not None:
+        if self.told_words and experiment.section("evaluate").likelihood is not None:
             raise ValueError("evaluate.likelihood is set, but is not measured of networks that are told words.")
-        if not self.reads_beside and self.drops_labels and not self.network.null_label:
+        if not self.told_words and self.drops_labels and not self.network.null_label:
             raise ValueError(
                 f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
                 f"system.network.null_label is false: no label stands for none. Set null_label to true, or drop none."
             )
         if experiment.section("export").format == "diffusers":
-            if self.reads_beside:
+            if self.told_words:
                 raise ValueError(
                     "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to pipeline."
                 )
             check_pipeline(self, experiment.codec)
 
+    def _check_pairs(self, pairs: CaptionPairs | FeaturePairs | None) -> None:
+        """Raise ValueError unless there is what the system reads beside its data, and nothing else."""
+        if self.told_words and self.alignment is not None:
+            raise ValueError(
+                "system.condition.type is text and system.alignment is set, but one set is read beside the images: "
+                "captions or features. Leave one of the two out."
+            )
+        wanted = self.reads_beside
+        if pairs is not None and wanted is None:
+            raise ValueError(
+                f"pairs is set, but system.condition.type is label and system.alignment is not set: nothing reads it. "
+                f"Leave it out, or {'set the condition to text' if pairs.type == 'captions' else 'set alignment'}."
+            )
+        if wanted is not None and (pairs is None or pairs.type != wanted):
+            key = "system.condition.type is text" if self.told_words else "system.alignment is set"
+            there = "pairs is missing" if pairs is None else f"pairs.type is {pairs.type}"
+            raise ValueError(
+                f"{key}, but {there}: where are the {wanted}? Add a section, such as pairs: {{type: {wanted}}}."
+            )
+
     def check_asked(self, section: str, settings: SampleConfig) -> None:
         self.condition.check(section, settings)
 
     def spec(self, data: Shards) -> DataSpec:
-        return self.condition.spec(super().spec(data), data.beside)
+        spec = self.condition.spec(super().spec(data), data.beside)
+        if self.alignment is None:
+            return spec
+        assert data.beside is not None
+        return spec.model_copy(update={"features": data.beside.shape})
 
     def with_beside(self, batch: Batch, beside: Tensor) -> Batch:
+        if self.alignment is not None:
+            return replace(batch, features=beside)
         return replace(batch, cond=batch.cond | self.condition.told(beside, batch.streams))
 
     def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
@@ -109,6 +146,14 @@ class DiTSystem(DiffusionSystem):
     def build_network(self, spec: DataSpec) -> DiT:
         """The network, randomly initialised. Raises ValueError when it does not fit the data."""
         return self.network.build(spec, **self.build_options)
+
+    def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
+        """The objective, aligned where the data have features. Raises ValueError where it does not fit the process or
+        the data."""
+        objective = super().build_objective(spec)
+        if self.alignment is None or spec.features is None:
+            return objective
+        return Aligned(self.alignment, objective, self.network.shape.width, spec.features)
 
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
         if format_ != "diffusers":

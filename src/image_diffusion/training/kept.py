@@ -13,7 +13,7 @@ from image_diffusion.core.weights import read_weights
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, folder_name, read_checkpoint
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.ema import average_name
-from image_diffusion.training.lora import lora_of, merged
+from image_diffusion.training.lora import lora_of, written
 
 
 def weights_at(
@@ -125,7 +125,7 @@ def _weights(checkpoint: Checkpoint, average: str | None, identity: dict[str, An
         known = ", ".join(sorted(name for name in checkpoint.groups if name.startswith("ema-"))) or "none"
         raise ValueError(f"There is no average {average} at step {checkpoint.step:,}. Kept are: {known}.")
     averaged = checkpoint.groups[average] if average is not None else {}
-    return merged(checkpoint.groups["network"] | averaged, lora_of(identity))
+    return written(checkpoint.groups["network"] | averaged, lora_of(identity))
 
 
 def _read(folder: Path) -> tuple[Checkpoint, dict[str, Any]] | None:

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config import Config
+from image_diffusion.objectives.alignment import without_projector
 from image_diffusion.training.names import matching
 
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -74,6 +75,12 @@ def merged(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor
             weight = found[f"{layer}.weight"]
             found[f"{layer}.weight"] = (weight.double() + lora.scale * product.to(weight.device)).to(weight.dtype)
     return found
+
+
+def written(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor]:
+    """The tensors of a network in training as they are written: without adapters, and without the layers that its
+    objective gave it."""
+    return without_projector(merged(tensors, lora))
 
 
 def plain_name(name: str) -> str:

@@ -24,7 +24,7 @@ from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import Averages
 from image_diffusion.training.flat import Flat
 from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
-from image_diffusion.training.lora import merged
+from image_diffusion.training.lora import written
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizers.flat import FlatOptimizer
 from image_diffusion.training.precision import Precision
@@ -46,6 +46,15 @@ class Remembers(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state_dict` gave."""
+        ...
+
+
+@runtime_checkable
+class AddsLayers(Protocol):
+    """An objective with layers of its own, which learn with the network and are not written."""
+
+    def add_layers(self, network: nn.Module) -> None:
+        """Give the network these layers."""
         ...
 
 
@@ -112,6 +121,12 @@ class Parts:
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
         factors = tune(task.network, config)
+        if isinstance(task.objective, AddsLayers):
+            if sharded:
+                raise ValueError("train.sharding is full, but does not go with system.alignment. Set it to none.")
+            task.objective.add_layers(task.network)
+            trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
+            factors = {name: factors.get(name, 1.0) for name in trained}
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)
@@ -290,7 +305,7 @@ class Parts:
         """The network's tensors with a vector of the flat layout for what is trained, in the first process with
         adapters added to their weights."""
         state = self.network.state_dict() | self.flat.named(vector)
-        state = merged(state, self.config.lora if self.world.is_main else None)
+        state = written(state, self.config.lora if self.world.is_main else None)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _fill_network(self, tensors: dict[str, Tensor] | None) -> None:

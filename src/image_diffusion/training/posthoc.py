@@ -20,7 +20,7 @@ from torch import Tensor
 from image_diffusion.core.files import sha256_file
 from image_diffusion.training.checkpoint import Damaged, read_checkpoint, read_record
 from image_diffusion.training.ema import power_of_width
-from image_diffusion.training.lora import lora_of, merged
+from image_diffusion.training.lora import lora_of, written
 
 Profiles = NDArray[np.float64]
 
@@ -100,4 +100,4 @@ def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
         for name, tensor in safetensors.torch.load_file(each.path).items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
     averaged = {name: tensor.to(newest.groups["network"][name].dtype) for name, tensor in sums.items()}
-    return merged(newest.groups["network"] | averaged, lora_of(identity)), last
+    return written(newest.groups["network"] | averaged, lora_of(identity)), last

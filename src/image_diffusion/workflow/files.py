@@ -64,7 +64,7 @@ class Files:
         """What a data set is read through. Snakemake makes what is missing only where it is asked for by name."""
         parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, plan.pairs]
         made = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
-        has_detector = plan.pairs_of_detector if plan.learns_from_pairs else "inpipe" in plan.detectors
+        has_detector = plan.pairs_of_detector or (not plan.learns_from_pairs and "inpipe" in plan.detectors)
         detector = [f"{self._dataset(plan)}/detector/detector.json"] if has_detector else []
         return [*made, *detector, *self._references(plan)]
 

@@ -64,7 +64,7 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
     if settings.decoder is not None:
         experiment.codec.check_decoder(f"{section}.decoder", settings.decoder)
     system.check_asked(section, settings)
-    classes = experiment.data.source.known_classes() if system.reads_beside is None else None
+    classes = experiment.data.source.known_classes() if not system.told_words else None
     if scale != 1 and classes == [] and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "

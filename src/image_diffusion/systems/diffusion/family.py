@@ -100,6 +100,11 @@ class DiffusionSystem(System):
         )
 
     @property
+    def told_words(self) -> bool:
+        """Whether its network is told words, in place of classes."""
+        return False
+
+    @property
     def build_options(self) -> dict[str, Any]:
         """What its network is built with (`network.build`), beside the data."""
         return {}

@@ -48,6 +48,16 @@ class CaptionPairs(Config):
         return self.captions.type == "beside"
 
     @property
+    def needs_detector(self) -> bool:
+        """Whether the detector of the data set looks at the images: it does not."""
+        return False
+
+    @property
+    def encoded_by(self) -> dict[str, Any]:
+        """The encoder, as the manifest of the captions has it."""
+        return dump(self.encoder)
+
+    @property
     def splits(self) -> Splits:
         """All of them: the split is that of the image."""
         return Splits(train=1, validation=0, test=0)
@@ -78,6 +88,7 @@ class EncodedCaptions(MadeOfCrops):
     """[num_captions, 1 + num_tokens, dim] of each crop that has a caption; captions that it does not have are zeros."""
 
     kind: ClassVar[Literal["captions"]] = "captions"
+    members: ClassVar = ("npy",)
     parts: ClassVar = ("caption",)
 
     def __init__(self, config: CaptionPairs, crops: CaptionedCrops, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.metrics.detector import FEATURES, load_detector
 from image_diffusion.systems.embedding.captions import CaptionPairs, MadeOfCrops
+from image_diffusion.systems.embedding.features import FeaturePairs
 from image_diffusion.systems.embedding.given import Given
 
 PARTS = ("image", "text")
@@ -43,6 +44,16 @@ class _Pairs(Config):
     """How embeddings are stored."""
     num_tokens: int = Field(0, ge=0)
     """Encodings of single tokens kept of each caption, beside its embedding; 0: none."""
+
+    @property
+    def needs_detector(self) -> bool:
+        """Whether the detector of the data set looks at the images."""
+        return False
+
+    @property
+    def encoded_by(self) -> dict[str, Any] | None:
+        """What the manifest has to name as their encoder: nothing, since they lie beside no data."""
+        return None
 
 
 class _OfCrops(_Pairs):
@@ -60,6 +71,11 @@ class HashedPairs(_OfCrops):
 
     type: Literal["hashed"] = "hashed"
     """Image embeddings from the classifier that `detect` trains, text embeddings from a hashing encoder."""
+
+    @property
+    def needs_detector(self) -> bool:
+        """Whether the detector of the data set looks at the images: that is what embeds them."""
+        return True
 
     @property
     def name(self) -> str:
@@ -131,7 +147,7 @@ class FilePairs(_Pairs):
 EmbeddingPairs = Annotated[HashedPairs | ClipPairs | FilePairs, Field(discriminator="type")]
 """Pairs of embeddings, of an image and of its caption: what a prior learns from."""
 
-PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs | CaptionPairs, Field(discriminator="type")]
+PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs | CaptionPairs | FeaturePairs, Field(discriminator="type")]
 
 
 class ImageEncoder(Protocol):
@@ -161,6 +177,7 @@ class CropPairs(MadeOfCrops):
     """Pairs made from crops."""
 
     kind: ClassVar[Literal["pairs"]] = "pairs"
+    members: ClassVar = ("npy",)
     parts: ClassVar = PARTS
 
     def __init__(
@@ -197,6 +214,7 @@ class StoredPairs:
     """Pairs read from parts, cut into shards of equal size whatever the parts are."""
 
     kind: ClassVar[Literal["pairs"]] = "pairs"
+    members: ClassVar = ("npy",)
     parts: ClassVar = PARTS
 
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:

@@ -1,0 +1,139 @@
+"""Alignment with a teacher: what a block of the network says of a noisy image is held against what a pretrained network
+saw in the clean one.
+
+REPA (Yu et al. 2024, "Representation alignment for generation", arXiv:2410.06940) subtracts the mean cosine of the
+features and of tokens that an MLP projects. iREPA (Singh et al. 2025, arXiv:2512.10794) found that it is the spatial
+structure which helps: a convolution projects, and the features lose their mean over the positions. Both run the
+teacher in every step; here its features come with the batch, encoded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import Batch, ChoosesTimes, Losses, Objective
+
+PROJECTOR = "alignment"
+"""The name of the projector in the network that is trained. What is written does without it."""
+
+
+class Alignment(Config):
+    """A term that holds tokens of the network against the features of a teacher (section pairs)."""
+
+    block: int = Field(gt=0)
+    """The number of the block, from 1, behind which tokens are taken: 8 of the 28 of SiT-XL/2 in REPA."""
+    weight: float = Field(0.5, gt=0)
+    """What the mean cosine is multiplied with before it is subtracted from the loss."""
+    projector: Literal["conv", "mlp"] = "conv"
+    """What brings tokens to the channels of the features: a convolution of 3 x 3 (iREPA), or three layers for each
+    token by itself (REPA)."""
+    projector_width: int = Field(2048, gt=0)
+    """Channels inside the mlp."""
+    spatial_norm: float | None = Field(1.0, ge=0)
+    """Share of their mean over the positions that is taken from the features, each channel of which is then divided by
+    its deviation (iREPA: 1); null: they stay as they are (REPA)."""
+    until_step: int | None = Field(None, gt=0)
+    """The last step that is aligned; those after it do without. Unset: all are."""
+
+    def check(self, depth: int, objective: Any) -> None:
+        """Raise ValueError for a block that the network does not have, or an objective that does not go with it."""
+        if self.block > depth:
+            raise ValueError(f"system.alignment.block is {self.block}, but the network has {depth} blocks.")
+        if objective.learns_intervals:
+            raise ValueError(
+                f"system.alignment is set, but {objective.type} calls its network several times in a step. Use "
+                f"flow_matching, denoising or edm, or leave it out."
+            )
+        sampling = getattr(objective, "timestep_sampling", None)
+        if sampling is not None and sampling.type != "uniform":
+            raise ValueError(
+                f"system.alignment is set, but timesteps are drawn by {sampling.type}, which would learn from the "
+                f"aligned loss. Set system.objective.timestep_sampling to uniform."
+            )
+
+
+class Aligned:
+    """An objective and a network's tokens against features: the loss of each sample is that of the objective, and its
+    part "alignment" is minus `weight` times the mean cosine. Validation does without that.
+
+    width: channels of a token. features: [D, h, w].
+    """
+
+    def __init__(self, config: Alignment, objective: Objective, width: int, features: tuple[int, int, int]) -> None:
+        self._config, self._objective, self._width, self._features = config, objective, width, features
+
+    def add_layers(self, network: nn.Module) -> None:
+        """Give the network the projector, freshly initialised from torch's global generator."""
+        config = self._config
+        network.add_module(PROJECTOR, Projector(config, self._width, self._features[0]))
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        """network: called with `tokens_of` as `DiT.forward` says; it has the layers of `add_layers`."""
+        config = self._config
+        if config.until_step is not None and batch.step > config.until_step:
+            return self._objective(network, batch)
+        assert batch.features is not None
+        tokens: list[Tensor] = []
+
+        def watched(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+            output, seen = network(x, t, **cond, tokens_of=config.block)
+            tokens.append(seen)
+            return cast("Tensor", output)
+
+        losses = self._objective(watched, batch)
+        grid = network.grid_size
+        projected = network.get_submodule(PROJECTOR)(tokens[0].unflatten(1, (grid, grid)))
+        goal = target(batch.features, grid, config.spatial_norm)
+        part = -config.weight * F.cosine_similarity(projected.float(), goal, dim=-1).mean((1, 2))
+        return Losses(losses.loss + part, losses.parts | {"alignment": part.detach()}, losses.time)
+
+    def uniform(self) -> Objective:
+        """The objective without the alignment, at times drawn uniformly."""
+        return self._objective.uniform() if isinstance(self._objective, ChoosesTimes) else self._objective
+
+    @property
+    def pairs_samples(self) -> bool:
+        """Whether the objective holds a sample against its neighbour in the batch."""
+        return bool(getattr(self._objective, "pairs_samples", False))
+
+
+class Projector(nn.Module):
+    """Tokens on their grid [B, h, w, width] -> [B, h, w, channels]."""
+
+    def __init__(self, config: Alignment, width: int, channels: int) -> None:
+        super().__init__()
+        self._is_conv, inner = config.projector == "conv", config.projector_width
+        self.layers: nn.Module = (
+            nn.Conv2d(width, channels, 3, padding=1)
+            if self._is_conv
+            else nn.Sequential(
+                nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, inner), nn.SiLU(), nn.Linear(inner, channels)
+            )
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """As the class says."""
+        if not self._is_conv:
+            return cast("Tensor", self.layers(tokens))
+        return cast("Tensor", self.layers(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+def target(features: Tensor, grid: int, spatial_norm: float | None) -> Tensor:
+    """Features [B, D, h, w] on the grid of the tokens, float32 [B, grid, grid, D]: interpolated where the teacher's is
+    another, then without a share of their mean over the positions, and of deviation 1."""
+    x = features.float()
+    if x.shape[2:] != (grid, grid):
+        x = F.interpolate(x, (grid, grid), mode="bilinear", antialias=True, align_corners=False)
+    if spatial_norm is not None:
+        x = (x - spatial_norm * x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-6)
+    return x.permute(0, 2, 3, 1)
+
+
+def without_projector(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a network that was aligned, as they are written."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{PROJECTOR}.")}
