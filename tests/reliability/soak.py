@@ -204,7 +204,7 @@ class Soak:
     def _without_told(self, wrong: list[str], made: dict[str, str], said: str) -> list[str]:
         """The same without experiments whose journal tells that it is damaged, or of whose previews that was said: a
         person begins those anew."""
-        for name in self.names:
+        for name in with_needed(self.names):
             journals = f"results/{name}/journal/"
             hit = [fault for fault in self.open if fault.where.startswith(journals)]
             no_journal = any(made.get(f"{name}: what {stage} logged") == "nothing" for stage in ("train", "evaluate"))
