@@ -227,7 +227,7 @@ FEATURES = {"type": "features"}
     [
         ({"alignment": {"block": 1}}, None, "system.alignment is set, but pairs is missing: where are the features"),
         ({"alignment": {"block": 1}}, {"type": "captions"}, r"but pairs\.type is captions: where are the features"),
-        ({}, FEATURES, "system.alignment is not set: nothing reads it. Leave it out, or set alignment"),
+        ({}, FEATURES, "system.alignment is not: nothing reads it. Leave it out, or add system.alignment"),
         ({"alignment": {"block": 1}, "condition": {"type": "text"}}, FEATURES, "one set is read beside the images"),
         ({"alignment": {"block": 3}}, FEATURES, r"alignment\.block is 3, but the network has 2 blocks"),
         (

@@ -57,7 +57,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             DIT | {"system": SMALL_DIT | {"condition": {"type": "text"}}},
             "system.condition.type is text, but pairs is missing: where are the captions?",
         ),
-        (TEXT | {"pairs": {"type": "hashed"}}, "pairs.type"),
+        (TEXT | {"pairs": {"type": "hashed"}}, "Unknown pairs 'hashed'. Known: captions, features."),
         (TEXT | {"sample": {}}, "sample.prompts is missing: the network is told words"),
         (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
         (TEXT | {"sample": TEXT["sample"] | {"labels": ["3"]}}, "sample.labels is set, but the network is told words"),

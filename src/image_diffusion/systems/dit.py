@@ -109,8 +109,11 @@ class DiTSystem(DiffusionSystem):
         wanted = self.reads_beside
         if pairs is not None and wanted is None:
             raise ValueError(
-                f"pairs is set, but system.condition.type is label and system.alignment is not set: nothing reads it. "
-                f"Leave it out, or {'set the condition to text' if pairs.type == 'captions' else 'set alignment'}."
+                "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the "
+                "condition to text."
+                if pairs.type == "captions"
+                else "pairs is set, but system.alignment is not: nothing reads it. Leave it out, or add "
+                "system.alignment: {block: 1}, say."
             )
         if wanted is not None and (pairs is None or pairs.type != wanted):
             key = "system.condition.type is text" if self.told_words else "system.alignment is set"
