@@ -24,7 +24,7 @@ rule ledger:
     params:
         script=known.scripts["ledger.py"],
         ledger=subpath(output.page, parent=True),
-        results=results,
+        results=subpath(output.page, ancestor=3),
     shell:
         "exec logged {log:q} ledger.py --ledger {params.ledger:q} --results {params.results:q} --benchmarks benchmarks"
 
@@ -46,7 +46,7 @@ rule track_ledger:
         store=variable_of(config["tracking"]["uri"]),
         project=config["tracking"]["project"],
         ledger=subpath(output.summary, parent=True),
-        results=results,
+        results=subpath(output.summary, ancestor=3),
     shell:
         "export MLFLOW_TRACKING_URI=${params.store};"
         " exec logged {log:q} python -m image_diffusion.track --project {params.project:q} --ledger {params.ledger:q}"
