@@ -18,7 +18,7 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on
 		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
 
 test: .venv/.ready ## every test that needs no cluster, no GPU and no network
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
 lint: docs ## style, types, imports, rules, spelling, links, documentation
 	ruff check $(python_files)

@@ -140,7 +140,7 @@ def test_tables_are_copied_to_a_device_once() -> None:
         ({"respacing": "0"}, "keeps no timestep."),
         ({"num_timesteps": 0}, "process.num_timesteps is 0"),
         ({"schedule": {"type": "linear", "beta_strat": 1e-4}}, "Did you mean process.schedule.beta_start?"),
-        ({"type": "discreet"}, "Unknown process 'discreet'. Known: discrete, continuous, flow."),
+        ({"type": "discreet"}, "Unknown process 'discreet'. Known: discrete, continuous, flow, edm."),
     ],
 )
 def test_what_people_are_told(data: dict[str, object], message: str | None) -> None:
