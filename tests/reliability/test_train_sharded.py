@@ -49,7 +49,7 @@ def test_a_sharded_run_gives_the_numbers_of_a_whole_one(attempts: Attempts, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", TINY)
+@pytest.mark.parametrize("system", sorted(TINY.keys() - {"aligned"}))  # which is refused: tests/unit/test_alignment.py
 def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system: str) -> None:
     """Three processes, among which no number of rows is shared evenly."""
     changes = STEADY | {"steps": 6, "log_every_steps": 1, "optimizer": {"type": "adamw", "lr": 1e-3, "eps": 1e-3}}

@@ -136,7 +136,11 @@ def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() ->
             {"objective": {"type": "flow_matching"}},
             "sample.sampler.type is flow_map, but the network learns no average",
         ),
-        ({"process": {"type": "discrete"}}, "flow_map sampler goes by average velocities, which the process discrete"),
+        ({"process": {"type": "discrete"}}, "Objective mean_flow needs the flow process"),
+        (
+            {"process": {"type": "discrete"}, "objective": {"type": "denoising"}},
+            "flow_map sampler goes by average velocities, which the process discrete",
+        ),
         ({"guidance": {"guidance_scale": 2.0}}, "cannot be guided afterwards. Use 1, and set system.objective.guid"),
         ({"type": "iddpm"}, "the network of the system iddpm takes no intervals. Use the system dit"),
         ({"objective": {"type": "mean_flow", "guidance_scale": 2.0}}, "the network never learns to do without a label"),
