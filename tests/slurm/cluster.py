@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from projects import ROOT, Project, make_project
@@ -96,8 +96,9 @@ def snakemake(project: Project, *arguments: str) -> Iterator[subprocess.Popen[by
 
 
 def slurm_project(folder: Path) -> Project:
-    """The project of the workflow tests, with the profile where the literal command finds it."""
-    project = make_project(folder)
+    """The project of the workflow tests, with the profile where the literal command finds it. A job's processes are its
+    own: Slurm would not reach those of a server."""
+    project = replace(make_project(folder), cold=True)
     (folder / "slurm").symlink_to(ROOT / "slurm", target_is_directory=True)
     return project
 
