@@ -20,21 +20,8 @@ STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 
 COMMANDS = (
-    *(
-        "init",
-        "configure",
-        "crop",
-        "datasheet",
-        "detect",
-        "reference",
-        "encode",
-        "embed",
-        "doctor",
-        "train",
-        "ema",
-        "sample",
-    ),
-    *("evaluate", "sweep", "export", "published", "track", "follow", "crate", "completion"),
+    *("init", "configure", "crop", "datasheet", "detect", "reference", "encode", "embed", "doctor", "train", "ema"),
+    *("sample", "evaluate", "sweep", "export", "published", "track", "follow", "crate", "completion"),
 )
 """Every command, in the order in which one comes to it."""
 
