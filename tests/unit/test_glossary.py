@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.sources.painted import Attributes
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.definitions import definition_of, definitions
+from image_diffusion.metrics.differences import higher_is_better
 from image_diffusion.metrics.evaluation import RealImages
 from image_diffusion.metrics.features import Detected
 from image_diffusion.metrics.intervals import Estimate
@@ -102,6 +105,37 @@ def test_every_metric_stands_in_the_glossary() -> None:
         if name not in names and name.removesuffix(name[-5:] if name.endswith(ways) else "") not in names
     }
     assert len(found) > 40 and not missing
+    assert not [name for name in found if definition_of(name) is None]
+
+
+def test_the_pages_show_the_definitions_as_they_are() -> None:
+    lines = (DOCS / "metrics.md").read_text().splitlines()
+    known = [each for each in definitions() if each.judged != "Priors"]
+    for each in known:
+        names = ", ".join(f"`{name}`" for name in each.names.split())
+        assert f"| {names} | {each.meaning} | {each.better} | {each.source} |" in lines
+    rows = [line for line in lines if re.match(r"\| `\w+`.*\|.*\|.*\|.*\|$", line)]
+    assert len(rows) == len(known)
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"),
+    [
+        ("fid", "lower"),
+        ("kd_dinov2", "lower"),
+        ("inpipe_class_fd", "lower"),
+        ("inpipe_recall", "higher"),
+        ("agreement_digit", "higher"),
+        ("inpipe_same_class_hard", "higher"),
+        ("psnr_bicubic", ""),
+        ("inpipe_c2st", "nearer to 0.5"),
+        ("similarity_with_image_8", "higher"),
+    ],
+)
+def test_a_metric_knows_which_direction_is_better(metric: str, better: str) -> None:
+    found = definition_of(metric)
+    assert found is not None and found.better == better
+    assert higher_is_better(metric) == (better == "higher")
 
 
 def test_every_similarity_stands_on_the_page_of_the_prior() -> None:

@@ -23,6 +23,7 @@ from browser import CHROMIUM, Browser
 from PIL import Image
 
 from image_diffusion.core.journal import Journal
+from image_diffusion.tracking import views
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
@@ -108,6 +109,12 @@ def test_runs_table(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1?workflowType=machine_learning")
     browser.wait_for("shapes", "small", "large", "image_diffusion.train")
     browser.screenshot(shots / "1-runs.png")
+
+
+def test_the_view_that_is_shipped_has_a_column_for_the_headline(address: str, browser: Browser, shots: Path) -> None:
+    browser.open(f"{address}/#/experiments/1/runs{views.LINK}")
+    browser.wait_for("shapes", "small", "large", "evaluate/fid", "validation/loss", "train.steps", "250", "500")
+    browser.screenshot(shots / "1-view.png")
 
 
 def test_charts_show_curves_quality_and_grids_of_all_experiments(address: str, browser: Browser, shots: Path) -> None:

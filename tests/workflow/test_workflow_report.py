@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,13 +19,19 @@ PAGE = "results/micro/report/index.html"
 
 
 def test_the_page_needs_no_other_file(made: Project) -> None:
-    page = (made / PAGE).read_text()
-    assert set(re.findall(r'(?:src|href)="([a-z]+)', page)) <= {"data"}
+    page = re.sub("<script>.*?</script>", "", (made / PAGE).read_text(), flags=re.DOTALL)
+    assert set(re.findall(r'(?:src|href)="([a-z]+)', page)) == {"data"}
 
 
 def test_the_page_shows_what_was_found(made: Project) -> None:
     page = (made / PAGE).read_text()
     shown = ["<h1>micro</h1>", "Samples", "inpipe_fd", "train/loss", "num_samples", "global_batch"]
+    shown += [
+        "snakemake --cores all micro",
+        "95 % interval",
+        "Squared Fr\u00e9chet distance",
+        "<mark>name: dots</mark>",
+    ]
     shown += ["Training images", "No file was quarantined", "Runtimes", "most memory", "Provenance", "commit"]
     assert [each for each in shown if each not in page] == []
 
@@ -42,7 +49,8 @@ def test_bad_files_are_listed(fresh: Project) -> None:
 
 def test_one_table_of_all_experiments(made: Project) -> None:
     page = (made / "results/summary.html").read_text()
-    assert "<td>micro</td><td>dit</td><td>dots-16</td>" in page and "inpipe_fd" in page
+    assert re.search(r'<a href="micro/report/index.html">micro</a></td>\s*<td>dit</td><td>dots-16</td>', page)
+    assert "inpipe_fd" in page
     assert re.search(r"micro: dit on dots-16, 8 steps, inpipe_fd [\d.]+", (made / "logs/summary.log").read_text())
 
 
@@ -94,4 +102,91 @@ def test_without_a_network_the_report_of_snakemake_shows_all_pictures(finished: 
         while not any(pictures_shown(browser)) and time.monotonic() < until:
             time.sleep(0.1)
         assert pictures_shown(browser) and all(pictures_shown(browser)), name
+    assert browser.complaints == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_reader_finds_curves_definitions_and_larger_pictures(made: Project, browser: Browser) -> None:
+    browser.open((made / PAGE).as_uri())
+    browser.wait_for("train/loss")
+    drawn = "[...document.querySelectorAll('figure.chart > div')].map(each => each.childElementCount)"
+    assert set(browser.evaluate(drawn)) == {1} and len(browser.evaluate(drawn)) >= 5
+    assert "less is better" in browser.evaluate("document.body.innerText")
+    assert "Better: lower" in browser.evaluate("document.querySelector('.headline abbr, td abbr').title")
+    browser.evaluate("document.querySelector('img.larger').click()")
+    assert browser.evaluate(
+        "document.querySelector('dialog').open && document.querySelector('dialog img').naturalWidth > 0"
+    )
+    browser.evaluate("document.querySelector('dialog').click()")
+    assert not browser.evaluate("document.querySelector('dialog').open")
+    assert browser.complaints == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("page", [PAGE, "results/summary.html"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_a_phone_and_their_text_has_contrast(made: Project, browser: Browser, page: str, scheme: str) -> None:
+    size = {"height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.call("Emulation.setDeviceMetricsOverride", width=400, **size)
+    try:
+        browser.open((made / page).as_uri())
+        browser.wait_for("micro")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+        assert browser.evaluate(CONTRAST) >= 4.5
+    finally:
+        browser.call("Emulation.setDeviceMetricsOverride", width=2000, **size)
+        browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+CONTRAST = """
+(() => {
+  const light = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map(part => part / 255);
+    const linear = parts.map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  const behind = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (!colour.endsWith(", 0)")) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const shown = [...document.body.querySelectorAll("*")].filter(each =>
+    each.offsetParent && each.tagName !== "IMG" && !each.closest(".chart > div")
+    && [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim()));
+  return Math.min(...shown.map(each => {
+    const [one, two] = [light(getComputedStyle(each).color), light(behind(each))].sort((a, b) => b - a);
+    return (one + 0.05) / (two + 0.05);
+  }));
+})()
+"""  # of WCAG 2, the least of all text on the page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_summary_keeps_what_was_made_before_and_compares_two(
+    made: Project, browser: Browser, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    for name in ("micro", "older"):
+        shutil.copytree(made / "results/micro", results / name)
+    script = [sys.executable, ROOT / "workflow/scripts/summary.py", "--results", results, "--experiments", "micro"]
+    told = subprocess.run(
+        [*script, "--output", results / "summary.html"], cwd=made.folder, check=True, capture_output=True, text=True
+    )
+    assert "older" not in told.stdout
+    browser.open((results / "summary.html").as_uri())
+    browser.wait_for("older", "Compare two")
+    shown = "[...document.querySelectorAll('#experiments tbody tr')].filter(row => !row.hidden)"
+    rows = f"{shown}.map(row => row.cells[0].textContent)"
+    assert browser.evaluate(rows) == ["micro", "older"]
+    for _ in range(2):  # ascending, then descending
+        browser.evaluate("document.querySelector('#experiments th button').click()")
+    assert browser.evaluate(rows) == ["older", "micro"]
+    browser.evaluate("document.getElementById('filter').value = 'old'")
+    browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
+    assert browser.evaluate(rows) == ["older"]
+    assert browser.evaluate("[...document.querySelectorAll('.pair img')].every(img => img.naturalWidth > 0)")
+    assert "inpipe_fd" in browser.evaluate("document.getElementById('both').innerText")
     assert browser.complaints == []

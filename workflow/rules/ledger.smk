@@ -22,7 +22,7 @@ rule ledger:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        script=known.scripts["ledger.py"],
+        pages=known.pages,
         ledger=subpath(output.page, parent=True),
         results=subpath(output.page, ancestor=3),
     shell:

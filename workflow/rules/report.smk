@@ -19,7 +19,7 @@ rule report:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        script=known.scripts["report.py"],
+        pages=known.pages,
         experiment=subpath(output.page, ancestor=2),
         data=files.data_folder,
     shell:
@@ -44,7 +44,7 @@ rule summary:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        script=known.scripts["summary.py"],
+        pages=known.pages,
         results=subpath(output.page, parent=True),
         experiments=list(plans.by_name),
     shell:

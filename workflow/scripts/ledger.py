@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import html
 import io
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from report import STYLE, picture
+from pages import render, source_of
 
 from image_diffusion.core import command
 from image_diffusion.core.files import read_json, write_page, write_text
@@ -36,10 +35,6 @@ HOW = (
     "Welch's. "
 )
 NOT_MADE = "not made yet"
-OWN_STYLE = """td, th { border-bottom: 1px solid #ddd } td.number, td.verdict { white-space: nowrap }
-td svg { width: 120px; max-width: none }
-"""
-COLOURS = {"better": "#0a6b2d", "worse": "#a3201b", "within noise": "#666"}
 
 
 @dataclass
@@ -198,7 +193,7 @@ def failures(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Each run that there is nothing of, by row and seed, and why."""
     for row in rows:
         for run in row.runs:
-            if run.failed:
+            if run.failed and run.failed != NOT_MADE:
                 yield f"{row.name}, seed {run.seed}", f"{run.failed} ({run.name})"
 
 
@@ -212,69 +207,64 @@ def method(rows: Sequence[Row], seeds: Sequence[int]) -> str:
 def page(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str], results: Path) -> str:
     """The HTML."""
     heads, lines = table(rows, metrics)
-    name = html.escape(plan["ledger"])
-    bounds = {metric: [row.differences[metric] for row in rows if metric in row.differences] for metric in metrics}
     reach = {
-        metric: max((abs(end) for each in found for end in each.interval or (each.value,)), default=0.0)
-        for metric, found in bounds.items()
+        metric: max(
+            (
+                abs(end)
+                for row in rows
+                if (found := row.differences.get(metric))
+                for end in found.interval or (found.value,)
+            ),
+            default=0.0,
+        )
+        for metric in metrics
     }
-    out = [f"<h1>Ledger {name}</h1>", f"<p>{html.escape(summary(plan, rows))}</p>", "<table>"]
-    out.append("<tr>" + "".join(f"<th>{html.escape(head)}</th>" for head in heads) + "</tr>")
+    shown = []
     for row, cells in zip(rows, lines, strict=True):
-        changed = "<br>".join(f"<code>{html.escape(f'{key}: {value}')}</code>" for key, value in row.changes.items())
-        source = f"<br><small>{html.escape(row.source)}</small>" if row.source else ""
+        measured = [
+            {"value": cells[1 + 3 * number], "apart": cells[2 + 3 * number], "verdict": cells[3 + 3 * number]}
+            | {"drawn": drawn(row.differences.get(metric), reach[metric])}
+            for number, metric in enumerate(metrics)
+        ]
         failed = sum(run.failed is not None for run in row.runs)
-        told = f'<br><strong style="color:#a3201b">{failed} of {len(row.runs)} failed</strong>' if failed else ""
-        below = f"<br>{changed}" if changed else ""
-        first = f"<td><strong>{html.escape(row.name)}</strong>{below}{source}{told}</td>"
-        shown = list(map(_cell, cells[1:]))
-        for number, metric in enumerate(metrics):
-            shown[3 * number + 2] = _verdict(row.differences.get(metric), reach[metric])
-        out.append(f"<tr>{first}{''.join(shown)}</tr>")
-    out += ["</table>", f"<p>{html.escape(method(rows, plan['seeds']))}</p>"]
-    if failed_runs := list(failures(rows)):
-        out.append("<h2>Failed</h2>\n<ul>")
-        out += [f"<li><strong>{html.escape(who)}</strong>: {html.escape(why)}</li>" for who, why in failed_runs]
-        out.append("</ul>")
-    out.append("<h2>Samples</h2>\n<p>Of the first seed that has any.</p>")
+        about = {
+            "name": row.name,
+            "changes": row.changes,
+            "source": row.source,
+            "failed": failed,
+            "runs": len(row.runs),
+        }
+        shown.append(about | {"metrics": measured, "costs": cells[-3:]})
+    samples = {}
     for row in rows:
-        grids = [results / run.name / "samples" / "grid.png" for run in row.runs]
-        drawn = [part for grid in grids if grid.is_file() for part in picture(grid, row.name)][:1]
-        if drawn:
-            out.append(f"<details><summary>{html.escape(row.name)}</summary>{drawn[0]}</details>")
-    out.append("<h2>Runs</h2>\n<table>\n<tr><th>row</th><th>seed</th><th>experiment</th><th>steps</th>")
-    out.append("".join(f"<th>{html.escape(metric)}</th>" for metric in metrics) + "</tr>")
-    for row in rows:
-        for run in row.runs:
-            values = (run.metrics[metric].value if metric in run.metrics else None for metric in metrics)
-            cells = [row.name, str(run.seed), run.name, f"{run.steps or 0:,}"]
-            cells += [level(metric, value) for metric, value in zip(metrics, values, strict=True)]
-            out.append("<tr>" + "".join(map(_cell, cells)) + "</tr>")
-    out.append("</table>")
-    style = STYLE.replace("60rem", "90rem") + OWN_STYLE
-    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>Ledger {name}</title>\n'
-    return f"{head}<style>{style}</style>\n" + "\n".join(out) + "\n</html>\n"
+        grids = (source_of(results / run.name / "samples" / "grid.png") for run in row.runs)
+        if grid := next(filter(None, grids), None):
+            samples[row.name] = grid
+    runs = [
+        [row.name, run.seed, run.name, run.steps or 0]
+        + [level(metric, run.metrics[metric].value if metric in run.metrics else None) for metric in metrics]
+        for row in rows
+        for run in row.runs
+    ]
+    return render(
+        "ledger.html",
+        name=plan["ledger"],
+        summary=summary(plan, rows),
+        heads=heads,
+        rows=shown,
+        method=method(rows, plan["seeds"]),
+        failures=list(failures(rows)),
+        samples=samples,
+        runs={"heads": ["row", "seed", "experiment", "steps", *metrics], "lines": runs},
+    )
 
 
-def _verdict(difference: Difference | None, reach: float) -> str:
-    """The verdict under its interval, drawn from -reach to reach."""
+def drawn(difference: Difference | None, reach: float) -> list[str]:
+    """Where a difference and its interval are drawn, from -reach to reach."""
     if difference is None or difference.interval is None or not reach:
-        return "<td></td>"
-    low, middle, high = (
-        60 + 58 * each / reach for each in (difference.interval[0], difference.value, difference.interval[1])
-    )
-    colour = COLOURS[difference.verdict or "within noise"]
-    drawn = (
-        f'<svg viewBox="0 0 120 12"><path d="M60 0V12" stroke="#bbb"/>'
-        f'<path d="M{low:.1f} 6H{high:.1f}" stroke="{colour}" stroke-width="2"/>'
-        f'<circle cx="{middle:.1f}" cy="6" r="3.5" fill="{colour}"/></svg>'
-    )
-    return f'<td class="verdict" style="color:{colour}">{drawn}<br>{difference.verdict}</td>'
-
-
-def _cell(text: str) -> str:
-    number = ' class="number"' if text[:1].isdigit() or text[:1] in "+-" else ""
-    return f"<td{number}>{html.escape(text)}</td>"
+        return []
+    low, high = difference.interval
+    return [f"{60 + 58 * each / reach:.1f}" for each in (low, difference.value, high)]
 
 
 def summary(plan: Mapping[str, Any], rows: Sequence[Row]) -> str:
@@ -310,7 +300,7 @@ def as_csv(rows: Sequence[Row], metrics: Sequence[str], seeds: Sequence[int]) ->
         heads += [f"{metric}_seed_{seed}" for seed in seeds]
     writer.writerow(heads)
     for row in rows:
-        failed = sum(run.failed is not None for run in row.runs)
+        failed = sum(run.failed not in (None, NOT_MADE) for run in row.runs)
         cells: list[object] = [row.name, len(row.runs), failed]
         cells += [row.mean(what) for what in ("steps", "operations", "cpu_s", "images_per_s")]
         for metric in metrics:

@@ -8,59 +8,31 @@ python workflow/scripts/report.py --experiment results/x --data results/datasets
 from __future__ import annotations
 
 import argparse
-import base64
 import csv
-import html
-import io
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot
+import yaml
+from markupsafe import Markup
+from pages import curve, render, source_of, strips
 
 from image_diffusion.core import command
 from image_diffusion.core.files import digest, read_json, write_page
 from image_diffusion.core.history import History, of_weights, read_journal
 from image_diffusion.data.datasheet import body
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-img, svg { max-width: 100%; height: auto } img { image-rendering: pixelated }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 13px } summary { cursor: pointer }
-"""
-
-
-def page(experiment: Path, data: Path, benchmarks: Path) -> str:
-    """The HTML of one experiment. data: folder of what it was trained on. benchmarks: of what Snakemake measured."""
-    parts = [
-        *metrics(experiment / "metrics.json"),
-        *pictures(experiment),
-        *sweeps(experiment / "sweep"),
-        *training(experiment / "journal" / "train", experiment / "train" / "model.json"),
-        *examples(data),
-        *datasheet(data.parent / "datasheet"),
-        *quarantine(data.parent / "crops" / "quarantine.csv"),
-        *model(experiment / "train" / "model.json"),
-        *runtimes(benchmarks / "datasets" / data.parent.name, benchmarks / experiment.name),
-        *provenance(data.parent / "journal", experiment / "journal"),
-        *configurations(experiment / "config", data.parent / "config"),
-    ]
-    name = html.escape(experiment.name)
-    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{name}</title>\n<style>{STYLE}</style>\n'
-    return head + f"<h1>{name}</h1>\n" + "\n".join(parts) + "\n</html>\n"
-
+from image_diffusion.experiment import beyond_recipe
+from image_diffusion.metrics.definitions import definition_of
+from image_diffusion.tracking.card import headline_of, sentence
 
 QUARANTINED = 50
+CLASSES = "evaluation/classes.png"
 PICTURES = {
     "samples/grid.png": "Samples",
     "samples/steps.png": "From noise to image",
-    "evaluation/classes.png": "Samples by class",
+    CLASSES: "Samples by class",
     "evaluation/confusion.png": "Confusion of classes",
     "evaluation/nearest.png": "Nearest training images",
     "evaluation/curve.png": "Quality of the previews",
@@ -71,138 +43,187 @@ PICTURES = {
     "evaluation/codebook.png": "Use of the codebook",
     "evaluation/similarities.png": "Predicted and real image embeddings",
 }
+NOTES = {
+    "samples/steps.png": "The noise, and what the network predicts while it becomes an image: a row a seed.",
+    "evaluation/nearest.png": "A row each: the sample that is nearest to a training image, and the nearest of these.",
+}
+SECTIONS = {"train": "Loss", "validation": "Validation", "preview": "Previews", "speed": "Speed", "system": "Machine"}
 
 
-def pictures(experiment: Path) -> Iterator[str]:
-    """What `sample` and `evaluate` drew."""
+def page(experiment: Path, data: Path, benchmarks: Path) -> str:
+    """The HTML of one experiment. data: folder of what it was trained on. benchmarks: of what Snakemake measured."""
+    judged = metrics(experiment / "metrics.json")
+    history = training(experiment / "journal" / "train", experiment / "train" / "model.json")
+    plan = read_json(experiment / "config" / "plan.json") if (experiment / "config" / "plan.json").is_file() else {}
+    return render(
+        "experiment.html",
+        name=experiment.name,
+        sentence=sentence(experiment, plan.get("dataset")).replace("`", ""),
+        headline=headline_of(experiment, plan.get("headline", "")),
+        facts=facts(judged, history, benchmarks / experiment.name),
+        command=f"snakemake --cores all {shlex.quote(experiment.name)}",
+        pictures=list(pictures(experiment, data)),
+        judged=judged,
+        beside=beside(judged),
+        sweeps=list(sweeps(experiment / "sweep")),
+        training=told(history),
+        charts=charts(history),
+        data=examples(data),
+        datasheet=datasheet(data.parent / "datasheet"),
+        quarantined=quarantine(data.parent / "crops" / "quarantine.csv"),
+        model=plain(experiment / "train" / "model.json"),
+        runtimes=runtimes(benchmarks / "datasets" / data.parent.name, benchmarks / experiment.name),
+        provenance=provenance(data.parent / "journal", experiment / "journal"),
+        configurations=configurations(plan.get("configs", {})),
+    )
+
+
+def facts(judged: dict[str, Any] | None, history: History | None, benchmarks: Path) -> dict[str, object]:
+    """What stands on the card beside the headline."""
+    found: dict[str, object] = {}
+    for name, entry in (judged or {"metrics": {}})["metrics"].items():
+        if name.endswith("agreement") and entry["value"] is not None and not entry.get("doubt"):
+            found[name] = f"{100 * entry['value']:.1f} %"
+    if history is not None:
+        power = history.series("system/gpu_power_usage_watts")[1]
+        if power and history.ended:
+            watts = sum(power) / len(power)
+            found["energy of the GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
+    for stage, cells in measured(benchmarks / "train.tsv"):
+        found[f"time of {stage}"] = cells["h:m:s"]
+    return found
+
+
+def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
+    """What `sample` and `evaluate` drew; of classes a strip each, with its name."""
     for name, title in PICTURES.items():
-        if (experiment / name).is_file():
-            yield f"<h2>{title}</h2>"
-            yield from picture(experiment / name, title)
+        path = experiment / name
+        if path.is_file():
+            names = class_names(experiment, data) if name == CLASSES else []
+            parts = list(zip(names, strips(path, len(names)), strict=True)) if names else []
+            source = None if parts else source_of(path)
+            yield {"title": title, "note": NOTES.get(name), "source": source, "strips": parts}
 
 
-def picture(path: Path, title: str) -> Iterator[str]:
-    """A PNG, inside the page."""
-    if path.is_file():
-        yield f'<img alt="{title}" src="{source_of(path)}">'
+def class_names(experiment: Path, data: Path) -> list[str]:
+    """Of the classes that were drawn, a row each in the picture of classes; none where that cannot be told."""
+    made, known = experiment / "samples" / "samples.json", data / "manifest.json"
+    if not made.is_file() or not known.is_file():
+        return []
+    classes, labels = read_json(known).get("classes") or [], read_json(made).get("labels")
+    drawn = (
+        sorted({label for label in labels if label is not None}) if isinstance(labels, list) else range(len(classes))
+    )
+    return [classes[label] for label in drawn if label < len(classes)]
 
 
-def source_of(path: Path) -> str:
-    """A PNG as the source of an image, inside the page."""
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+def metrics(path: Path) -> dict[str, Any] | None:
+    """metrics.json, for the page: every entry with all that the table shows."""
+    if not path.is_file():
+        return None
+    result = read_json(path)
+    optional = dict.fromkeys(("floor", "at_floor_n", "floor_n", "interval"))
+    entries = {}
+    for name, entry in result["metrics"].items():
+        doubt = entry.get("doubt")
+        note = entry["note"] if doubt in (None, result.get("doubt")) else doubt
+        entries[name] = optional | entry | {"note": note}
+    return {"doubt": result.get("doubt"), "metrics": entries, "protocol": flat(result["protocol"])}
 
 
-def sweeps(folder: Path) -> Iterator[str]:
+def beside(judged: dict[str, Any] | None) -> dict[str, Any]:
+    """A row for each metric that several detectors measured."""
+    by_meaning: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, entry in (judged or {"metrics": {}})["metrics"].items():
+        found = definition_of(name)
+        if found is not None and entry.get("floor") is not None:
+            by_meaning.setdefault(found.names, []).append((name, entry))
+    several = {names: each for names, each in by_meaning.items() if len(each) > 1}
+    most = max(map(len, several.values()), default=0)
+    lines = [
+        [names, *(f"{name}: {entry['value']:.4g} (real images {entry['floor']:.4g})" for name, entry in each)]
+        + [""] * (most - len(each))
+        for names, each in several.items()
+    ]
+    return {"heads": ["metric", *[""] * most], "rows": lines}
+
+
+def sweeps(folder: Path) -> Iterator[dict[str, Any]]:
     """The curves against one setting each, and where they are best."""
     for path in sorted(folder.glob("*/curve.json")):
         curve = read_json(path)
-        title = f"Metrics against {curve['axis'].replace('_', ' ')}"
-        apart = "" if curve["apart"] else ", not apart from all others"
-        best = f"{html.escape(curve['headline'])} is lowest at {html.escape(curve['best'])}{apart}"
-        doubt = f" Do not rely on it: {html.escape(curve['doubt'])}." if curve["doubt"] else ""
-        yield f"<h2>{title}</h2>\n<p>{best}.{doubt}</p>"
-        yield f'<img alt="{title}" src="{source_of(path.with_suffix(".png"))}">'
+        yield curve | {"axis": curve["axis"].replace("_", " "), "source": source_of(path.with_suffix(".png"))}
 
 
-def metrics(path: Path) -> Iterator[str]:
-    """A row for each metric: its value and interval, the same for as many real images, and how it was taken."""
-    if not path.is_file():
-        return
-    result = read_json(path)
-    yield "<h2>Metrics</h2>"
-    if result.get("doubt"):
-        yield f"<p><strong>No headline: {html.escape(result['doubt'])}.</strong></p>"
-    heads = ["", "value", "95 % interval", "samples", "real images", "as many samples", "number", ""]
-    lines = []
-    for name, metric in result["metrics"].items():
-        interval = " to ".join(f"{bound:.4g}" for bound in metric["interval"] or [])
-        floor = [metric.get(key) for key in ("floor", "at_floor_n", "floor_n")]
-        doubt = metric.get("doubt")
-        note = metric["note"] if doubt in (None, result.get("doubt")) else doubt
-        lines.append([name, metric["value"], interval, metric["n"], *floor, note])
-    yield rows(heads, lines)
-    yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
-
-
-def training(journal: Path, weights: Path) -> Iterator[str]:
-    """The curves of training, one axis a metric. weights: the model.json of what it ended with."""
+def training(journal: Path, weights: Path) -> History | None:
+    """The history of training. weights: the model.json of what it ended with."""
     history = read_journal(journal)
+    return of_weights(history, read_json(weights)) if history is not None and weights.is_file() else history
+
+
+def told(history: History | None) -> dict[str, Any] | None:
+    """What the history is, in words."""
     if history is None:
-        return
-    if weights.is_file():
-        history = of_weights(history, read_json(weights))
-    keys = sorted({point.key for point in history.points if not point.key.startswith(("speed/", "system/"))})
-    yield "<h2>Training</h2>"
+        return None
     damaged = {"damaged or missing in the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
-    yield table({"attempts": len(history.starts), "status": history.status} | damaged)
-    if keys:
-        yield curves(history, keys)
+    return {"attempts": len(history.starts), "status": history.status} | damaged
 
 
-def curves(history: History, keys: list[str]) -> str:
-    """One small plot a metric, as SVG. The same history gives the same text."""
-    columns = 2
-    rows = -(-len(keys) // columns)
-    with matplotlib.rc_context({"svg.hashsalt": "report", "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = pyplot.subplots(rows, columns, figsize=(10, 2.4 * rows), squeeze=False, layout="constrained")
-        for axis in axes.flat[len(keys) :]:
-            axis.set_axis_off()
-        for axis, key in zip(axes.flat, keys, strict=False):
-            steps, values = history.series(key)
-            axis.plot(steps, values, marker="" if len(steps) > 1 else "o", linewidth=1)
-            axis.set_title(key, fontsize=10, loc="left")
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    return text.getvalue()[text.getvalue().index("<svg") :]
+def charts(history: History | None) -> dict[str, dict[str, Any]]:
+    """The curves of training by section, those that one reads first at the top."""
+    found: dict[str, dict[str, Any]] = {title: {} for title in SECTIONS.values()}
+    for key in sorted({point.key for point in history.points} if history is not None else ()):
+        title = SECTIONS.get(key.partition("/")[0], "Others")
+        found.setdefault(title, {})[key] = curve(*history.series(key))  # type: ignore[union-attr]
+    return {title: {key: {"series": [each]} for key, each in keys.items()} for title, keys in found.items() if keys}
 
 
-def examples(folder: Path) -> Iterator[str]:
+def examples(folder: Path) -> dict[str, Any] | None:
     """What it was trained on."""
-    if (folder / "manifest.json").is_file():
-        manifest = read_json(folder / "manifest.json")
-        yield "<h2>Data</h2>"
-        for name, title in (("sheet.png", "Training images"), ("histograms.png", "Sizes and classes")):
-            yield from picture(folder.parent / "crops" / name, title)
-        yield table({key: value for key, value in manifest.items() if isinstance(value, str | int | float)})
+    if not (folder / "manifest.json").is_file():
+        return None
+    shown = {"sheet.png": "Training images", "histograms.png": "Sizes and classes"}
+    sources = {title: source_of(folder.parent / "crops" / name) for name, title in shown.items()}
+    drawn = [{"title": title, "source": source} for title, source in sources.items() if source]
+    return {"pictures": drawn, "manifest": plain(folder / "manifest.json")}
 
 
-def datasheet(folder: Path) -> Iterator[str]:
+def datasheet(folder: Path) -> Markup | None:
     """What was found in the images."""
-    if (folder / "datasheet.json").is_file():
-        yield "<h2>Data sheet</h2>"
-        yield body(read_json(folder / "datasheet.json"), lambda name: source_of(folder / name))
+    if not (folder / "datasheet.json").is_file():
+        return None
+    return Markup(body(read_json(folder / "datasheet.json"), lambda name: source_of(folder / name) or ""))
 
 
-def quarantine(path: Path) -> Iterator[str]:
+def quarantine(path: Path) -> dict[str, Any] | None:
     """The files that could not be used, and why; of many, the first."""
     if not path.is_file():
-        return
+        return None
     with path.open(encoding="utf-8", newline="") as file:
         head, *bad = csv.reader(file)
-    if bad:
-        yield f"<h3>Quarantined: {len(bad):,} files</h3>"
-        yield rows(head, bad[:QUARANTINED])
-    else:
-        yield "<p>No file was quarantined.</p>"
+    return {"heads": head, "count": len(bad), "lines": bad[:QUARANTINED]}
 
 
-def runtimes(*folders: Path) -> Iterator[str]:
+def measured(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """What Snakemake measured of each start of a stage."""
+    if path.is_file():
+        with path.open(encoding="utf-8", newline="") as file:
+            for each in csv.DictReader(file, delimiter="\t"):
+                yield path.stem, each
+
+
+def runtimes(*folders: Path) -> list[list[str]]:
     """What Snakemake measured of every stage."""
     found = []
     for folder in folders:
         for path in sorted(folder.rglob("*.tsv")):
-            with path.open(encoding="utf-8", newline="") as file:
-                measured = list(csv.DictReader(file, delimiter="\t"))
             name = str(path.relative_to(folder).with_suffix(""))
             if name != "track":  # it may run after this page is made
-                found += [[name, each["h:m:s"], each["max_rss"], each["mean_load"]] for each in measured]
-    if found:
-        yield "<h2>Runtimes</h2>"
-        yield rows(["stage", "time", "most memory (MB)", "mean load (%)"], found)
+                found += [[name, each["h:m:s"], each["max_rss"], each["mean_load"]] for _, each in measured(path)]
+    return found
 
 
-def provenance(*folders: Path) -> Iterator[str]:
+def provenance(*folders: Path) -> list[list[str]]:
     """Where each stage's results come from: when it began, in how many starts, from which code, as which job."""
     found = []
     for stage in sorted(path for folder in folders for path in folder.glob("*") if path.is_dir()):
@@ -212,55 +233,47 @@ def provenance(*folders: Path) -> Iterator[str]:
             commit = history.tags.get("git_commit", "")[:12] + (" +" if history.tags.get("git_dirty") == "true" else "")
             job = history.tags.get("slurm_job_id", "")
             found.append([history.stage, began, str(len(history.starts)), commit, job, digest(history.params)[:12]])
-    if found:
-        yield "<h2>Provenance</h2>"
-        yield rows(["stage", "began", "starts", "commit (+: with changes)", "Slurm job", "configuration"], found)
+    return found
 
 
-def model(path: Path) -> Iterator[str]:
-    """What the weights are."""
-    if path.is_file():
-        yield "<h2>Model</h2>"
-        yield table({key: value for key, value in read_json(path).items() if isinstance(value, str | int | float)})
+def plain(path: Path) -> dict[str, Any] | None:
+    """The values of a JSON that are no lists."""
+    if not path.is_file():
+        return None
+    return {key: value for key, value in read_json(path).items() if isinstance(value, str | int | float)}
 
 
-def configurations(*folders: Path) -> Iterator[str]:
-    """What every stage ran with."""
-    yield "<h2>Configuration</h2>"
-    for path in sorted(path for folder in folders for path in folder.glob("*.yaml")):
-        text = html.escape(path.read_text(encoding="utf-8"))
-        yield f"<details><summary>{html.escape(path.stem)}</summary><pre>{text}</pre></details>"
+def configurations(paths: Mapping[str, str]) -> dict[str, list[tuple[str, bool]]]:
+    """What every stage ran with: lines, and whether each differs from what the system does by itself. paths: of the
+    files, by stage."""
+    texts = {stage: Path(path).read_text(encoding="utf-8") for stage, path in paths.items() if Path(path).is_file()}
+    read = {stage: yaml.safe_load(text) or {} for stage, text in texts.items()}
+    sections = {"data": read.pop("crop", {})} | {key: value for each in read.values() for key, value in each.items()}
+    try:
+        changed = beyond_recipe(sections)
+    except (ValueError, KeyError):  # of another version: shown as it is
+        changed = set()
+    return {stage: list(marked(text, changed, ("data",) if stage == "crop" else ())) for stage, text in texts.items()}
 
 
-def table(rows: dict[str, Any]) -> str:
-    """Two columns: a name, a value."""
-    lines = (f"<tr><td>{html.escape(name)}</td>{cell(value)}</tr>" for name, value in rows.items())
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
-
-
-def rows(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
-    """A table with a head."""
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = ("<tr>" + "".join(map(cell, line)) + "</tr>" for line in lines)
-    return "<table>\n" + "\n".join([f"<tr>{heads}</tr>", *body]) + "\n</table>"
-
-
-def cell(value: object) -> str:
-    if value is None:
-        return "<td></td>"
-    if isinstance(value, float):
-        return f'<td class="number">{value:.5g}</td>'
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f'<td class="number">{value:,}</td>'
-    return f"<td>{html.escape(str(value))}</td>"
+def marked(text: str, changed: set[str], prefix: tuple[str, ...]) -> Iterator[tuple[str, bool]]:
+    """The lines of a YAML of nested blocks, each with whether its key, or one above it, is among those changed. prefix:
+    keys that stand above all."""
+    above: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        indent, key = len(line) - len(line.lstrip(" ")), line.strip().partition(":")[0]
+        if not line.strip().startswith("- "):
+            above = [each for each in above if each[0] < indent] + [(indent, key)]
+        names = [*prefix, *(name for _, name in above)]
+        yield line, any(".".join(names[: count + 1]) in changed for count in range(len(names)))
 
 
 def flat(data: Any, prefix: str = "") -> dict[str, Any]:
     """Nested plain data with dotted names; lists of numbers, an interval for one, in one line."""
     if isinstance(data, dict):
-        pairs: Iterable[tuple[str, Any]] = data.items()
+        pairs = list(data.items())
     elif isinstance(data, list) and any(isinstance(each, dict | list) for each in data):
-        pairs = ((str(number), each) for number, each in enumerate(data))
+        pairs = [(str(number), each) for number, each in enumerate(data)]
     elif isinstance(data, list):
         return {prefix: " to ".join(f"{each:.5g}" if isinstance(each, float) else str(each) for each in data)}
     else:

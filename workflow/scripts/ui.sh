@@ -11,7 +11,10 @@ fi
 database=$(cd "$(dirname "$database")" && pwd)/$(basename "$database")
 python=$(dirname "$0")/../../.venv/bin/python
 [ -x "$python" ] || python=python
-echo "Open http://127.0.0.1:$port/#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART (Ctrl-C ends it)"
+page="http://127.0.0.1:$port/#/experiments/1/runs?workflowType=machine_learning"
+echo "Runs    $page&viewStateShareKey=trainings"
+echo "Charts  $page&compareRunsMode=CHART"
+echo "Ctrl-C ends it."
 export MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 exec "$python" -m mlflow server --backend-store-uri "sqlite:///$database" \
     --default-artifact-root "$(dirname "$database")/mlruns" --host 127.0.0.1 --port "$port" --workers 1

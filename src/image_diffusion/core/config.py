@@ -167,3 +167,20 @@ def _files_beside(path: Path) -> str:
     close = nearest(path.stem, there)
     advice = f" Did you mean {close}?" if close else ""
     return f"{advice} In {path.parent} there are: {', '.join(there)}." if there else advice
+
+
+def beyond_defaults(config: Config, defaults: Config | None = None) -> set[str]:
+    """The dotted keys of what differs from the defaults, those of its classes where none are given. A part of another
+    type counts with its key `type`, and is compared with the defaults of its own."""
+    found: set[str] = set()
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        if isinstance(value, Config):
+            same = type(default) is type(value)
+            found |= {f"{name}.{key}" for key in beyond_defaults(value, default if same else None)}
+            if not same and isinstance(default, Config) and "type" in type(value).model_fields:
+                found.add(f"{name}.type")
+        elif value != default:
+            found.add(name)
+    return found

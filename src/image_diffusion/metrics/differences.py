@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from image_diffusion.metrics.definitions import definition_of
+
 SMALLEST_SPREAD = 1e-3
 """Of the median variance: what a row is taken to have whose seeds agree to the last digit."""
 
-_HIGHER_IS_BETTER = ("agreement", "precision", "recall", "density", "coverage", "score", "psnr", "ssim", "used_share")
 _RATIOS = ("fd", "fid", "fd_infinity", "fid_infinity")
 Verdict = Literal["better", "worse", "within noise"]
 
@@ -45,7 +46,8 @@ class Difference:
 
 def higher_is_better(metric: str) -> bool:
     """Whether more of a metric is better."""
-    return metric.endswith(_HIGHER_IS_BETTER)
+    found = definition_of(metric)
+    return found is not None and found.better == "higher"
 
 
 def is_ratio(metric: str) -> bool:

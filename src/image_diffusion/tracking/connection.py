@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from image_diffusion.core.exhausted import room_at
 from image_diffusion.core.secrets import hidden, without_password
+from image_diffusion.tracking import views
 
 # Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
@@ -85,8 +86,10 @@ class Connection:
             create_database(self._local)
         self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.project, self.experiment_id = project, self._experiment_named(project)
-        if NOTE not in self.client.get_experiment(self.experiment_id).tags:
-            self.client.set_experiment_tag(self.experiment_id, NOTE, _ABOUT)
+        present = self.client.get_experiment(self.experiment_id).tags
+        for tag, value in ((NOTE, _ABOUT), (views.TAG, views.EMPTY)):
+            if tag not in present:
+                self.client.set_experiment_tag(self.experiment_id, tag, value)
 
     def once(
         self,

@@ -31,6 +31,7 @@ from PIL import Image as PillowImage
 
 from image_diffusion.core.errors import tell_once
 from image_diffusion.core.history import Image, Point
+from image_diffusion.tracking import views
 from image_diffusion.tracking.card import Headline
 from image_diffusion.tracking.connection import KEY, NOTE, Connection
 from image_diffusion.tracking.plan import TRACE
@@ -54,6 +55,7 @@ class Runs:
         self._connection, self._client = connection, connection.client
         self._told, self._write = connection.told, connection.write
         self._sent: dict[str, tuple[int, set[_Identity]]] = {}  # how much was superseded then; what the run has
+        self._shown: set[str] = set()  # metrics that the view of all runs has
         self._known: dict[str, Run] = {}  # runs as they were when `run` found them, and the tags set since
 
     def run(self, key: str, name: str, start_time: int, tags: Mapping[str, str]) -> str:
@@ -91,6 +93,17 @@ class Runs:
         note, ours = present.get(NOTE), present.get(f"{TRACE}card")
         if note is None or ours == hashlib.sha256(note.encode()).hexdigest():
             self.send_tags(run_id, {NOTE: text, f"{TRACE}card": hashlib.sha256(text.encode()).hexdigest()})
+
+    def send_view(self, metric: str) -> None:
+        """Have the view of all runs show a metric of `evaluate`."""
+        if metric in self._shown:
+            return
+        with self._told():
+            tags = self._client.get_experiment(self._connection.experiment_id).tags
+            view = views.with_metric(tags.get(views.TAG, views.EMPTY), metric)
+            if view is not None:
+                self._write(self._client.set_experiment_tag, self._connection.experiment_id, views.TAG, view)
+        self._shown.add(metric)
 
     def headlines(self, group: str, leave_out: str) -> list[tuple[str, Headline]]:
         """The names and headlines of the runs of a group, but for one run: by their tags."""

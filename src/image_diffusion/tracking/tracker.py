@@ -27,6 +27,7 @@ from image_diffusion.tracking.plan import (
     tags_of,
 )
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
+from image_diffusion.tracking.views import LINK
 
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 
@@ -78,7 +79,8 @@ class Tracker:
             "format": 1,
             "store": self._connection.shown_uri,
             "project": self._connection.project,
-            "page": f"{page}?workflowType=machine_learning&compareRunsMode=CHART",
+            "page": f"{page}{LINK}",
+            "charts": f"{page}?workflowType=machine_learning&compareRunsMode=CHART",
             "runs": list(runs),
         }
 
@@ -137,6 +139,7 @@ def send(
 
 def _send_card(runs: Runs, run_id: str, request: Request, dataset: str | None, group: str) -> None:
     """Send what the page of a training opens with, and what other runs can be compared with it by."""
+    runs.send_view(request.best_metric)
     mine = headline_of(request.experiment, request.best_metric)
     if mine is not None:
         shown = json.dumps([mine.metric, mine.value, mine.interval])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.exhausted import sentence_on
-from image_diffusion.core.files import sha256_file
+from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.core.lifeline import announce
 from image_diffusion.core.secrets import variable_of
 from image_diffusion.workflow.code import note_code
@@ -33,8 +33,8 @@ class Known:
     machine: Machine
     code: Mapping[str, str]
     """The digest of each stage's code."""
-    scripts: Mapping[str, str]
-    """The sha256 of each script of the report."""
+    pages: str
+    """The sha256 of what makes pages: scripts and templates."""
 
 
 def start(
@@ -80,5 +80,10 @@ def start(
         files=Files(results, plans),
         machine=Machine(plans, config, queued, remote),
         code=code,
-        scripts={path.name: sha256_file(path) for path in (root / "workflow" / "scripts").glob("*.py")},
+        pages=_digest_of_pages(root / "workflow"),
     )
+
+
+def _digest_of_pages(workflow: Path) -> str:
+    folders = (workflow / "pages", workflow / "scripts")
+    return digest({path.name: sha256_file(path) for folder in folders for path in folder.iterdir() if path.is_file()})

@@ -89,10 +89,11 @@ class MadeImages:
         return self._generator(*self._of(rows))
 
     def pictures(self) -> dict[str, Image.Image]:
-        """steps: a row for each seed, what was predicted at ten steps evenly spread from the first to the last."""
-        steps = self._generator.trajectory(*self._of(slice(8)))
-        chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
-        return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
+        """steps: a row for each seed, the noise and what was predicted at nine steps from the first to the last."""
+        noise, *steps = self._generator.trajectory(*self._of(slice(8)))
+        chosen = [steps[round(i * (len(steps) - 1) / 8)] for i in range(9)] if len(steps) > 9 else steps
+        shown = torch.stack([noise, *chosen], dim=1).flatten(0, 1)
+        return {"steps": image_grid(shown, columns=1 + len(chosen))}
 
     def _of(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
         known = self.labels if self._told_labels else None

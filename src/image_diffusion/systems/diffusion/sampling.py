@@ -181,11 +181,12 @@ class Generator:
         low_res: Tensor | None = None,
         told: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
-        """The images [N, C, H, W] that each step predicts, from the first step to the last. Never compiled."""
+        """The noise as images [N, C, H, W], then those that each step predicts, from the first to the last. Never
+        compiled."""
         denoiser, noise, streams = self._start(seeds, labels, low_res, told or {})
         with torch.compiler.set_stance("force_eager"):
             steps = self._sampler.trajectory(denoiser, self._grid, noise, streams)
-            return [self._decode(step.x0) for step in steps]
+            return [self._decode(x) for x in (noise, *(step.x0 for step in steps))]
 
     def _rows(self, count: int) -> Tensor:
         """Which rows a batch is made of, int64: the last one again and again, where a whole batch is wanted."""

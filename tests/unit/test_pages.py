@@ -1,0 +1,90 @@
+"""What the pages of experiments are made of: curves, marked configurations, metrics with their definitions."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from image_diffusion.core.config import Config, beyond_defaults, dump
+from image_diffusion.experiment import beyond_recipe, load_experiment, parse_experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def scripts() -> ModuleType:
+    """workflow/scripts/report.py, with what it uses beside it."""
+    sys.path.insert(0, str(ROOT / "workflow/scripts"))
+    try:
+        found = importlib.util.find_spec("report")
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+class Part(Config):
+    size: int = 3
+
+
+class Whole(Config):
+    name: str
+    part: Part = Part()
+    count: int = 1
+
+
+def test_what_is_beyond_the_defaults_is_told_by_its_key() -> None:
+    assert beyond_defaults(Whole(name="a")) == {"name"}
+    assert beyond_defaults(Whole(name="a", part=Part(size=4), count=2)) == {"name", "part.size", "count"}
+
+
+def test_a_part_of_another_type_is_compared_with_its_own_defaults() -> None:
+    raw = {"data": {"name": "d", "source": {"type": "digits"}, "resolution": 16}, "train": {"steps": 2}}
+    own = parse_experiment(raw | {"system": {"type": "dit"}}, "x")
+    other = parse_experiment(raw | {"system": {"type": "dit", "process": {"type": "flow", "time_scale": 10}}}, "x")
+    assert {key for key in beyond_defaults(other) - beyond_defaults(own) if "process" in key} == {
+        "system.process.type",
+        "system.process.time_scale",
+    }
+
+
+@pytest.mark.parametrize("system", ["dit", "iddpm", "rin"])
+def test_a_recipe_that_names_its_system_alone_differs_in_its_data_alone(system: str) -> None:
+    raw = {"data": {"name": "d", "source": {"type": "digits"}, "resolution": 32}, "train": {"steps": 2}}
+    experiment = parse_experiment(raw | {"system": {"type": system}}, "x")
+    sections = {name: each for name, each in dump(experiment).items() if each is not None}
+    changed = beyond_recipe(sections)
+    assert {key for key in changed if not key.startswith("data.")} == {"train.steps"}
+    sections["train"]["grad_clip"] = 0.25
+    assert beyond_recipe(sections) - changed == {"train.grad_clip"}
+
+
+def test_lines_under_a_changed_key_are_marked(scripts: ModuleType) -> None:
+    text = "a: 1\nb:\n  c: 2\n  d:\n  - 3\n  - 4\n"
+    marked = dict(scripts.marked(text, {"x.a", "x.b.d"}, ("x",)))
+    assert marked == {"a: 1": True, "b:": False, "  c: 2": False, "  d:": True, "  - 3": True, "  - 4": True}
+
+
+def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> None:
+    values = [math.sin(step / 700) for step in range(20_000)]
+    values[12_345] = 9.0
+    drawn = scripts.curve(list(range(20_000)), values)
+    assert len(drawn["x"]) < 1_100 and (drawn["x"][0], drawn["x"][-1]) == (0, 19_999)
+    assert drawn["y"][drawn["x"].index(12_345)] == 9.0 and min(drawn["y"]) == pytest.approx(-1, abs=1e-4)
+
+
+def test_a_short_curve_is_drawn_as_it_is_and_a_nan_leaves_a_gap(scripts: ModuleType) -> None:
+    assert scripts.curve([1, 2, 3], [0.5, math.nan, 2.0]) == {"x": [1, 2, 3], "y": [0.5, None, 2.0]}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config/experiments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_is_beyond_its_recipe_is_told_of_every_experiment(path: Path) -> None:
+    experiment = load_experiment(path)
+    assert "data.name" in beyond_recipe({name: each for name, each in dump(experiment).items() if each is not None})

@@ -1,0 +1,104 @@
+"use strict";
+// Pictures open at full size, tables sort by a click on a head, charts are drawn in the colours of the page.
+
+const larger = document.createElement("dialog");
+larger.addEventListener("click", () => larger.close());
+document.body.append(larger);
+for (const picture of document.querySelectorAll("img.larger")) {
+  picture.tabIndex = 0;
+  const open = () => {
+    larger.replaceChildren(Object.assign(new Image(), { src: picture.src, alt: picture.alt }));
+    larger.showModal();
+  };
+  picture.addEventListener("click", open);
+  picture.addEventListener("keydown", (event) => event.key === "Enter" && open());
+}
+
+const sorted = (cell) => (cell.dataset.sort === undefined ? cell.textContent : Number(cell.dataset.sort));
+for (const head of document.querySelectorAll("table.sortable th button")) {
+  head.addEventListener("click", () => {
+    const th = head.parentElement, table = th.closest("table"), column = th.cellIndex;
+    const down = th.getAttribute("aria-sort") === "ascending";
+    for (const other of table.querySelectorAll("th")) other.removeAttribute("aria-sort");
+    th.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const rows = [...table.tBodies[0].rows];
+    const keys = new Map(rows.map((row) => [row, sorted(row.cells[column])]));
+    rows.sort((a, b) => (keys.get(a) < keys.get(b) ? -1 : keys.get(a) > keys.get(b) ? 1 : 0) * (down ? -1 : 1));
+    table.tBodies[0].append(...rows);
+  });
+}
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const charts = [...document.querySelectorAll("figure.chart")];
+function draw() {
+  for (const place of charts) {
+    const { series, bands, axis } = JSON.parse(place.querySelector("script").textContent);
+    const box = place.querySelector("div");
+    box.replaceChildren();
+    const plot = Bokeh.Plotting.figure({
+      tools: "pan,box_zoom,wheel_zoom,reset,save,hover", sizing_mode: "stretch_both",
+      background_fill_color: null, border_fill_color: null, outline_line_color: null,
+    });
+    plot.toolbar.autohide = true;
+    plot.toolbar.logo = null;
+    for (const side of [...plot.xaxis, ...plot.yaxis]) {
+      for (const part of ["axis_line", "major_tick_line", "minor_tick_line"]) side[`${part}_color`] = colour("--line");
+      side.major_label_text_color = side.axis_label_text_color = colour("--quiet");
+    }
+    for (const grid of [...plot.xgrid, ...plot.ygrid]) grid.grid_line_color = colour("--line");
+    if (axis) for (const side of plot.xaxis) side.axis_label = axis;
+    const hover = plot.toolbar.tools.find((tool) => tool.type === "HoverTool");
+    hover.tooltips = [[axis || "step", "@x{0,0.[000]}"], ["value", "@y{0.0000a}"]];
+    hover.mode = "vline";
+    for (const { x, low, high } of bands || []) {
+      for (let i = 0; i < x.length; i++) plot.segment(x[i], low[i], x[i], high[i], { line_color: colour("--link"), line_width: 1.5 });
+    }
+    for (const { x, y } of series) {
+      const y0 = y.map((value) => (value === null ? NaN : value));
+      plot.line(x, y0, { line_color: colour("--link"), line_width: 1.5 });
+      if (x.length < 40) plot.scatter(x, y0, { size: 5, color: colour("--link") });
+    }
+    Bokeh.Plotting.show(plot, box);
+  }
+}
+if (charts.length) {
+  draw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+}
+
+const filter = document.getElementById("filter");
+if (filter) {
+  filter.addEventListener("input", () => {
+    for (const row of document.querySelectorAll("#experiments tbody tr")) {
+      row.hidden = !row.textContent.toLowerCase().includes(filter.value.toLowerCase());
+    }
+  });
+}
+
+const sides = ["left", "right"].map((id) => document.getElementById(id));
+if (sides[0]) {
+  const measured = JSON.parse(document.getElementById("measured").textContent);
+  const grids = new Map([...document.querySelectorAll("img[data-of]")].map((img) => [img.dataset.of, img.src]));
+  const pictures = ["under", "over"].map((id) => document.getElementById(id));
+  const compare = () => {
+    const names = sides.map((side) => side.value);
+    names.forEach((name, i) => {
+      pictures[i].src = grids.get(name);
+      document.getElementById(`${sides[i].id}-name`).textContent = name;
+    });
+    const shared = Object.keys(measured[names[0]]).filter((metric) => metric in measured[names[1]]);
+    document.getElementById("both").replaceChildren(...shared.map((metric) => {
+      const row = document.createElement("tr");
+      for (const text of [metric, ...names.map((name) => measured[name][metric])]) row.insertCell().textContent = text;
+      return row;
+    }));
+  };
+  for (const side of sides) {
+    side.append(...[...grids.keys()].map((name) => new Option(name)));
+    side.addEventListener("change", compare);
+  }
+  sides[1].selectedIndex = 1;
+  const slider = document.getElementById("slider");
+  slider.addEventListener("input", () => pictures[1].style.setProperty("--at", `${slider.value}%`));
+  compare();
+}

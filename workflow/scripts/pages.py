@@ -1,0 +1,128 @@
+"""What the pages of HTML share: templates, numbers as text, pictures and charts inside the file, without a network.
+
+The templates are Jinja's, in workflow/pages. Charts are drawn by Bokeh's script, which every page with a chart carries
+(1.4 MB; Plotly's has 4.8 MB).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from PIL import Image
+
+from image_diffusion.metrics.definitions import definition_of
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "pages"
+MOST_POINTS = 1000
+"""Of a curve; of more, the lowest and the highest of each stretch are drawn."""
+ARROWS = {"higher": "↑", "lower": "↓"}
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template of workflow/pages. The same values give the same text."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "interval": interval, "metric": metric}
+    environment.globals |= {"style": _own("style.css"), "script": _own("page.js"), "bokeh": _bokeh, "bar": bar}
+    return environment.get_template(template).render(**values)
+
+
+def _own(name: str) -> Markup:
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def _bokeh() -> Markup:
+    from bokeh.resources import Resources
+
+    return Markup("\n".join(Resources(mode="inline", components=["bokeh", "bokeh-api"], minified=True).js_raw))
+
+
+def number(value: object) -> str:
+    """A value for people: 1,234, 0.1235, or the text that it is."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    """An interval for people."""
+    return " to ".join(f"{bound:.4g}" for bound in bounds or [])
+
+
+def metric(name: str) -> Markup:
+    """The name of a metric with the arrow of what is better; what it means shows when one points at it."""
+    found = definition_of(name)
+    if found is None:
+        return escape(name)
+    arrow = ARROWS.get(found.better, "")
+    aim = f" Better: {found.better}." if found.better else ""
+    told = f"{found.meaning.replace('`', '')}.{aim} From: {found.source}."
+    return Markup('<abbr tabindex="0" title="{}">{}</abbr>{}').format(told, name, f" {arrow}" if arrow else "")
+
+
+def bar(value: float, bounds: Sequence[float] | None, floor: float | None) -> Markup:
+    """A value with its interval, and a line where real images are, from 0 or the least to the most of them."""
+    low, high = bounds or (value, value)
+    known = [each for each in (value, low, high, floor, 0.0) if each is not None and math.isfinite(each)]
+    least, most = min(known), max(known)
+    if least == most:
+        return Markup("")
+
+    def place(each: float) -> str:
+        return f"{4 + 112 * (each - least) / (most - least):.1f}"
+
+    real = Markup('<path class="real" d="M{0} 0V14"/>').format(place(floor)) if floor is not None else ""
+    spread = Markup('<path class="spread" d="M{} 7H{}"/>').format(place(low), place(high))
+    return Markup(
+        '<svg class="bar" viewBox="0 0 120 14" aria-hidden="true">{}{}<circle cx="{}" cy="7" r="3.5"/></svg>'
+    ).format(real, spread, place(value))
+
+
+def source_of(path: Path) -> str | None:
+    """A PNG as the source of an image, inside the page; None where there is none."""
+    return _encoded(path.read_bytes()) if path.is_file() else None
+
+
+def strips(path: Path, count: int) -> list[str]:
+    """A picture of `count` rows of equal height as one source each."""
+    with Image.open(path) as picture:
+        height = picture.height // count
+        found = []
+        for row in range(count):
+            text = io.BytesIO()
+            picture.crop((0, row * height, picture.width, (row + 1) * height)).save(text, format="PNG")
+            found.append(_encoded(text.getvalue()))
+    return found
+
+
+def _encoded(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def curve(steps: Sequence[int], values: Sequence[float]) -> dict[str, list[float]]:
+    """The points of a curve that are drawn; a NaN leaves a gap."""
+    places = range(len(steps))
+    if len(steps) > MOST_POINTS:
+        stretch = -(-2 * len(steps) // MOST_POINTS)
+        parts = [places[start : start + stretch] for start in range(0, len(steps), stretch)]
+        chosen = {f(part, key=lambda place: values[place]) for part in parts for f in (min, max)}
+        places = sorted({0, *chosen, len(steps) - 1})  # type: ignore[assignment]
+    shown = [values[place] for place in places]
+    return {
+        "x": [steps[place] for place in places],
+        "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in shown],  # type: ignore[misc]
+    }
