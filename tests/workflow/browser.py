@@ -91,6 +91,8 @@ class Browser:
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url="about:blank")
+        while self.evaluate("location.href + document.readyState") != "about:blankcomplete":
+            time.sleep(0.05)  # one that follows while the first goes on is sometimes never answered
         self.call("Page.navigate", url=address)
 
     def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 120) -> str:

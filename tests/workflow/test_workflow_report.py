@@ -110,6 +110,7 @@ def test_a_reader_finds_curves_definitions_and_larger_pictures(made: Project, br
     browser.open((made / PAGE).as_uri())
     browser.wait_for("train/loss")
     drawn = "[...document.querySelectorAll('figure.chart > div')].map(each => each.childElementCount)"
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert set(browser.evaluate(drawn)) == {1} and len(browser.evaluate(drawn)) >= 5
     assert "less is better" in browser.evaluate("document.body.innerText")
     assert "Better: lower" in browser.evaluate("document.querySelector('.headline abbr, td abbr').title")

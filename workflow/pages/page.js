@@ -29,41 +29,41 @@ for (const head of document.querySelectorAll("table.sortable th button")) {
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const charts = [...document.querySelectorAll("figure.chart")];
-function draw() {
-  for (const place of charts) {
-    const { series, bands, axis } = JSON.parse(place.querySelector("script").textContent);
-    const box = place.querySelector("div");
-    box.replaceChildren();
-    const plot = Bokeh.Plotting.figure({
-      tools: "pan,box_zoom,wheel_zoom,reset,save,hover", sizing_mode: "stretch_both",
-      background_fill_color: null, border_fill_color: null, outline_line_color: null,
-    });
-    plot.toolbar.autohide = true;
-    plot.toolbar.logo = null;
-    for (const side of [...plot.xaxis, ...plot.yaxis]) {
-      for (const part of ["axis_line", "major_tick_line", "minor_tick_line"]) side[`${part}_color`] = colour("--line");
-      side.major_label_text_color = side.axis_label_text_color = colour("--quiet");
-    }
-    for (const grid of [...plot.xgrid, ...plot.ygrid]) grid.grid_line_color = colour("--line");
-    if (axis) for (const side of plot.xaxis) side.axis_label = axis;
-    const hover = plot.toolbar.tools.find((tool) => tool.type === "HoverTool");
-    hover.tooltips = [[axis || "step", "@x{0,0.[000]}"], ["value", "@y{0.0000a}"]];
-    hover.mode = "vline";
-    for (const { x, low, high } of bands || []) {
-      for (let i = 0; i < x.length; i++) plot.segment(x[i], low[i], x[i], high[i], { line_color: colour("--link"), line_width: 1.5 });
-    }
-    for (const { x, y } of series) {
-      const y0 = y.map((value) => (value === null ? NaN : value));
-      plot.line(x, y0, { line_color: colour("--link"), line_width: 1.5 });
-      if (x.length < 40) plot.scatter(x, y0, { size: 5, color: colour("--link") });
-    }
-    Bokeh.Plotting.show(plot, box);
+const drawn = new Set();
+function draw(place) {
+  const { series } = JSON.parse(place.querySelector("script").textContent);
+  const plot = Bokeh.Plotting.figure({
+    tools: "pan,box_zoom,wheel_zoom,reset,save,hover", sizing_mode: "stretch_both",
+    background_fill_color: null, border_fill_color: null, outline_line_color: null,
+  });
+  plot.toolbar.autohide = true;
+  plot.toolbar.logo = null;
+  for (const side of [...plot.xaxis, ...plot.yaxis]) {
+    for (const part of ["axis_line", "major_tick_line", "minor_tick_line"]) side[`${part}_color`] = colour("--line");
+    side.major_label_text_color = colour("--quiet");
   }
+  for (const grid of [...plot.xgrid, ...plot.ygrid]) grid.grid_line_color = colour("--line");
+  const hover = plot.toolbar.tools.find((tool) => tool.type === "HoverTool");
+  hover.tooltips = [["step", "@x{0,0}"], ["value", "@y{0.0000a}"]];
+  hover.mode = "vline";
+  for (const { x, y } of series) {
+    const known = y.map((value) => (value === null ? NaN : value));
+    plot.line(x, known, { line_color: colour("--link"), line_width: 1.5 });
+    if (x.length < 40) plot.scatter(x, known, { size: 5, color: colour("--link") });
+  }
+  const box = place.querySelector("div");
+  box.replaceChildren();
+  Bokeh.Plotting.show(plot, box);
+  drawn.add(place);
 }
+const charts = [...document.querySelectorAll("figure.chart")];
 if (charts.length) {
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  const near = new IntersectionObserver((seen) => {
+    for (const { isIntersecting, target } of seen) if (isIntersecting && !drawn.has(target)) draw(target);
+  }, { rootMargin: "600px" });
+  charts.forEach((place) => near.observe(place));
+  addEventListener("beforeprint", () => charts.forEach((place) => drawn.has(place) || draw(place)));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach(draw));
 }
 
 const filter = document.getElementById("filter");
