@@ -11,6 +11,7 @@ from image_diffusion.systems.diffusion.likelihood import check_likelihood
 from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
 from image_diffusion.systems.diffusion.sweep import check_sweep
 from image_diffusion.systems.given import Others, Sections
+from image_diffusion.systems.system import makes
 
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
@@ -80,7 +81,7 @@ def _check_against(experiment: Sections, others: Others) -> None:
     """Whether the samples of two experiments can be compared."""
     if others.against is None:
         return
-    if "sample" not in others.against.system.sections:
+    if not makes(others.against, "images"):
         raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
     ours, theirs = ((each.data.channels, each.data.resolution) for each in (experiment, others.against))
     if ours != theirs:
@@ -98,7 +99,7 @@ def check_small_images(system: DiffusionSystem, experiment: Sections, others: Ot
     if wanted == "validation" and data.validation_fraction == 0:
         raise ValueError("sample.small_images is validation, but data.validation_fraction is 0. Hold some images out.")
     if isinstance(wanted, SamplesOf) and base is not None:
-        if "sample" not in base.system.sections:
+        if not makes(base, "images"):
             raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
         if (base.data.resolution, base.data.channels) != (side, data.channels):
             raise ValueError(
