@@ -19,6 +19,11 @@ PRIOR = {"system": {"type": "prior"}, "pairs": {"type": "hashed"}, "train": {"st
 RIN = {"system": {"type": "rin", "network": {"patch": 4}}}
 DVAE = {"system": {"type": "dvae", "network": {"num_layers": 2}}}
 DIT = {"system": SMALL_DIT}
+EMBEDDED = {
+    "system": SMALL_DIT | {"condition": {"type": "embedding"}},
+    "pairs": {"type": "hashed"},
+    "data": DATA | {"validation_fraction": 0.2},
+}
 TEXT = {
     "system": SMALL_DIT | {"condition": {"type": "text"}},
     "pairs": {"type": "captions"},
@@ -78,6 +83,19 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             "caption_weights has 2 numbers, but pairs.num_captions is 1",
         ),
         (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin"),
+        (
+            DIT | {"system": EMBEDDED["system"]},
+            "system.condition.type is embedding, but pairs is missing: where are the pairs? Add a section, such as pairs: "
+            "{type: hashed}.",
+        ),
+        (EMBEDDED | {"data": DATA}, "sample.embeddings is unset, so that images are made of the embeddings of held-out"),
+        (EMBEDDED | {"sample": {"prompts": ["a seven"]}}, "Write prompts for a prior, and name that"),
+        (EMBEDDED | {"sample": {"labels": ["3"]}}, "sample.labels is set, but the network is told embeddings"),
+        (EMBEDDED | {"preview": {"embeddings": "x"}}, "preview.embeddings is set, but a system of type dit has no use"),
+        (EMBEDDED | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not measured"),
+        (EMBEDDED | {"sample": {"embeddings": {"experiment": "mine"}}}, "experiment makes no embeddings. Name one with"),
+        (DIT | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but the network is told no embeddings"),
+        (RIN | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but a system of type rin has no use for it"),
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
         (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
         (DVAE | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but a system of type dvae"),
