@@ -85,15 +85,14 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin"),
         (
             DIT | {"system": EMBEDDED["system"]},
-            "system.condition.type is embedding, but pairs is missing: where are the pairs? Add a section, such as pairs: "
-            "{type: hashed}.",
+            "system.condition.type is embedding, but pairs is missing: where are the pairs? Add a section, such as",
         ),
-        (EMBEDDED | {"data": DATA}, "sample.embeddings is unset, so that images are made of the embeddings of held-out"),
+        (EMBEDDED | {"data": DATA}, "sample.embeddings is unset, so that images are made of the embeddings of"),
         (EMBEDDED | {"sample": {"prompts": ["a seven"]}}, "Write prompts for a prior, and name that"),
         (EMBEDDED | {"sample": {"labels": ["3"]}}, "sample.labels is set, but the network is told embeddings"),
         (EMBEDDED | {"preview": {"embeddings": "x"}}, "preview.embeddings is set, but a system of type dit has no use"),
         (EMBEDDED | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not measured"),
-        (EMBEDDED | {"sample": {"embeddings": {"experiment": "mine"}}}, "experiment makes no embeddings. Name one with"),
+        (EMBEDDED | {"sample": {"embeddings": {"experiment": "mine"}}}, "experiment makes no embeddings. Name one"),
         (DIT | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but the network is told no embeddings"),
         (RIN | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but a system of type rin has no use for it"),
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),

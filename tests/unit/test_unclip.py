@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from image_diffusion import sample
 from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.core.config import dump, parse, to_yaml
+from image_diffusion.core.files import write_json
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import EMBEDDING, Batch, DataSpec
 from image_diffusion.crop import crop_dataset
@@ -251,6 +252,11 @@ def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):
     trained(tmp_path / "other", DECODER, tmp_path / "decoder", grid_every_steps=None)
     with pytest.raises(ValueError, match="makes embeddings of .*brightness.* learnt from those of .*another"):
         images(tmp_path / "decoder", embeddings=str(folder))
+    path = folder / "embeddings.json"
+    said = json.loads(path.read_text())
+    for image in ({"type": "another", "num_tokens": 7}, {"type": "files"}):
+        write_json(path, said | {"pairs": {"image": image}})
+        assert images(tmp_path / "decoder", embeddings=str(folder))[0].shape == (4, 3, 8, 8), image
 
 
 def test_prompts_are_embedded_as_the_captions_were(prior):

@@ -47,7 +47,6 @@ from image_diffusion.systems.given import (
     Sections,
     all_but,
 )
-from image_diffusion.systems.system import makes
 
 _NOT_PREVIEWED = ("small_images", "embeddings", "compile")
 
@@ -101,7 +100,6 @@ class DiTSystem(DiffusionSystem):
         if self.alignment is not None:
             self.alignment.check(self.network.shape.depth, self.objective)
         super().check(experiment, others)
-        self._check_embeddings(experiment, others.embeddings)
         if self.told_words and experiment.section("evaluate").likelihood is not None:
             raise ValueError(
                 "evaluate.likelihood is set, but is not measured of networks that are told words or embeddings."
@@ -120,32 +118,7 @@ class DiTSystem(DiffusionSystem):
             check_pipeline(self, experiment.codec)
 
     def inputs(self, experiment: Sections) -> Inputs:
-        found = super().inputs(experiment)
-        if self.condition.type != "embedding":
-            return found
-        return replace(found, embeddings=experiment.section("sample").embeddings or "validation")
-
-    def _check_embeddings(self, experiment: Sections, prior: Sections | None) -> None:
-        """Raise ValueError where there are no embeddings that images could be made of, or they are of other pairs."""
-        wanted = self.inputs(experiment).embeddings
-        if wanted == "validation" and experiment.data.validation_fraction == 0:
-            raise ValueError(
-                "sample.embeddings is unset, so that images are made of the embeddings of held-out ones, but "
-                "data.validation_fraction is 0. Hold some images out, or name a prior: {experiment: NAME}."
-            )
-        if prior is None:
-            return
-        if not makes(prior, "embeddings"):
-            raise ValueError(
-                "sample.embeddings.experiment makes no embeddings. Name one with a prior and a section sample, such as "
-                "sample: {prompts: [a photo of a dog]}."
-            )
-        ours, theirs = experiment.section("pairs"), prior.section("pairs")
-        if (ours.type, getattr(ours, "clip", None)) != (theirs.type, getattr(theirs, "clip", None)):
-            raise ValueError(
-                f"sample.embeddings.experiment makes embeddings as pairs of type {theirs.type} hold, but the network "
-                f"learns from pairs of type {ours.type}. Give both experiments the same images' encoder."
-            )
+        return replace(super().inputs(experiment), embeddings=self.condition.draws(experiment.section("sample")))
 
     def _check_pairs(self, pairs: CaptionPairs | FeaturePairs | HashedPairs | ClipPairs | None) -> None:
         """Raise ValueError unless there is what the system reads beside its data, and nothing else."""

@@ -214,10 +214,6 @@ class PriorSystem(System):
     def maker(self, given: ToSample) -> Maker:
         return make_embeddings(self, given)
 
-    def evaluations(self, settings: PriorSampleConfig) -> int:
-        calls = settings.sampler.calls(settings.sampler.grid(self.process)) * settings.num_candidates
-        return int(calls * (1 if settings.guidance_scale == 1 else 2))
-
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_prior(self, given)
 

@@ -91,6 +91,31 @@ def _check_against(experiment: Sections, others: Others) -> None:
         )
 
 
+def check_embeddings(wanted: SamplesOf | str | None, experiment: Sections, prior: Sections | None) -> None:
+    """Raise ValueError where there are no embeddings of which images could be made, or a prior makes those of other
+    pairs. wanted: `Inputs.embeddings`."""
+    if wanted == "validation" and experiment.data.validation_fraction == 0:
+        raise ValueError(
+            "sample.embeddings is unset, so that images are made of the embeddings of held-out ones, but "
+            "data.validation_fraction is 0. Hold some images out, or name a prior: {experiment: NAME}."
+        )
+    if prior is None:
+        return
+    if not makes(prior, "embeddings"):
+        raise ValueError(
+            "sample.embeddings.experiment makes no embeddings. Name one with a prior and a section sample, such as "
+            "sample: {prompts: [a photo of a dog]}."
+        )
+    ours, theirs = (
+        (pairs.type, getattr(pairs, "clip", None)) for pairs in (each.section("pairs") for each in (experiment, prior))
+    )
+    if ours != theirs and theirs[0] != "files":  # of which nothing says by what they were embedded
+        raise ValueError(
+            f"sample.embeddings.experiment makes embeddings such as pairs of type {theirs[0]} hold, but the network "
+            f"learns from pairs of type {ours[0]}. Give both the same type, and the same clip."
+        )
+
+
 def check_small_images(system: DiffusionSystem, experiment: Sections, others: Others) -> None:
     """Of a cascade: raise ValueError unless what one experiment makes is what the next one enlarges."""
     sample: SampleConfig = experiment.section("sample")

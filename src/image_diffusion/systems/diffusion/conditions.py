@@ -20,7 +20,7 @@ from image_diffusion.codecs.text.known import encoder_of
 from image_diffusion.core.config import Config
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec, SamplesOf
 from image_diffusion.data.pairs import IMAGE
 from image_diffusion.data.shards import Shards
 from image_diffusion.systems.diffusion.asked import Asked
@@ -59,6 +59,10 @@ class LabelCondition(Config):
     def told(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
         """What the network is told of stored samples, beside the class: nothing."""
         return {}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Of which embeddings images are made: of none."""
+        return None
 
     def asked(
         self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, given: Shards | Sequence[Path] = ()
@@ -131,6 +135,10 @@ class TextCondition(Config):
         chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
         return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
 
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Of which embeddings images are made: of none."""
+        return None
+
     def asked(
         self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, given: Shards | Sequence[Path] = ()
     ) -> Asked:
@@ -179,6 +187,10 @@ class EmbeddingCondition(Config):
     def told(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
         """Of each image's pair [B, 2 + L, dim] the image's embedding."""
         return {EMBEDDING: stored[:, IMAGE].float()}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Of which embeddings images are made: those that are named, or those of held-out images."""
+        return settings.embeddings or "validation"
 
     def asked(
         self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, given: Shards | Sequence[Path] = ()

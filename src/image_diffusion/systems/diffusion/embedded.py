@@ -60,8 +60,8 @@ def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> A
         made = {"sha256": sha256_file(described)}
         said = read_json(described)
         check_files(folder, said["files"], "Run the stage that writes it again.")
-        theirs, ours = (dict(each or {}).get("image") for each in (said["pairs"], pairs))
-        if theirs != ours:
+        theirs, ours = (_encoder(each) for each in (said["pairs"], pairs))
+        if None not in (theirs, ours) and theirs != ours:
             raise ValueError(
                 f"sample.embeddings: the prior of {folder} makes embeddings of {theirs}, but the network learnt from "
                 f"those of {ours}. Train both on the same pairs."
@@ -72,6 +72,13 @@ def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> A
     except ValueError as error:
         raise ValueError(f"sample.embeddings: {str(error).removeprefix('data.source.path: ')}") from None
     return Asked(captions, {EMBEDDING: told}, source=made)
+
+
+def _encoder(pairs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What embedded the images of pairs; None where nothing says so. How many tokens are kept of captions decides
+    nothing."""
+    known = {name: value for name, value in (pairs or {}).get("image", {}).items() if name != "num_tokens"}
+    return known if known.get("type", "files") != "files" else None
 
 
 def _rows(source: Embeddings, parts: Sequence[Part], wanted: np.ndarray[Any, Any]) -> tuple[Tensor, list[str]]:

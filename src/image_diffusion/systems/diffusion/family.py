@@ -26,7 +26,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.parameterization import LEARNED_VARIANCES, Variance
 from image_diffusion.systems.diffusion.asked import Asked
-from image_diffusion.systems.diffusion.checks import check_diffusion, check_small_images
+from image_diffusion.systems.diffusion.checks import check_diffusion, check_embeddings, check_small_images
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
 from image_diffusion.systems.diffusion.hub_export import write_diffusion
@@ -119,6 +119,7 @@ class DiffusionSystem(System):
         check_diffusion(self, experiment, others)
         super().check(experiment, others)
         check_small_images(self, experiment, others)
+        check_embeddings(self.inputs(experiment).embeddings, experiment, others.embeddings)
 
     def inputs(self, experiment: Sections) -> Inputs:
         return Inputs(experiment.section("sample").small_images, experiment.section("evaluate").against)
