@@ -86,6 +86,7 @@ def test_what_images_are_made_of(tmp_path: Path) -> None:
     for name in ("img_emb/img_emb_0.npy", "metadata/metadata_0.parquet"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
+    assert files(a_plan(embeddings="nowhere")).embeddings(ONE) == ["nowhere/img_emb/img_emb_0.npy"]
     given = files(a_plan(embeddings=str(tmp_path)))
     assert [Path(path).name for path in given.embeddings(ONE)] == ["img_emb_0.npy", "metadata_0.parquet"]
     assert given.embeddings_option(ONE) == ["--embeddings", str(tmp_path)]

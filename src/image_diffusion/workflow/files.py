@@ -224,7 +224,10 @@ class Files:
             return [f"{self.results}/{plan.embeddings_experiment}/samples/embeddings.json"]
         if plan.embeddings == "validation":
             return [f"{self._dataset(plan)}/{part}/manifest.json" for part in (plan.pairs, "crops")]
-        return sorted(str(path) for path in Path(plan.embeddings).glob("*/*_*")) if plan.embeddings else []
+        if plan.embeddings is None:
+            return []
+        found = sorted(str(path) for path in Path(plan.embeddings).glob("*/*_*"))
+        return found or [f"{plan.embeddings}/img_emb/img_emb_0.npy"]  # which Snakemake says is missing
 
     def embeddings_option(self, wildcards: Wildcards) -> list[str]:
         """How `sample` is told where those lie."""
