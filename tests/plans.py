@@ -28,6 +28,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "source": {"type": "folder", "path": "images"},
         "num_shards": 2,
         "makes_samples": True,
+        "makes_embeddings": False,
         "sample_jobs": 1,
         "global_batch": 8,
         "pairs_beside": False,
@@ -46,7 +47,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         | {"crop": "results/datasets/dots-16/config/crop.yaml"},
     }
     nothing = ["codec", "codec_experiment", "small_images", "small_images_experiment", "against", "against_experiment"]
-    nothing += ["start_experiment", "tokens", "pairs", "captions", "prompts"]
+    nothing += ["embeddings", "embeddings_experiment", "start_experiment", "tokens", "pairs", "captions", "prompts"]
     return Plan(**{**dict.fromkeys(nothing), **plan, **changes})
 
 

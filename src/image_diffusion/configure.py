@@ -5,8 +5,9 @@
 Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
 results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
 changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec, or
-makes the small images that another one enlarges, is found beside it and configured too. A ledger (--ledgers
-config/ledgers/digits.yaml) becomes an experiment for each row and seed, and results/ledgers/<ledger>/plan.json.
+makes the small images or the embeddings that its images are made of, is found beside it and configured too. A ledger
+(--ledgers config/ledgers/digits.yaml) becomes an experiment for each row and seed, and
+results/ledgers/<ledger>/plan.json.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from image_diffusion.ledgers import Expanded, expand
 from image_diffusion.ledgers import schema as ledger_schema
 from image_diffusion.systems.embedding.pairs import PairsConfig
 from image_diffusion.systems.given import Others
+from image_diffusion.systems.system import makes
 from image_diffusion.workflow.ledgers import ledger_file
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
+EMBEDDINGS = "sample.embeddings.experiment"
 START = "train.init_from.experiment"
 
 
@@ -52,6 +55,7 @@ def built_on(experiment: Experiment) -> dict[str, str]:
     return {
         **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
         **({SMALL_IMAGES: inputs.small_images.experiment} if isinstance(inputs.small_images, SamplesOf) else {}),
+        **({EMBEDDINGS: inputs.embeddings.experiment} if isinstance(inputs.embeddings, SamplesOf) else {}),
         **({AGAINST: inputs.against.experiment} if isinstance(inputs.against, SamplesOf) else {}),
         **({START: start.experiment} if isinstance(start, WeightsOf) else {}),
     }
@@ -59,7 +63,7 @@ def built_on(experiment: Experiment) -> dict[str, str]:
 
 def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
     """Experiments by name, and those that they build on: that train their codecs or what they start from, that
-    make what they enlarge. With each, where it stands: a file, or a row of a ledger.
+    make what they enlarge or draw. With each, where it stands: a file, or a row of a ledger.
 
     Raises ValueError for the first that cannot work.
     """
@@ -88,7 +92,14 @@ def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[st
         try:
             check_experiment(
                 experiment,
-                Others(others.get(CODEC), others.get(SMALL_IMAGES), others.get(AGAINST), start, start_codec),
+                Others(
+                    others.get(CODEC),
+                    others.get(SMALL_IMAGES),
+                    others.get(AGAINST),
+                    start,
+                    start_codec,
+                    others.get(EMBEDDINGS),
+                ),
             )
         except ValueError as error:
             raise ValueError(f"{told}: {error}") from None
@@ -191,7 +202,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         ),
         "export": (own / "export.yaml", dump(ExportStage(export=experiment.export))),
     }
-    if "sample" in system.sections:
+    if experiment.samples is not None:
         stages["sample"] = (own / "sample.yaml", {"sample": dump(experiment.section("sample"))})
     if codec is not None:
         stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", dump(encode_stage(experiment)))
@@ -223,6 +234,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "decoder_files": decoder_files(experiment),
         "small_images": inputs.small_images if isinstance(inputs.small_images, str) else None,
         "small_images_experiment": others.get(SMALL_IMAGES),
+        "embeddings": inputs.embeddings if isinstance(inputs.embeddings, str) else None,
+        "embeddings_experiment": others.get(EMBEDDINGS),
         "against": inputs.against if isinstance(inputs.against, str) else None,
         "against_experiment": others.get(AGAINST),
         "start_experiment": others.get(START),
@@ -234,7 +247,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "pairs_of_detector": pairs is not None and pairs.needs_detector,
         "captions": caption_table(pairs),
         "prompts": prompt_file(experiment),
-        "makes_samples": samples is not None,
+        "makes_samples": makes(experiment, "images"),
+        "makes_embeddings": makes(experiment, "embeddings"),
         "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,
         "detectors": [detector.type for detector in system.detectors(experiment)],

@@ -222,6 +222,8 @@ def load_sections(
         raise ValueError(f"{where} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
     for name in names:
         section = sections[name]
+        if name not in raw and section.default is None:
+            raise ValueError(f"{where}: there is no section {name}. Add one, such as {name}: {section.example}.")
         missing = section.default if name not in raw and section.default is not None else None
         found[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{where}: {name}")
     return found

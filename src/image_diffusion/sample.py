@@ -1,15 +1,17 @@
-"""Stage `sample`: weights -> images. Each image has its own seed, and depends on nothing else.
+"""Stage `sample`: weights -> samples. Each sample has its own seed, and depends on nothing else.
 
     python -m image_diffusion.sample --config sample.yaml --weights weights.safetensors --output samples.npz
 
 Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
 grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory.
+A prior's samples are embeddings: img_emb/img_emb_0.npy and metadata/metadata_0.parquet, as clip-retrieval writes them,
+and embeddings.json.
 
 A person names what is trained, and the rest is found: an experiment, or a folder of weights.
 
     image-diffusion sample demo --label 3 --num 16 --seed 3 --guidance 2
 
-With --part 2/8 only the images of that part are made, and written alone; parts run side by side, and a last call with
+With --part 2/8 only the samples of that part are made, and written alone; parts run side by side, and a last call with
 --made joins what they wrote: the same bytes as of one call. The parts are then removed.
 """
 
@@ -19,26 +21,22 @@ import argparse
 import glob
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from image_diffusion.core import command
 from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import remove_unfinished, write_json
+from image_diffusion.core.files import remove_unfinished
 from image_diffusion.core.journal import Journal, NullJournal
-from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.progress import Progress
-from image_diffusion.core.verify import describe
 from image_diffusion.experiment import load_sections
-from image_diffusion.systems.given import Model, SampleSettings, ToSample
+from image_diffusion.systems.given import Model, SampleSettings, ToSample, ToWrite
 from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
 from image_diffusion.workflow.trained import find_trained
@@ -52,7 +50,7 @@ _SHORT = {
 """Short options, and the keys of the section `sample` that they set; not every system has them all."""
 
 _DRAWN = 16
-"""Images that a person gets who does not say how many."""
+"""Samples that a person gets who does not say how many."""
 
 _PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<of>\d+)\.npz)(?P<half>\..+\.tmp)?")
 
@@ -85,76 +83,77 @@ def main(given: Sequence[str] | None = None) -> None:
         help="what is enlarged: the other experiment's samples.npz, or with small_images: validation the crops' folder",
     )
     parser.add_argument(
-        "--part", type=command.part_of, help="which images to make: 2/8 is part 2 of 0 to 7; unset: all"
+        "--embeddings",
+        type=Path,
+        nargs="+",
+        help="what images are made of: a folder of embeddings, or the folders of held-out pairs and of their crops",
+    )
+    parser.add_argument(
+        "--part", type=command.part_of, help="which samples to make: 2/8 is part 2 of 0 to 7; unset: all"
     )
     parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
     parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
-    parser.add_argument("--output", type=Path, help="samples.npz, or a part's .npz, to write (drawn/NAME/samples.npz)")
+    parser.add_argument(
+        "--output", type=Path, help="samples.npz, embeddings.json, or a part's .npz, to write (drawn/NAME)"
+    )
     parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
     arguments = parser.parse_args(given)
-    find(arguments)
+    name = find(arguments)
 
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
     if "sample" not in model.system.sections:
         raise ValueError(
-            f"A system of type {model.system.type} makes no images. Sample an experiment whose system does."
+            f"A system of type {model.system.type} makes no samples. Sample an experiment whose system does."
         )
     changes = [*short_changes(arguments, model.classes), *arguments.changes]
     settings = load_sections(arguments.config, ["sample"], model.system.sections, changes)["sample"]
+    samples = model.system.samples
     if arguments.shown:
-        settings = settings.model_copy(update={"num_samples": min(settings.num_samples, settings.grid_images)})
+        settings = settings.model_copy(update={"num_samples": min(settings.num_samples, samples.shown(settings))})
     codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
-    made = model.system.maker(ToSample(model, settings, codec, load_model, arguments.small_images))
+    told_of = ToSample(model, settings, codec, load_model, arguments.small_images, arguments.embeddings or ())
+    made = model.system.maker(told_of)
 
-    remove_left(arguments.output, arguments.part, arguments.made)
+    output: Path = arguments.output or Path("drawn", name, samples.file)
+    remove_left(output, arguments.part, arguments.made)
     if arguments.part is not None:
         batches = rows_of_part(settings.num_samples, settings.batch_size, arguments.part)
         count = sum(rows.stop - rows.start for rows in batches)
-        with Progress("sample", count, "image") as progress:
-            stream_samples(arguments.output, told(map(made, batches), progress), count, None)
-        print(f"sample: part {arguments.part[0]} of {arguments.part[1]} is done, {count:,} images")
+        with Progress("sample", count, samples.one) as progress:
+            stream_samples(output, told(map(made, batches), progress), count, None)
+        print(f"sample: part {arguments.part[0]} of {arguments.part[1]} is done, {count:,} {samples.kind}")
         return
 
-    output: Path = arguments.output.parent
     journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
-    with journal, Progress("sample", settings.num_samples, "image") as progress:
+    with journal, Progress("sample", settings.num_samples, samples.one) as progress:
         journal.params({"sample": dump(settings)})
         rows_of_all = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
         batches_made = joined(arguments.made, settings) if arguments.made else map(made, rows_of_all)
-        stream_samples(arguments.output, told(batches_made, progress), settings.num_samples, made.labels)
-        images = read_arrays(arguments.output)["arr_0"]
-        shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
-        columns = grid_columns(len(shown), len(model.classes))
-        save_picture(image_grid(shown, columns, made.titles[: len(shown)]), output / "grid.png")
-        pictures = made.pictures()
-        for name, picture in pictures.items():
-            save_picture(picture, output / f"{name}.png")
-        shutil.rmtree(output / "pictures", ignore_errors=True)  # of a run that made more
-        if settings.pictures:
-            for seed, image in enumerate(images, settings.first_seed):
-                save_picture(Image.fromarray(image.squeeze()), output / "pictures" / f"{seed:08}.png")
-        drawn = [output / f"{name}.png" for name in ("grid", *pictures)]
-        described = {**made.described, "files": describe(output, [arguments.output, *drawn])}
-        write_json(output / "samples.json", protocol(settings, model) | described)
+        described = protocol(settings, model) | made.described
+        given_to = ToWrite(told(batches_made, progress), made, settings, model, described, output)
+        pictures = samples.write(given_to)
         journal.metrics({"examples_seen": model.examples_seen}, model.step)
-        journal.image("samples", output / "grid.png", model.step)
-        journal.image("denoising", output / "steps.png", model.step)
+        for title, picture in pictures.items():
+            journal.image(title, picture, model.step)
     for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
         part.unlink(missing_ok=True)
-    print(f"sample: {settings.num_samples:,} images in {output / 'samples.npz'}, shown in {output / 'grid.png'}")
+    shown = "".join(f", shown in {picture}" for picture in list(pictures.values())[:1])
+    print(f"sample: {settings.num_samples:,} {samples.kind} in {output}{shown}")
 
 
-def find(arguments: argparse.Namespace) -> None:
-    """Fill in the files that a trained experiment gives, where one is named. Raises ValueError for what is missing."""
+def find(arguments: argparse.Namespace) -> str:
+    """Fill in the files that a trained experiment gives, where one is named; what to call it. Raises ValueError for
+    what is missing."""
     if arguments.trained is not None:
         found = find_trained(arguments.trained, arguments.results)
-        for name in ("weights", "config", "codec_weights", "small_images"):
+        for name in ("weights", "config", "codec_weights", "small_images", "embeddings"):
             setattr(arguments, name, getattr(arguments, name) or getattr(found, name))
-        arguments.output = arguments.output or Path("drawn", found.name, "samples.npz")
         arguments.num = arguments.num or _DRAWN
-    elif None in (arguments.weights, arguments.config, arguments.output):
+        return found.name
+    if None in (arguments.weights, arguments.config, arguments.output):
         raise ValueError("Name a trained experiment, or give --config, --weights and --output.")
+    return ""
 
 
 def short_changes(arguments: argparse.Namespace, classes: Sequence[str]) -> list[str]:
@@ -182,7 +181,7 @@ def remove_left(output: Path, part: tuple[int, int] | None, made: Sequence[Path]
 
 
 def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
-    """The batches [B, C, H, W] that the parts wrote, in order. A damaged part is removed, to be made again.
+    """The batches [B, C, H, W] or [B, dim] that the parts wrote, in order. A damaged part is removed, to be made again.
 
     Raises ValueError when one is damaged, or they are not all of them.
     """
@@ -195,12 +194,12 @@ def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
             raise ValueError(f"{error} It is removed: run the same command again.") from None
     if sum(map(len, arrays)) != settings.num_samples:
         raise ValueError(
-            f"--made holds {sum(map(len, arrays)):,} images, but sample.num_samples is {settings.num_samples:,}. Name "
+            f"--made holds {sum(map(len, arrays)):,} samples, but sample.num_samples is {settings.num_samples:,}. Name "
             f"what every part wrote, once and in order."
         )
-    for images in arrays:
-        for start in range(0, len(images), settings.batch_size):
-            yield torch.from_numpy(images[start : start + settings.batch_size].copy()).permute(0, 3, 1, 2)
+    for rows in arrays:
+        for start in range(0, len(rows), settings.batch_size):
+            yield torch.from_numpy(rows[start : start + settings.batch_size].copy()).movedim(-1, 1)
 
 
 def told(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:

@@ -143,8 +143,8 @@ def prepare_training(
         "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": scale},
         "classes": training.classes,
     }
-    if training.beside is not None:
-        model["pairs"] = training.beside.manifest["pairs"]
+    if (pairs := (training.beside or training).manifest.get("pairs")) is not None:
+        model["pairs"] = pairs
     return Training(stage, spec, decoder, task, model, {"digest": training.digest})
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from image_diffusion.core.config import parse
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
+from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Network
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.prior import PriorSystem
@@ -256,6 +256,11 @@ TINY: dict[str, dict[str, Any]] = {
         "network": {"depth": 2, "width": 16, "num_heads": 2, "patch": 4},
         "alignment": {"block": 1, "projector": "mlp", "projector_width": 8, "until_step": 9},
     },
+    "decoder": {
+        "type": "dit",
+        "condition": {"type": "embedding"},
+        "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4},
+    },
     "iddpm": {
         "network": {
             "channels": 32,
@@ -317,11 +322,14 @@ def _small(kind: str) -> Callable[[World], Task]:
         if isinstance(system, PriorSystem):
             return _small_prior(system)
         features = (4, 8, 8) if kind == "aligned" else None
-        spec = DataSpec(channels=4, resolution=8, num_classes=3, features=features)
-        labelled = "sample" in system.sections
+        told = {EMBEDDING: (32,)} if kind == "decoder" else {}
+        spec = DataSpec(channels=4, resolution=8, num_classes=0 if told else 3, conditions=told, features=features)
+        labelled = "sample" in system.sections and not told
 
         def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
             cond = {"label": label} if labelled else {}
+            if told:
+                cond[EMBEDDING] = stored[:, 0, :4].flatten(1)
             if getattr(system, "low_resolution", None):
                 cond["low_res"] = shrink(stored, system.low_resolution)
             return Batch(stored, cond, streams, features=stored if spec.features else None)

@@ -25,7 +25,10 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
         train = load(TrainStage, Path(plan["configs"]["train"]))
         assert train.system == experiment.system and dump(train.train) == dump(experiment.train)
         sections = experiment.system.sections
-        assert plan["makes_samples"] == ("sample" in sections)
+        makes = "embeddings" if experiment.system.type == "prior" else "images"
+        assert [plan["makes_samples"], plan["makes_embeddings"]] == [
+            experiment.samples is not None and makes == kind for kind in ("images", "embeddings")
+        ]
         assert not experiment.train.advice()
         for stage, names in {"sample": ["sample"], "evaluate": experiment.system.judged_by}.items():
             if stage in plan["configs"]:

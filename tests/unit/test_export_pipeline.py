@@ -22,8 +22,8 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.text.encoder import encode_captions
 from image_diffusion.codecs.text.hashed import HashedText
 from image_diffusion.core.config import dump
-from image_diffusion.core.types import DataSpec
-from image_diffusion.networks.dit import TEXT, DiTConfig
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
@@ -66,7 +66,8 @@ else:
 import numpy as np, torch
 from diffusers import DiffusionPipeline
 
-KINDS = {"image": torch.tensor, "text_embed": torch.tensor, "images": lambda each: np.array(each, np.uint8)}
+KINDS = dict.fromkeys(("image", "image_embeds", "text_embed"), torch.tensor)
+KINDS["images"] = lambda each: np.array(each, np.uint8)
 for folder, call, out in json.load(open(sys.argv[1])):
     pipeline = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
     pipeline.to("cpu")
@@ -165,7 +166,7 @@ def cases(folder: Path) -> dict[str, Case]:
     encoder = HashedText(dim=8).build(torch.device("cpu"), 4)
     words = ["a red dot", "blue"]
     pairs = {"encoder": dump(HashedText(dim=8)), "num_tokens": 4, "text": encoder.identity}
-    small = torch.rand(3, 3, 4, 4) * 2 - 1
+    small, embeddings = torch.rand(3, 3, 4, 4) * 2 - 1, torch.randn(2, 8)
     unet = {"channels": 32, "num_res_blocks": 1, "attention_resolutions": (4,), "multipliers": (1, 1)}
     return {
         "a DiT on pixels with all options": Case(
@@ -194,6 +195,11 @@ def cases(folder: Path) -> dict[str, Case]:
             dit(condition={"type": "text"}), DataSpec(channels=3, resolution=8, conditions={TEXT: (5, 8)}), Rgb(), ddim,
             call={"prompt": words}, guidance=2.0, pairs=pairs,
             told={TEXT: encode_captions(encoder, words)[torch.arange(3) % 2]},
+        ),
+        "a DiT that is told embeddings": Case(
+            dit(condition={"type": "embedding"}), DataSpec(channels=3, resolution=8, conditions={EMBEDDING: (8,)}),
+            Rgb(), ddim, call={"image_embeds": embeddings.tolist()}, guidance=2.0,
+            told={EMBEDDING: embeddings[torch.arange(3) % 2]},
         ),
         "a U-Net": Case(
             IddpmSystem(network=UNetConfig(**unet)), DataSpec(channels=3, resolution=8), Rgb(),
@@ -248,7 +254,8 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
 NAMES = [
     "a DiT on pixels with all options", "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC", "EDM by Heun with churn",
     "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
-    "a DiT on a discrete VAE", "a DiT that is told words", "a U-Net", "a U-Net that enlarges", "RIN",
+    "a DiT on a discrete VAE", "a DiT that is told words",
+    "a DiT that is told embeddings", "a U-Net", "a U-Net that enlarges", "RIN",
     "the discrete VAE",
 ]  # fmt: skip
 

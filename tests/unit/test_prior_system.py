@@ -10,13 +10,14 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from image_diffusion.configure import load_all
 from image_diffusion.core.config import parse
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.export import read_foreign
-from image_diffusion.metrics.similarity import other_captions, similarities
+from image_diffusion.metrics.similarity import baselines, nearest_captions, other_captions, similarities
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, evaluate_prior
@@ -79,6 +80,26 @@ def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
     assert low < 0.1 and high > -0.1 and metrics["similarity_with_image_5"]["n"] == 120
     assert set(metrics) >= {"loss_train", "similarity_with_unrelated_caption_5", "difference_from_baseline_5"}
     assert "loss_validation" not in metrics
+
+
+def test_a_prediction_is_read_beside_what_needs_no_prior():
+    metrics = judged()["metrics"]
+    for name in ("mean_image", "nearest_caption", "other_caption"):
+        low, high = metrics[f"{name}_similarity_with_image"]["interval"]
+        assert -0.5 < low < high < 0.9, name
+    text = F.normalize(torch.eye(4)[[0, 0, 1, 2]] + 0.1, dim=1)
+    known = torch.eye(4)[[1, 0, 0, 2]]
+    assert nearest_captions(text, known).tolist() == [1, 2, 0, 3], "equal ones take turns"
+    images = torch.eye(4)
+    found = baselines(torch.eye(4)[:3], images[:3], torch.eye(4)[[2, 1, 0]], images[[2, 1, 3]])
+    assert found["nearest_caption_similarity_with_image"].tolist() == [0, 1, 1]
+    torch.testing.assert_close(found["mean_image_similarity_with_image"], torch.tensor([0, 1, 1]).double() / 3**0.5)
+    assert found["other_caption_similarity_with_image"].tolist() == [0, 0, 0]
+    assert "other_caption_similarity_with_image" not in baselines(text[:2], images[:2], known, images)
+    splits = {"train": Pairs(30, 1)}
+    settings = PredictionConfig(num_steps=(5,), num_candidates=1)
+    alone = evaluate_prior({"": Perfect()}, system_of(), SPEC, splits, settings)["metrics"]  # type: ignore[arg-type]
+    assert not any("nearest" in name for name in alone), "training pairs are no baseline of themselves"
 
 
 def test_no_number_depends_on_the_size_of_a_batch():

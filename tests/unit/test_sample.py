@@ -187,7 +187,7 @@ def test_parts_joined_are_the_bytes_of_one_job_and_pictures_are_kept_when_asked(
     for i, path in reversed(list(enumerate(parts))):
         run(monkeypatch, sample, *given, "--part", f"{i}/3", "--output", path)
     assert [len(np.load(path)["arr_0"]) for path in parts] == [8, 8, 7]
-    with pytest.raises(ValueError, match="--made holds 16 images, but sample.num_samples is 23"):
+    with pytest.raises(ValueError, match="--made holds 16 samples, but sample.num_samples is 23"):
         run(monkeypatch, sample, *given, "--made", *parts[:2], "--output", tmp_path / "three" / "samples.npz")
     assert all(path.exists() for path in parts)
     run(monkeypatch, sample, *given, "--made", *parts, "--output", tmp_path / "two" / "samples.npz")

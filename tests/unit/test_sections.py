@@ -19,6 +19,11 @@ PRIOR = {"system": {"type": "prior"}, "pairs": {"type": "hashed"}, "train": {"st
 RIN = {"system": {"type": "rin", "network": {"patch": 4}}}
 DVAE = {"system": {"type": "dvae", "network": {"num_layers": 2}}}
 DIT = {"system": SMALL_DIT}
+EMBEDDED = {
+    "system": SMALL_DIT | {"condition": {"type": "embedding"}},
+    "pairs": {"type": "hashed"},
+    "data": DATA | {"validation_fraction": 0.2},
+}
 TEXT = {
     "system": SMALL_DIT | {"condition": {"type": "text"}},
     "pairs": {"type": "captions"},
@@ -46,7 +51,9 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (DVAE | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type dvae"),
         (DIT | {"export": {"format": "diffusers"}}, "works on latents, but this model works on pixels"),
         (PRIOR | {"sweep": {"num_steps": [5]}}, "sweep is set, but a system of type prior has no use for it"),
-        (PRIOR | {"sample": {"num_samples": 4}}, "sample is set, but a system of type prior has no use for it"),
+        (PRIOR | {"sample": {"num_samples": 4}}, "sample.prompts is required"),
+        (PRIOR | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
+        (PRIOR | {"sample": {"prompts": ["a"], "sampler": {"num_steps": 1001}}}, "sample.sampler: "),
         (PRIOR | {"preview": {"num_samples": 4}}, "preview is set, but a system of type prior has no use for it"),
         (PRIOR | {"evaluate": {"detectors": ["inpipe"]}}, "evaluate is set, but a system of type prior"),
         (DIT | {"prediction": {"num_candidates": 1}}, "prediction is set, but a system of type dit has no use for it"),
@@ -57,7 +64,11 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             DIT | {"system": SMALL_DIT | {"condition": {"type": "text"}}},
             "system.condition.type is text, but pairs is missing: where are the captions?",
         ),
-        (TEXT | {"pairs": {"type": "hashed"}}, "Unknown pairs 'hashed'. Known: captions, features."),
+        (
+            TEXT | {"pairs": {"type": "hashed"}},
+            "system.condition.type is text, but pairs.type is hashed: where are the captions?",
+        ),
+        (TEXT | {"pairs": {"type": "files"}}, "Unknown pairs 'files'. Known: captions, features, hashed, clip."),
         (TEXT | {"sample": {}}, "sample.prompts is missing: the network is told words"),
         (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
         (TEXT | {"sample": TEXT["sample"] | {"labels": ["3"]}}, "sample.labels is set, but the network is told words"),
@@ -72,6 +83,18 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             "caption_weights has 2 numbers, but pairs.num_captions is 1",
         ),
         (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin"),
+        (
+            DIT | {"system": EMBEDDED["system"]},
+            "system.condition.type is embedding, but pairs is missing: where are the pairs? Add a section, such as",
+        ),
+        (EMBEDDED | {"data": DATA}, "sample.embeddings is unset, so that images are made of the embeddings of"),
+        (EMBEDDED | {"sample": {"prompts": ["a seven"]}}, "Write prompts for a prior, and name that"),
+        (EMBEDDED | {"sample": {"labels": ["3"]}}, "sample.labels is set, but the network is told embeddings"),
+        (EMBEDDED | {"preview": {"embeddings": "x"}}, "preview.embeddings is set, but a system of type dit has no use"),
+        (EMBEDDED | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not measured"),
+        (EMBEDDED | {"sample": {"embeddings": {"experiment": "mine"}}}, "experiment makes no embeddings. Name one"),
+        (DIT | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but the network is told no embeddings"),
+        (RIN | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but a system of type rin has no use for it"),
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
         (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
         (DVAE | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but a system of type dvae"),

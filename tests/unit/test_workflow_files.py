@@ -76,6 +76,25 @@ def test_what_is_enlarged() -> None:
     assert a_file.small_images_option(ONE) == ["--small-images", "small.npz"]
 
 
+def test_what_images_are_made_of(tmp_path: Path) -> None:
+    drawn = files(a_plan(embeddings_experiment="prior", pairs="hashed", pairs_beside=True))
+    assert drawn.embeddings(ONE) == ["out/prior/samples/embeddings.json"]
+    assert drawn.embeddings_option(ONE) == ["--embeddings", "out/prior/samples"]
+    held_out = files(a_plan(embeddings="validation", pairs="hashed", pairs_beside=True))
+    assert held_out.embeddings(ONE) == [f"{DATA}/hashed/manifest.json", f"{DATA}/crops/manifest.json"]
+    assert held_out.embeddings_option(ONE) == ["--embeddings", f"{DATA}/hashed", f"{DATA}/crops"]
+    for name in ("img_emb/img_emb_0.npy", "metadata/metadata_0.parquet"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert files(a_plan(embeddings="nowhere")).embeddings(ONE) == ["nowhere/img_emb/img_emb_0.npy"]
+    given = files(a_plan(embeddings=str(tmp_path)))
+    assert [Path(path).name for path in given.embeddings(ONE)] == ["img_emb_0.npy", "metadata_0.parquet"]
+    assert given.embeddings_option(ONE) == ["--embeddings", str(tmp_path)]
+    assert files(a_plan()).embeddings(ONE) == files(a_plan()).embeddings_option(ONE) == []
+    made = files(a_plan(makes_samples=False, makes_embeddings=True)).made(ONE)
+    assert [path for path in made if "samples" in path] == ["out/one/samples/embeddings.json"]
+
+
 def test_what_samples_are_compared_with() -> None:
     assert files(a_plan(against="real.npz")).reference_option(ONE) == ["--reference", "real.npz"]
     assert files(a_plan(against_experiment="two")).reference(ONE) == "out/two/samples/samples.npz"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+import yaml
 from projects import ROOT, Project, make_project
 
 from image_diffusion.data.shards import open_shards
@@ -110,4 +112,47 @@ def test_embeddings_of_others_need_no_crops_and_a_changed_file_makes_them_again(
     finally:
         path.write_text(before)
         shutil.rmtree(folder)
+        prior.planned()
+
+
+def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> None:
+    """One graph from captions to images; an edit of the prior makes what follows again, and nothing else."""
+    path, decoder = (prior / f"config/experiments/{name}.yaml" for name in ("micro_prior", "decoder"))
+    before = path.read_text()
+    sections = yaml.safe_load((ROOT / "tests/workflow/micro.yaml").read_text())
+    sections["system"] |= {"condition": {"type": "embedding"}}
+    sections |= {"pairs": yaml.safe_load(before)["pairs"]}
+    sections["train"] |= {"steps": 2, "flip_probability": 0}
+    sections["sample"] |= {"num_samples": 4, "embeddings": {"experiment": "micro_prior"}}
+    decoder.write_text(yaml.safe_dump(sections))
+    drawn = "results/decoder/samples/samples.npz", "--config", "experiments=[decoder]"
+    made = {"prompts": ["a photo of a light", "a photo of a dark"], "num_samples": 4, "num_candidates": 1}
+    made |= {"batch_size": 2, "embeddings_per_job": 2, "sampler": {"type": "ddim", "num_steps": 2}}
+
+    def rules() -> list[str]:
+        out = prior.snakemake("--dry-run", *drawn).stdout
+        return sorted(re.findall(r"^rule (\w+):", out, re.MULTILINE))
+
+    try:
+        prior.edit(lambda experiment: experiment.update(sample=made), "micro_prior")
+        assert rules() == ["sample", "sample_embeddings", "sample_part", "sample_part", "train"]
+        prior.run(*drawn)
+        with np.load(prior / drawn[0]) as samples:
+            assert samples["arr_0"].shape == (4, 16, 16, 3) and samples["arr_1"].tolist() == [1, 0, 1, 0]
+        folder, images = prior / "results/micro_prior/samples", (prior / drawn[0]).read_bytes()
+        assert rules() == [] and not list(folder.glob("part-*"))
+        embeddings = (folder / "img_emb/img_emb_0.npy").read_bytes()
+        (folder / "img_emb/img_emb_0.npy").write_bytes(embeddings[:-1] + b"\x01")
+        prior.run(*drawn)
+        assert (folder / "img_emb/img_emb_0.npy").read_bytes() == embeddings
+        assert (prior / drawn[0]).read_bytes() == images
+        prior.edit(lambda experiment: experiment["sample"].update(first_seed=3), "micro_prior")
+        assert rules() == ["sample", "sample_embeddings", "sample_part", "sample_part"]
+        prior.edit(lambda experiment: experiment["train"].update(steps=9), "micro_prior")
+        assert rules() == ["sample", "sample_embeddings", "sample_part", "sample_part", "train"]
+        prior.edit(lambda experiment: experiment["sample"].pop("embeddings"), "decoder")
+        assert rules() == ["sample"], "real embeddings need no prior"
+    finally:
+        path.write_text(before)
+        decoder.unlink()
         prior.planned()

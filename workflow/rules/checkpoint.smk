@@ -58,6 +58,7 @@ rule checkpoint_sample:
         code=code["sample"],
         codec=files.codec_option,
         small_images=files.small_images_option,
+        embeddings=files.embeddings_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
-        " {params.codec:q} {params.small_images:q} --shown --output {output.samples:q}"
+        " {params.codec:q} {params.small_images:q} {params.embeddings:q} --shown --output {output.samples:q}"

@@ -1,9 +1,9 @@
-# weights -> images
+# weights -> images, or embeddings
 
 
-# Many images are made by several jobs, a part each; `sample` then joins them, and the parts go.
+# Many samples are made by several jobs, a part each; `sample` then joins them, and the parts go.
 rule sample_part:
-    "A part of an experiment's images: many are made by several jobs."
+    "A part of an experiment's samples: many are made by several jobs."
     input:
         config=files.config("sample"),
         before=files.configs_before("sample"),
@@ -11,9 +11,10 @@ rule sample_part:
         model=f"{results}/{{experiment}}/train/model.json",
         codec=files.codec_weights,
         small_images=files.small_images,
+        embeddings=files.embeddings,
         prompts=files.prompts,
     output:
-        images=temp(f"{results}/{{experiment}}/samples/part-{{part}}-of-{{parts}}.npz"),
+        samples=temp(f"{results}/{{experiment}}/samples/part-{{part}}-of-{{parts}}.npz"),
     log:
         "logs/{experiment}/sample/part-{part}-of-{parts}.log",
     benchmark:
@@ -34,10 +35,12 @@ rule sample_part:
         codec=files.codec_option,
         decoder=files.decoder_stamps,
         small_images=files.small_images_option,
+        embeddings=files.embeddings_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " {params.codec:q} {params.small_images:q} --part {wildcards.part}/{wildcards.parts} --output {output.images:q}"
+        " {params.codec:q} {params.small_images:q} {params.embeddings:q} --part {wildcards.part}/{wildcards.parts}"
+        " --output {output.samples:q}"
 
 
 rule sample:
@@ -49,6 +52,7 @@ rule sample:
         model=f"{results}/{{experiment}}/train/model.json",
         codec=files.codec_weights,
         small_images=files.small_images,
+        embeddings=files.embeddings,
         prompts=files.prompts,
         parts=files.sampled_parts,
     output:
@@ -86,10 +90,49 @@ rule sample:
         codec=files.codec_option,
         decoder=files.decoder_stamps,
         small_images=files.small_images_option,
+        embeddings=files.embeddings_option,
         parts=files.sampled_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " {params.codec:q} {params.small_images:q} {params.parts:q} --output {output.samples:q}"
+        " {params.codec:q} {params.small_images:q} {params.embeddings:q} {params.parts:q} --output {output.samples:q}"
         " --journal {params.journal:q}"
+
+
+# A prior makes no images. Its samples lie as clip-retrieval writes them, so that other programs read them as well.
+rule sample_embeddings:
+    "Image embeddings that a trained prior makes of its prompts, each with its own seed."
+    input:
+        config=files.config("sample"),
+        before=files.configs_before("sample"),
+        weights=f"{results}/{{experiment}}/train/weights.safetensors",
+        model=f"{results}/{{experiment}}/train/model.json",
+        prompts=files.prompts,
+        parts=files.sampled_parts,
+    output:
+        described=f"{results}/{{experiment}}/samples/embeddings.json",
+        embeddings=directory(f"{results}/{{experiment}}/samples/img_emb"),
+        metadata=directory(f"{results}/{{experiment}}/samples/metadata"),
+    log:
+        "logs/{experiment}/sample_embeddings.log",
+    benchmark:
+        "benchmarks/{experiment}/sample_embeddings.tsv"
+    retries: machine.attempts(2)
+    conda:
+        "../../envs/image-diffusion.yaml"
+    threads: machine.threads
+    resources:
+        nodes=1,
+        gres=machine.one_gpu,
+        cpus_per_task=machine.cpus,
+        mem_mb=machine.memory_mb,
+        runtime=machine.runtime_min,
+    params:
+        code=code["sample"],
+        trained_by=files.trained_by_option,
+        parts=files.sampled_option,
+        journal=f"{results}/{{experiment}}/journal",
+    shell:
+        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        " {params.trained_by:q} {params.parts:q} --output {output.described:q} --journal {params.journal:q}"

@@ -35,6 +35,7 @@ rule sweep_sample:
         weights=files.swept_weights,
         codec=files.codec_weights,
         small_images=files.small_images,
+        embeddings=files.embeddings,
         prompts=files.prompts,
     output:
         samples=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.npz",
@@ -58,10 +59,11 @@ rule sweep_sample:
         trained_by=files.trained_by_option,
         codec=files.codec_option,
         small_images=files.small_images_option,
+        embeddings=files.embeddings_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " {params.codec:q} {params.small_images:q} --output {output.samples:q}"
+        " {params.codec:q} {params.small_images:q} {params.embeddings:q} --output {output.samples:q}"
 
 
 rule sweep_evaluate:

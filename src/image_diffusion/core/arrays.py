@@ -23,16 +23,17 @@ def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
 
 
 def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Tensor | None) -> None:
-    """`save_samples` of images that come batch by batch, [B, C, H, W], `count` of them in all; the same bytes."""
+    """`save_samples` of images that come batch by batch, [B, C, H, W], `count` of them in all; the same bytes. Vectors
+    [B, dim] are written as they are."""
     with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
         written = 0
         with _member(archive, "arr_0") as member:
             for batch in batches:
-                pixels = batch.permute(0, 2, 3, 1).contiguous().numpy()
+                rows = batch.movedim(1, -1).contiguous().numpy()
                 if written == 0:
-                    _write_header(member, pixels.dtype, (count, *pixels.shape[1:]))
-                member.write(pixels.data)
-                written += len(pixels)
+                    _write_header(member, rows.dtype, (count, *rows.shape[1:]))
+                member.write(rows.data)
+                written += len(rows)
         assert written == count
         if labels is not None:
             with _member(archive, "arr_1") as member:

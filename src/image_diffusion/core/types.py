@@ -11,6 +11,11 @@ from torch import Tensor
 from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 
+TEXT = "text"
+"""The name of a caption among what a network is told: its embedding and its tokens, [1 + L, dim]."""
+EMBEDDING = "embedding"
+"""The name of an image's embedding among what a network is told, [dim]."""
+
 
 class SamplesOf(Config):
     """The samples of another experiment, which is made first."""
@@ -51,7 +56,8 @@ class Batch:
     """What an objective is given.
 
     x: float32 [B, C, H, W] in the space the network works in. cond: what the network is conditioned on, by name:
-    "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim], … . streams: the random numbers
+    "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim],
+    "embedding" float32 [B, dim], … . streams: the random numbers
     of these samples. step: the number of the update that the batch is for, from 1; of the last one done, in validation;
     0 outside training. features: what a teacher saw in these images, [B, D, h, w]; None: there is no teacher.
     """

@@ -8,6 +8,7 @@ neighbour in the batch, even in a batch of one.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,6 +41,37 @@ def similarities(text: Tensor, image: Tensor, predicted: Tensor, unrelated: Tens
         "unrelated_similarity_with_image": cosine(image, unrelated),
         "difference_from_baseline": with_text - baseline,
     }
+
+
+def baselines(text: Tensor, image: Tensor, train_text: Tensor, train_image: Tensor) -> dict[str, Tensor]:
+    """What a prediction's cosine to the real image has to be read beside, of N pairs, float64 [N] each, by name.
+
+    text, image: [N, dim]; train_text, train_image: of training pairs, [M, dim]. Each is the cosine of the real image
+    and an embedding for which no prior is needed. mean_image_similarity_with_image: the mean of the training images.
+    nearest_caption_similarity_with_image: the image of the nearest training caption. other_caption_…: the real image
+    of another caption (`other_captions`), where there is one.
+    """
+    found = {
+        "mean_image_similarity_with_image": cosine(image, train_image.double().mean(0, keepdim=True).expand_as(image)),
+        "nearest_caption_similarity_with_image": cosine(image, train_image[nearest_captions(text, train_text)]),
+    }
+    if (others := other_captions(text)) is not None:
+        found["other_caption_similarity_with_image"] = cosine(image, image[torch.from_numpy(others)])
+    return found
+
+
+def nearest_captions(text: Tensor, known: Tensor) -> Tensor:
+    """For each of N captions the known one of the highest cosine, int64 [N]. text: [N, dim], known: [M, dim].
+
+    Of several with the same embedding, as many captions of classes have, each is taken in turn.
+    """
+    different, which = np.unique(known.numpy(), axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    rows, counts = np.argsort(which, kind="stable"), np.bincount(which)
+    first = np.cumsum(counts) - counts
+    directions = F.normalize(torch.from_numpy(different).double(), dim=1)
+    nearest = torch.cat([(part.double() @ directions.T).argmax(1) for part in text.split(1024)]).numpy()
+    return torch.from_numpy(rows[first[nearest] + np.arange(len(text)) % counts[nearest]])
 
 
 def other_captions(text: Tensor) -> NDArray[np.int64] | None:

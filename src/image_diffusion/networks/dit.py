@@ -6,6 +6,9 @@ time. The tokens are keys and values beside those of the image, and no block cha
 this one side by side; DiT-Air (Chen et al. 2025, arXiv:2503.10618) likewise found tokens in one sequence to do as well
 as two streams with fewer parameters.
 
+Told an image's embedding, it takes that where it takes the time, and as a few tokens that every block attends to: what
+the decoder of unCLIP does (Ramesh et al. 2022, arXiv:2204.06125, section 2.1).
+
 Parameters have the names of the published weights (`networks/dit_weights.py` reads and writes those). Off by default:
 normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423); with these, and
 rotary positions, a bottleneck in the patch embedding and class tokens in the sequence, it is the network of JiT (Li and
@@ -23,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.attention import SelfAttention
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.feedforward import Mlp, SwiGlu
@@ -34,8 +37,6 @@ from image_diffusion.nn.rotary import rotary_angles
 from image_diffusion.nn.sinusoid import grid_positions, sinusoid
 
 TIME_CHANNELS = 256
-TEXT = "text"
-"""The name of a caption among what a network is told: its embedding and its tokens, [1 + L, dim]."""
 
 SizeName = Literal[
     "DiT-XL/2", "DiT-XL/4", "DiT-XL/8", "DiT-L/2", "DiT-L/4", "DiT-L/8",
@@ -100,6 +101,9 @@ class DiTConfig(Config):
     left out of the output. 0: the class is told by adaLN alone."""
     class_tokens_from: int = Field(0, ge=0)
     """The number of blocks before the first that sees the class tokens."""
+    embedding_tokens: int = Field(4, ge=0)
+    """Of a network that is told an image's embedding: how many tokens it becomes, to which every block attends. 0: it
+    is told by adaLN alone."""
     null_label: bool = True
     """The label table has one more row, for no label: what label dropout and guidance need."""
     label_init_std: float = Field(0.02, ge=0)
@@ -161,7 +165,7 @@ class DiTConfig(Config):
 
 
 class DiT(nn.Module):
-    """x_t, t and label or caption -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance.
+    """x_t, t and label, caption or embedding -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance.
 
     `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
     """
@@ -192,10 +196,13 @@ class DiT(nn.Module):
             self.y_embedder = LabelEmbedder(spec.num_classes + config.null_label, width)
         if config.class_tokens:
             self.class_tokens = nn.Parameter(torch.empty(1, config.class_tokens, width))
-        reads = TEXT in spec.conditions
+        reads, sees = TEXT in spec.conditions, EMBEDDING in spec.conditions
         if reads:
             self.text_embedder = TextEmbedder(spec.conditions[TEXT][-1], width)
-        self.blocks = nn.ModuleList(Block(config, reads) for _ in range(depth))
+        if sees:
+            self.image_embedder = ImageEmbedder(spec.conditions[EMBEDDING][0], width, config.embedding_tokens)
+        context = reads or (sees and config.embedding_tokens > 0)
+        self.blocks = nn.ModuleList(Block(config, context) for _ in range(depth))
         self.final_layer = FinalLayer(config, patch * patch * out_channels)
         self._initialise()
 
@@ -206,16 +213,19 @@ class DiT(nn.Module):
         /,
         label: Tensor | None = None,
         text: Tensor | None = None,
+        embedding: Tensor | None = None,
         interval: Tensor | None = None,
         tokens_of: int | None = None,
     ) -> Any:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
-        [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), interval [B], from t down (none: 0).
+        [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), embedding float [B, dim] (an image's;
+        zeros: none), interval [B], from t down (none: 0).
 
         A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; gives (prediction, the
         tokens of the image behind that block [B, N, D]). Raises ValueError when shapes do not fit the network.
         """
-        check_inputs(self.spec, x, label, **({} if text is None else {TEXT: text}))
+        given = {TEXT: text, EMBEDDING: embedding}
+        check_inputs(self.spec, x, label, **{name: each for name, each in given.items() if each is not None})
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
         if hasattr(self, "interval_embedder"):
@@ -230,8 +240,11 @@ class DiT(nn.Module):
         words: Tensor | None = None
         mask: Tensor | None = None
         if text is not None:
-            embedding, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
-            c, mask = c + embedding, present(text, tokens.shape[1])
+            caption, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
+            c, mask = c + caption, present(text, tokens.shape[1])
+        if embedding is not None:
+            image, words = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
+            c = c + image
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         num_class_tokens = self.config.class_tokens
@@ -298,8 +311,8 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         angles: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [B, N, D], condition [B, D] -> [B, N, D]. words: a caption's tokens, [B, L, D]; mask: `present`;
-        angles: [N, d / 2], `rotary_angles`."""
+        """Tokens [B, N, D], condition [B, D] -> [B, N, D]. words: tokens of a caption or of an embedding, [B, L, D];
+        mask: `present`; angles: [N, d / 2], `rotary_angles`."""
         modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
         seen = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # [B, N, D]
@@ -385,6 +398,24 @@ class TextEmbedder(nn.Module):
         """[B, 1 + L, dim] -> [B, D] and [B, L, D]."""
         text = self.norm(text)
         return self.mlp(text[:, 0]), self.tokens(text[:, 1:])
+
+
+class ImageEmbedder(nn.Module):
+    """An image's embedding in the width of the network, and as some tokens of that width. It is normalised first, since
+    what a prior predicts has another norm than what it learnt from; zeros become what all images have in common."""
+
+    def __init__(self, dim: int, width: int, num_tokens: int) -> None:
+        super().__init__()
+        self.norm, self.num_tokens = nn.RMSNorm(dim, eps=1e-6), num_tokens
+        self.mlp = nn.Sequential(Linear(dim, width), nn.SiLU(), Linear(width, width))
+        if num_tokens:
+            self.tokens = Linear(dim, num_tokens * width)
+
+    def forward(self, embedding: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[B, dim] -> [B, D] and [B, M, D]; None without tokens."""
+        embedding = self.norm(embedding)
+        tokens = self.tokens(embedding).unflatten(1, (self.num_tokens, -1)) if self.num_tokens else None
+        return self.mlp(embedding), tokens
 
 
 def present(text: Tensor, num_patches: int) -> Tensor:

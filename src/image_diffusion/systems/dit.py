@@ -10,7 +10,7 @@ Defaults that differ from those of facebookresearch/DiT (docs/systems.md has all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,7 +35,20 @@ from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
 from image_diffusion.systems.embedding.features import FeaturePairs
-from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, all_but
+from image_diffusion.systems.embedding.pairs import ClipPairs, HashedPairs
+from image_diffusion.systems.given import (
+    CardUse,
+    Described,
+    Foreign,
+    Inputs,
+    Model,
+    Others,
+    Section,
+    Sections,
+    all_but,
+)
+
+_NOT_PREVIEWED = ("small_images", "embeddings", "compile")
 
 
 class DiTSystem(DiffusionSystem):
@@ -48,7 +61,7 @@ class DiTSystem(DiffusionSystem):
     objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     """What the network predicts, and how its error is weighed. Labels are dropped where the data have any."""
     condition: Condition = LabelCondition()
-    """What the network is told of an image, beside the noise: its class, or words."""
+    """What the network is told of an image, beside the noise: its class, words, or its embedding."""
     alignment: Alignment | None = None
     """What its tokens are held against while it learns: the features of a teacher, in the section pairs. Unset:
     nothing."""
@@ -56,12 +69,14 @@ class DiTSystem(DiffusionSystem):
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
         "pairs": Section(
-            Annotated[CaptionPairs | FeaturePairs, Field(discriminator="type")],
+            Annotated[CaptionPairs | FeaturePairs | HashedPairs | ClipPairs, Field(discriminator="type")],
             None,
             example="{type: captions}",
             optional=True,
         ),
-        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "compile")),
+        "preview": Section(
+            SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "embeddings", "compile")
+        ),
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
 
@@ -81,12 +96,14 @@ class DiTSystem(DiffusionSystem):
     def check(self, experiment: Sections, others: Others) -> None:
         self._check_pairs(experiment.section("pairs"))
         if self.told_words:
-            self.condition.check_captions(experiment.section("pairs").num_captions)
+            self.condition.check_pairs(experiment.section("pairs"))
         if self.alignment is not None:
             self.alignment.check(self.network.shape.depth, self.objective)
         super().check(experiment, others)
         if self.told_words and experiment.section("evaluate").likelihood is not None:
-            raise ValueError("evaluate.likelihood is set, but is not measured of networks that are told words.")
+            raise ValueError(
+                "evaluate.likelihood is set, but is not measured of networks that are told words or embeddings."
+            )
         if not self.told_words and self.drops_labels and not self.network.null_label:
             raise ValueError(
                 f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
@@ -95,31 +112,37 @@ class DiTSystem(DiffusionSystem):
         if experiment.section("export").format == "diffusers":
             if self.told_words:
                 raise ValueError(
-                    "Diffusers' DiTPipeline is told classes, but this network words. Set export.format to pipeline."
+                    "Diffusers' DiTPipeline is told classes, but this network words or embeddings. Set export.format "
+                    "to pipeline."
                 )
             check_pipeline(self, experiment.codec)
 
-    def _check_pairs(self, pairs: CaptionPairs | FeaturePairs | None) -> None:
+    def inputs(self, experiment: Sections) -> Inputs:
+        return replace(super().inputs(experiment), embeddings=self.condition.draws(experiment.section("sample")))
+
+    def _check_pairs(self, pairs: CaptionPairs | FeaturePairs | HashedPairs | ClipPairs | None) -> None:
         """Raise ValueError unless there is what the system reads beside its data, and nothing else."""
         if self.told_words and self.alignment is not None:
             raise ValueError(
-                "system.condition.type is text and system.alignment is set, but one set is read beside the images: "
-                "captions or features. Leave one of the two out."
+                f"system.condition.type is {self.condition.type} and system.alignment is set, but one set is read "
+                f"beside the images: {self.condition.reads} or features. Leave one of the two out."
             )
         wanted = self.reads_beside
         if pairs is not None and wanted is None:
             raise ValueError(
                 "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the "
-                "condition to text."
-                if pairs.type == "captions"
+                f"condition to {'text' if pairs.kind == 'captions' else 'embedding'}."
+                if pairs.kind != "features"
                 else "pairs is set, but system.alignment is not: nothing reads it. Leave it out, or add "
                 "system.alignment: {block: 1}, say."
             )
-        if wanted is not None and (pairs is None or pairs.type != wanted):
-            key = "system.condition.type is text" if self.told_words else "system.alignment is set"
+        if wanted is not None and (pairs is None or pairs.kind != wanted):
+            of = self.condition.type
+            key = f"system.condition.type is {of}" if self.told_words else "system.alignment is set"
             there = "pairs is missing" if pairs is None else f"pairs.type is {pairs.type}"
+            example = "hashed" if wanted == "pairs" else wanted
             raise ValueError(
-                f"{key}, but {there}: where are the {wanted}? Add a section, such as pairs: {{type: {wanted}}}."
+                f"{key}, but {there}: where are the {wanted}? Add a section, such as pairs: {{type: {example}}}."
             )
 
     def check_asked(self, section: str, settings: SampleConfig) -> None:
@@ -137,8 +160,10 @@ class DiTSystem(DiffusionSystem):
             return replace(batch, features=beside)
         return replace(batch, cond=batch.cond | self.condition.told(beside, batch.streams))
 
-    def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
-        return self.condition.asked(settings, pairs, count)
+    def asked(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, given: Shards | Sequence[Path] = ()
+    ) -> Asked:
+        return self.condition.asked(settings, pairs, count, given)
 
     @property
     def build_options(self) -> dict[str, Any]:

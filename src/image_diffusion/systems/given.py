@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -102,11 +102,12 @@ class Inputs:
     """What sampling and judging are given beside the data: the samples of another experiment, or a file.
 
     small_images: what is enlarged; "validation": the held-out crops made small. against: what samples are compared
-    with.
+    with. embeddings: what images are made of; "validation": those of held-out images.
     """
 
     small_images: SamplesOf | str | None = None
     against: SamplesOf | str | None = None
+    embeddings: SamplesOf | str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ class Others:
     """The experiments that one builds on, where it does.
 
     codec: trains its codec. small_images: makes what it enlarges. against: makes what its samples are compared with.
-    start: trains the weights that it starts from; start_codec: trains the codec of that.
+    start: trains the weights that it starts from; start_codec: trains the codec of that. embeddings: makes those that
+    its images are made of.
     """
 
     codec: Sections | None = None
@@ -122,6 +124,7 @@ class Others:
     against: Sections | None = None
     start: Sections | None = None
     start_codec: Sections | None = None
+    embeddings: Sections | None = None
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,8 @@ class Model:
 
     network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
     codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
-    the whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: what the manifest of the
-    shards beside its training data says of them; None where there were none.
+    the whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: what the manifest says of the
+    pairs that it learnt from, or of what lay beside its training data; None where there was neither.
     """
 
     network: nn.Module
@@ -178,32 +181,22 @@ class SampleSettings(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Number of images."""
+        """Number of samples."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Images made at once. Does not change them."""
+        """Samples made at once. Does not change them."""
         ...
 
     @property
     def num_jobs(self) -> int:
-        """How many jobs make the images."""
+        """How many jobs make the samples."""
         ...
 
     @property
     def first_seed(self) -> int:
-        """Seed of the first image; image number i has seed first_seed + i."""
-        ...
-
-    @property
-    def pictures(self) -> bool:
-        """Also keep each image as a PNG."""
-        ...
-
-    @property
-    def grid_images(self) -> int:
-        """Images in the picture grid.png."""
+        """Seed of the first sample; sample number i has seed first_seed + i."""
         ...
 
 
@@ -211,7 +204,8 @@ class SampleSettings(Protocol):
 class ToSample:
     """What the stage `sample` gives a system. settings: the section `sample`. codec: on the device that samples.
 
-    load: a weights folder -> its model. small_images: what is enlarged, where the command line names it.
+    load: a weights folder -> its model. small_images: what is enlarged, where the command line names it. embeddings:
+    what images are made of: the folder of some, or those of the pairs and of the crops of held-out images.
     """
 
     model: Model
@@ -219,10 +213,11 @@ class ToSample:
     codec: Codec
     load: Callable[[Path], Model]
     small_images: Path | None = None
+    embeddings: Sequence[Path] = ()
 
 
 class Maker(Protocol):
-    """Makes the images of the stage `sample`, each from its own seed.
+    """Makes the samples of the stage `sample`, each from its own seed.
 
     labels: of all images, int64 [N]; None without classes. titles: of all images, what is written under them in
     pictures; empty: nothing is. described: what samples.json tells of them, in place of the settings as they were
@@ -239,11 +234,51 @@ class Maker(Protocol):
     def described(self) -> dict[str, Any]: ...
 
     def __call__(self, rows: slice) -> Tensor:
-        """Some of the images, uint8 [n, C, H, W], on the CPU."""
+        """Some of the samples, on the CPU: images uint8 [n, C, H, W], or embeddings [n, dim]."""
         ...
 
     def pictures(self) -> dict[str, Image.Image]:
         """Pictures of how images come about, by the name of their file; "steps" is one of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToWrite:
+    """Samples that the stage `sample` is about to write.
+
+    batches: all of them, in order. made: what makes them. settings: the section `sample`. model: what makes them.
+    described: how they are made, for a JSON file beside them. output: where the command line wants them.
+    """
+
+    batches: Iterable[Tensor]
+    made: Maker
+    settings: Any
+    model: Model
+    described: dict[str, Any]
+    output: Path
+
+
+class SampleFiles(Protocol):
+    """What the samples of a system are, and how they are written.
+
+    kind: of the samples. one: what one of them is called. file: that the command names as its output.
+    """
+
+    @property
+    def kind(self) -> Literal["images", "embeddings"]: ...
+
+    @property
+    def one(self) -> str: ...
+
+    @property
+    def file(self) -> str: ...
+
+    def shown(self, settings: Any) -> int:
+        """How many of them a person looks at first."""
+        ...
+
+    def write(self, given: ToWrite) -> dict[str, Path]:
+        """Write them, and what describes them; pictures of them, by name."""
         ...
 
 

@@ -33,11 +33,24 @@ from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
 from image_diffusion.systems.embedding.hub_export import write_prior
+from image_diffusion.systems.embedding.making import EmbeddingFiles, PriorSampleConfig, check_sample, make_embeddings
 from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
 from image_diffusion.systems.embedding.prior_folder import check_diffusers, folder_of, read_folder, write_folder
 from image_diffusion.systems.embedding.published import check_fit, entry_of, is_prior, named_tensors, published, spec_of
 from image_diffusion.systems.embedding.reading import EmbeddingReading, ImageStatistics, Scaling
-from image_diffusion.systems.given import CardUse, Described, Foreign, Model, Others, Section, Sections, ToJudge
+from image_diffusion.systems.given import (
+    CardUse,
+    Described,
+    Foreign,
+    Maker,
+    Model,
+    Others,
+    SampleFiles,
+    Section,
+    Sections,
+    ToJudge,
+    ToSample,
+)
 from image_diffusion.systems.system import System
 
 
@@ -62,6 +75,7 @@ class PriorSystem(System):
     sections: ClassVar[Mapping[str, Section]] = {
         "pairs": Section(EmbeddingPairs, None, example="{type: hashed}"),
         "prediction": Section(PredictionConfig, PredictionConfig()),
+        "sample": Section(PriorSampleConfig, None, example="{prompts: [a photo of a dog]}", optional=True),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
         "optimizer": {"type": "adamw", "lr": 1.1e-4, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 6.02e-2},
@@ -80,6 +94,7 @@ class PriorSystem(System):
     mirrors: ClassVar = False
     scaled_by: ClassVar = ("image_scale", "image_statistics")
     judged_by: ClassVar = ("prediction",)
+    samples: ClassVar[SampleFiles] = EmbeddingFiles()
 
     @model_validator(mode="after")
     def _scaled_once(self) -> PriorSystem:
@@ -110,6 +125,8 @@ class PriorSystem(System):
                 f"off. Set system.network.max_text_len to {pairs.num_tokens}, or store fewer."
             )
         experiment.section("prediction").check(self)
+        if (sample := experiment.section("sample")) is not None:
+            check_sample(self, sample)
         if experiment.section("export").format == "diffusers":
             check_diffusers(self)
 
@@ -193,6 +210,9 @@ class PriorSystem(System):
         if format_ == "diffusers":
             return write_folder(self, model, folder)
         return write_prior(self, model, folder)
+
+    def maker(self, given: ToSample) -> Maker:
+        return make_embeddings(self, given)
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_prior(self, given)

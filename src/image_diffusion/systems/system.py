@@ -32,6 +32,7 @@ from image_diffusion.systems.given import (
     Others,
     Predict,
     Preview,
+    SampleFiles,
     Section,
     Sections,
     Served,
@@ -39,6 +40,7 @@ from image_diffusion.systems.given import (
     ToPreview,
     ToSample,
 )
+from image_diffusion.systems.images import ImageFiles
 from image_diffusion.systems.starting import Trained, fitted
 
 
@@ -67,6 +69,8 @@ class System(Config, ABC):
     positions: ClassVar[tuple[str, ...]] = ()
     """Tensors [1, N, D] of its network with a row for each place of a square grid: interpolated for another one."""
 
+    samples: ClassVar[SampleFiles] = ImageFiles()
+    """What the stage `sample` makes with it, where it has a section `sample`."""
     scaled_by: ClassVar[tuple[str, ...]] = ()
     """Keys of it that say how what is stored becomes x: a training goes on from weights of the same ones alone."""
 
@@ -167,11 +171,11 @@ class System(Config, ABC):
     # ---- What is made of the trained weights
 
     def maker(self, given: ToSample) -> Maker:
-        """What makes the images of the stage `sample`. Only of a system with a section `sample`.
+        """What makes the samples of the stage `sample`. Only of a system with a section `sample`.
 
         Raises ValueError for settings, weights or images that do not fit.
         """
-        raise ValueError(f"A system of type {self.type} makes no images. Sample an experiment with one that does.")
+        raise ValueError(f"A system of type {self.type} makes no samples. Sample an experiment with one that does.")
 
     def evaluations(self, settings: Any) -> int:
         """How often the network is called for one image of the section `sample`."""
@@ -218,6 +222,12 @@ def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
     codec. Raises ValueError when they do not fit."""
     images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
     return experiment.codec.spec(images, codec.system.latents if codec is not None else None)
+
+
+def makes(experiment: Sections, kind: str) -> bool:
+    """Whether the stage `sample` of an experiment makes samples of a kind."""
+    system = experiment.system
+    return "sample" in system.sections and experiment.section("sample") is not None and system.samples.kind == kind
 
 
 def name_of(system: type[System]) -> str:

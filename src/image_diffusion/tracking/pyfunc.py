@@ -48,8 +48,8 @@ def _load_pyfunc(path: str) -> Answers:
     def codec() -> Codec:
         return load_codec(model, folder / "codec", best_device())
 
-    samples = "sample" in system.sections
-    settings = load_sections(folder / "sample.yaml", ["sample"], system.sections)["sample"] if samples else None
+    given = folder / "sample.yaml"
+    settings = load_sections(given, ["sample"], system.sections)["sample"] if given.is_file() else None
     weaker = load_model(folder / "weaker") if (folder / "weaker").is_dir() else None
     return Answers(system.predictor(model, settings, codec, weaker))
 

@@ -54,6 +54,8 @@ class Files:
         paths = ["train/weights.safetensors", "train/model.json", "metrics.json"]
         if plan.makes_samples:
             paths += ["samples/samples.npz", "samples/samples.json", "samples/grid.png"]
+        if plan.makes_embeddings:
+            paths += ["samples/embeddings.json"]
         if plan.export != "none":
             paths += ["diffusers"]
         paths += [f"sweep/{axis}/curve.json" for axis in plan.sweep]
@@ -85,8 +87,10 @@ class Files:
 
         def configs(wildcards: Wildcards) -> list[str]:
             plan = self.plans.of(wildcards)
-            base = plan.small_images_experiment if stage in ("sample", "evaluate") else None
-            theirs = [self.plans.by_name[base].configs[each] for each in ("train", "sample")] if base else []
+            bases = (
+                [plan.small_images_experiment, plan.embeddings_experiment] if stage in ("sample", "evaluate") else []
+            )
+            theirs = [self.plans.by_name[base].configs[each] for base in bases if base for each in ("train", "sample")]
             start = plan.start_experiment if stage == "train" else None
             theirs += [self.plans.by_name[start].configs["train"]] if start else []
             return [plan.configs[each] for each in before if each in plan.configs] + theirs
@@ -212,6 +216,24 @@ class Files:
         """How `sample` is told where those lie."""
         held_out = self.plans.of(wildcards).small_images == "validation"
         return _option("--small-images", self.real_folder(wildcards) if held_out else self.small_images(wildcards))
+
+    def embeddings(self, wildcards: Wildcards) -> list[str]:
+        """What images are made of: the embeddings of a prior, those of the held-out images, or files."""
+        plan = self.plans.of(wildcards)
+        if plan.embeddings_experiment:
+            return [f"{self.results}/{plan.embeddings_experiment}/samples/embeddings.json"]
+        if plan.embeddings == "validation":
+            return [f"{self._dataset(plan)}/{part}/manifest.json" for part in (plan.pairs, "crops")]
+        if plan.embeddings is None:
+            return []
+        found = sorted(str(path) for path in Path(plan.embeddings).glob("*/*_*"))
+        return found or [f"{plan.embeddings}/img_emb/img_emb_0.npy"]  # which Snakemake says is missing
+
+    def embeddings_option(self, wildcards: Wildcards) -> list[str]:
+        """How `sample` is told where those lie."""
+        files, folder = self.embeddings(wildcards), self.plans.of(wildcards).embeddings
+        named = [folder] if folder not in (None, "validation") else [str(Path(path).parent) for path in files]
+        return _option("--embeddings", [each for each in named if each])
 
     def prompts(self, wildcards: Wildcards) -> Paths:
         """The file that prompts are read from, where there is one."""

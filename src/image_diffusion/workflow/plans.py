@@ -50,6 +50,10 @@ class Plan:
     """What is enlarged: `validation` or a file."""
     small_images_experiment: str | None
     """The experiment whose samples are enlarged."""
+    embeddings: str | None
+    """What images are made of: `validation` for the embeddings of held-out ones, or a folder."""
+    embeddings_experiment: str | None
+    """The experiment that makes those."""
     against: str | None
     """A file of images that samples are compared with, in place of real ones."""
     against_experiment: str | None
@@ -73,9 +77,11 @@ class Plan:
     prompts: str | None
     """The file that prompts are read from."""
     makes_samples: bool
-    """Whether `sample` makes anything."""
+    """Whether `sample` makes images."""
+    makes_embeddings: bool
+    """Whether `sample` makes embeddings."""
     sample_jobs: int
-    """Jobs that share the images."""
+    """Jobs that share those."""
     global_batch: int
     """Examples of one step of training."""
     detectors: list[str]
@@ -101,8 +107,8 @@ class Plan:
     @property
     def builds_on(self) -> list[str]:
         """The experiments that are made before it."""
-        named = (self.codec_experiment, self.small_images_experiment, self.against_experiment, self.start_experiment)
-        return [name for name in named if name]
+        named = (self.codec_experiment, self.small_images_experiment, self.embeddings_experiment)
+        return [name for name in (*named, self.against_experiment, self.start_experiment) if name]
 
     def of_tokens(self) -> Plan:
         """By which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""

@@ -16,7 +16,7 @@ _WEIGHTS = "weights.safetensors"
 class TrainedFiles:
     """The files that `sample` takes; None for those that an experiment has no use for, or a weights folder alone lacks.
 
-    name: what to call it. small_images: what it enlarges.
+    name: what to call it. small_images: what it enlarges. embeddings: what its images are made of.
     """
 
     name: str
@@ -24,6 +24,7 @@ class TrainedFiles:
     config: Path | None = None
     codec_weights: Path | None = None
     small_images: Path | None = None
+    embeddings: tuple[Path, ...] | None = None
 
 
 def find_trained(named: str, results: Path) -> TrainedFiles:
@@ -53,5 +54,8 @@ def _of_experiment(folder: Path) -> TrainedFiles:
     if not plan_file(results, name).is_file():
         return TrainedFiles(name, weights, found)
     files, of = Files(str(results), Plans({name: read_plan(plan_file(results, name))})), {"experiment": name}
-    codec, small = files.codec_option(of), files.small_images_option(of)
-    return TrainedFiles(name, weights, found, *(Path(each[1]) if each else None for each in (codec, small)))
+    codec, small = files.codec_option(of)[1:], files.small_images_option(of)[1:]
+    embeddings = tuple(map(Path, files.embeddings_option(of)[1:])) or None
+    return TrainedFiles(
+        name, weights, found, Path(codec[0]) if codec else None, Path(small[0]) if small else None, embeddings
+    )

@@ -10,7 +10,7 @@ Parts belong together by the number that their names end in.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import Stamp, stamp_of
+from image_diffusion.core.files import Stamp, atomic_write, stamp_of
 from image_diffusion.data.sources.listing import Item, Listing
 
 if TYPE_CHECKING:
@@ -191,6 +191,15 @@ def _column(path: Path, name: str) -> list[str]:
     return ["" if cell is None else str(cell) for cell in cells]
 
 
+def write_columns(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write a Parquet file with these columns, by name. Raises ValueError without pyarrow."""
+    parquet, _ = _pyarrow()
+    import pyarrow
+
+    with atomic_write(path) as file:
+        parquet.write_table(pyarrow.table({name: list(each) for name, each in columns.items()}), file)
+
+
 def _pyarrow() -> tuple[Any, tuple[type[Exception], ...]]:
     """The module that reads Parquet, and what it raises."""
     try:
@@ -198,7 +207,6 @@ def _pyarrow() -> tuple[Any, tuple[type[Exception], ...]]:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(
-            "data.source.type is embeddings, whose captions are Parquet: that needs the package pyarrow. Run: python "
-            "-m pip install pyarrow"
+            "The captions of embeddings are Parquet: that needs the package pyarrow. Run: python -m pip install pyarrow"
         ) from None
     return pyarrow.parquet, (pyarrow.ArrowException, OSError)

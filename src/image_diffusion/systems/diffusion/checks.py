@@ -11,6 +11,7 @@ from image_diffusion.systems.diffusion.likelihood import check_likelihood
 from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
 from image_diffusion.systems.diffusion.sweep import check_sweep
 from image_diffusion.systems.given import Others, Sections
+from image_diffusion.systems.system import makes
 
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
@@ -80,13 +81,38 @@ def _check_against(experiment: Sections, others: Others) -> None:
     """Whether the samples of two experiments can be compared."""
     if others.against is None:
         return
-    if "sample" not in others.against.system.sections:
+    if not makes(others.against, "images"):
         raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
     ours, theirs = ((each.data.channels, each.data.resolution) for each in (experiment, others.against))
     if ours != theirs:
         raise ValueError(
             f"evaluate.against.experiment makes images of {theirs[0]} x {theirs[1]} x {theirs[1]}, this one of "
             f"{ours[0]} x {ours[1]} x {ours[1]}. Compare images of one size."
+        )
+
+
+def check_embeddings(wanted: SamplesOf | str | None, experiment: Sections, prior: Sections | None) -> None:
+    """Raise ValueError where there are no embeddings of which images could be made, or a prior makes those of other
+    pairs. wanted: `Inputs.embeddings`."""
+    if wanted == "validation" and experiment.data.validation_fraction == 0:
+        raise ValueError(
+            "sample.embeddings is unset, so that images are made of the embeddings of held-out ones, but "
+            "data.validation_fraction is 0. Hold some images out, or name a prior: {experiment: NAME}."
+        )
+    if prior is None:
+        return
+    if not makes(prior, "embeddings"):
+        raise ValueError(
+            "sample.embeddings.experiment makes no embeddings. Name one with a prior and a section sample, such as "
+            "sample: {prompts: [a photo of a dog]}."
+        )
+    ours, theirs = (
+        (pairs.type, getattr(pairs, "clip", None)) for pairs in (each.section("pairs") for each in (experiment, prior))
+    )
+    if ours != theirs and theirs[0] != "files":  # of which nothing says by what they were embedded
+        raise ValueError(
+            f"sample.embeddings.experiment makes embeddings such as pairs of type {theirs[0]} hold, but the network "
+            f"learns from pairs of type {ours[0]}. Give both the same type, and the same clip."
         )
 
 
@@ -98,7 +124,7 @@ def check_small_images(system: DiffusionSystem, experiment: Sections, others: Ot
     if wanted == "validation" and data.validation_fraction == 0:
         raise ValueError("sample.small_images is validation, but data.validation_fraction is 0. Hold some images out.")
     if isinstance(wanted, SamplesOf) and base is not None:
-        if "sample" not in base.system.sections:
+        if not makes(base, "images"):
             raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
         if (base.data.resolution, base.data.channels) != (side, data.channels):
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.codec import Codec, Packed
 from image_diffusion.codecs.text.encoder import encode_captions
 from image_diffusion.codecs.text.known import encoder_of
+from image_diffusion.core.types import EMBEDDING, TEXT
 from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, requested_labels
 from image_diffusion.systems.hub.exported import ExportedModel, named
@@ -28,6 +29,7 @@ class ExportedDiffusion(ExportedModel):
         labels: list[int | str] | None,
         prompts: list[str] | None,
         negative_prompt: str,
+        image_embeds: Tensor | None,
         low_res: Tensor | None,
         num_steps: int | str | None,
         guidance_scale: float | None,
@@ -42,7 +44,7 @@ class ExportedDiffusion(ExportedModel):
         if guidance_scale is not None:
             chosen["guidance"] = {**chosen["guidance"], "guidance_scale": guidance_scale}
         classes, numbers = self.described["classes"], torch.tensor(seeds, dtype=torch.int64)
-        told, null = self._told(prompts, negative_prompt, len(seeds))
+        told, null = self._told(prompts, negative_prompt, image_embeds, len(seeds))
         if labels is not None and not self.spec.num_classes:
             raise ValueError("class_labels are given, but the model knows no classes. Leave them out.")
         known = classes if self.spec.num_classes else []
@@ -70,17 +72,25 @@ class ExportedDiffusion(ExportedModel):
         return codec
 
     def _told(
-        self, prompts: list[str] | None, negative_prompt: str, count: int
+        self, prompts: list[str] | None, negative_prompt: str, image_embeds: Tensor | None, count: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What `count` images are told in words, and what guidance leads away from."""
+        """What `count` images are told beside their class, and what guidance leads away from."""
         pairs = self.described["pairs"]
-        if not self.spec.conditions:
+        if (image_embeds is None) == (EMBEDDING in self.spec.conditions):
+            raise ValueError(
+                "image_embeds are given, but the model is told no embeddings. Leave them out."
+                if image_embeds is not None
+                else f"image_embeds is missing: the model is told embeddings, float [N, "
+                f"{self.spec.conditions[EMBEDDING][0]}]."
+            )
+        if TEXT not in self.spec.conditions:
             if prompts or negative_prompt:
                 raise ValueError("A prompt is given, but the model is told no words. Leave it out.")
-            return {}, {}
+            if image_embeds is None:
+                return {}, {}
+            return {EMBEDDING: image_embeds.float()[torch.arange(count) % len(image_embeds)]}, {}
         if not prompts:
             raise ValueError('prompt is missing: the model is told words, such as prompt="a photo of a dog".')
         encoded = encode_captions(encoder_of(pairs, self.device), [*prompts, negative_prompt])
-        name = next(iter(self.spec.conditions))
-        null = {name: encoded[-1]} if negative_prompt else {}
-        return {name: encoded[torch.arange(count) % len(prompts)]}, null
+        null = {TEXT: encoded[-1]} if negative_prompt else {}
+        return {TEXT: encoded[torch.arange(count) % len(prompts)]}, null

@@ -15,6 +15,7 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.encoding import EncodeConfig
+from image_diffusion.data.shards import Shards
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.nn.precision import Precision
@@ -25,7 +26,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.parameterization import LEARNED_VARIANCES, Variance
 from image_diffusion.systems.diffusion.asked import Asked
-from image_diffusion.systems.diffusion.checks import check_diffusion, check_small_images
+from image_diffusion.systems.diffusion.checks import check_diffusion, check_embeddings, check_small_images
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
 from image_diffusion.systems.diffusion.hub_export import write_diffusion
@@ -51,7 +52,7 @@ from image_diffusion.systems.given import (
 )
 from image_diffusion.systems.system import System
 
-_IN_WORDS = ("prompts", "negative_prompt")
+_IN_WORDS = ("prompts", "negative_prompt", "embeddings")
 
 
 class DiffusionSystem(System):
@@ -101,7 +102,7 @@ class DiffusionSystem(System):
 
     @property
     def told_words(self) -> bool:
-        """Whether its network is told words, in place of classes."""
+        """Whether its network is told words or embeddings, in place of classes."""
         return False
 
     @property
@@ -118,6 +119,7 @@ class DiffusionSystem(System):
         check_diffusion(self, experiment, others)
         super().check(experiment, others)
         check_small_images(self, experiment, others)
+        check_embeddings(self.inputs(experiment).embeddings, experiment, others.embeddings)
 
     def inputs(self, experiment: Sections) -> Inputs:
         return Inputs(experiment.section("sample").small_images, experiment.section("evaluate").against)
@@ -151,9 +153,12 @@ class DiffusionSystem(System):
             cond["low_res"] = shrink(x, self.low_resolution)
         return Batch(x, cond, streams)
 
-    def asked(self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int) -> Asked:
+    def asked(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, given: Shards | Sequence[Path] = ()
+    ) -> Asked:
         """What `count` images of a section are asked for with, beside seeds and classes. pairs: what the manifest of
-        the shards beside the training data says of itself. Raises ValueError for what cannot be asked."""
+        the shards beside the training data says of itself. given: `ToSample.embeddings`, or the held-out data of a
+        training. Raises ValueError for what cannot be asked."""
         return Asked()
 
     def check_asked(self, section: str, settings: SampleConfig) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.config import dump
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.systems.diffusion.exported import CODEC, ExportedDiffusion
 from image_diffusion.systems.given import CardUse, Model
 from image_diffusion.systems.hub.folder import Network, place_of, trained, write_hub_folder
@@ -42,8 +42,12 @@ def write_diffusion(system: DiffusionSystem, model: Model, codec: Codec, folder:
     return CardUse("unconditional-image-generation", "DiffusionPipeline", _code(system, model.spec))
 
 
+_TOLD = {TEXT: ', prompt="a photo of a dog"', EMBEDDING: ", image_embeds=embeddings"}
+
+
 def _code(system: DiffusionSystem, spec: DataSpec) -> str:
-    told = ', prompt="a photo of a dog"' if spec.conditions else ", class_labels=[0]" if spec.num_classes else ""
+    words = "".join(_TOLD[name] for name in spec.conditions)
+    told = words or (", class_labels=[0]" if spec.num_classes else "")
     more = ", image=small_images" if system.low_resolution else ""
     return (
         "# pip install diffusers pydantic\n"

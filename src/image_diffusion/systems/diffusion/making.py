@@ -40,7 +40,7 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
             f"network that it is to guide. Name a weaker network of the same data."
         )
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-    asked = system.asked(settings, model.pairs, len(seeds))
+    asked = system.asked(settings, model.pairs, len(seeds), given.embeddings)
     labels = _labels(model.spec, asked, settings, model.classes, seeds)
     enlarged = small_images(settings.small_images, given.small_images, system.low_resolution, model.spec, seeds)
     if enlarged is not None and model.classes:
@@ -53,6 +53,8 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
     described: dict[str, Any] = {"settings": dump(fitted(system, given.codec, settings))}
     if asked.titles:
         described["prompts"] = asked.titles
+    if asked.source:
+        described["embeddings"] = asked.source
     if enlarged is not None:
         described["enlarged"] = enlarged.source
     low_res = None if enlarged is None else enlarged.images
@@ -61,8 +63,10 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
 
 
 def _labels(spec: DataSpec, asked: Asked, settings: SampleConfig, classes: list[str], seeds: Tensor) -> Tensor | None:
-    """The class that each image is to show, int64 [N]; None where nothing says so. Of a network that is told words it
-    is for the judge alone: the class that every prompt names."""
+    """The class that each image is to show, int64 [N]; None where nothing says so. Of a network that is told words or
+    embeddings it is for the judge alone: the class that every prompt names, or that of the image that was embedded."""
+    if asked.labels is not None:
+        return asked.labels
     if not spec.num_classes:
         return classes_named(asked.titles, classes)
     return requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed)
@@ -106,7 +110,8 @@ def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
     settings, classes = given.settings, given.training.classes
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
     beside = given.training.beside
-    asked = system.asked(settings, beside.manifest["pairs"] if beside is not None else None, len(seeds))
+    pairs = beside.manifest["pairs"] if beside is not None else None
+    asked = system.asked(settings, pairs, len(seeds), given.held_out)
     labels = _labels(given.spec, asked, settings, classes, seeds)
     low_res: Tensor | None = None
     if system.low_resolution is not None:

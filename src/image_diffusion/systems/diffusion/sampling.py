@@ -76,6 +76,9 @@ class SampleConfig(Config):
     """What a super-resolution network enlarges: {experiment: NAME} for the samples of another experiment, validation
     for the held-out images made small, so that the result can be compared with them, or a path of a samples.npz. Seed s
     takes image s modulo their number, and the image's label in place of `labels`."""
+    embeddings: SamplesOf | str | None = None
+    """Of a network that is told embeddings: {experiment: NAME} for those that a prior makes of its prompts, or a folder
+    of them as clip-retrieval writes it; unset: those of held-out images. Seed s takes number s modulo their number."""
     decoder: str | None = None
     """Another autoencoder of the same latents that decodes them (a folder or a name on the Hub), such as the mse one of
     Stable Diffusion for latents of its ema one, or a small one for previews; unset: the codec's own. Nothing is encoded

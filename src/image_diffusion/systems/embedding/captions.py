@@ -24,6 +24,8 @@ from image_diffusion.systems.embedding.given import Given
 class CaptionPairs(Config):
     """Images and their captions, which a text encoder encodes once; they are stored beside the latents."""
 
+    kind: ClassVar[str] = "captions"
+    """Of the shards."""
     type: Literal["captions"] = "captions"
     """The captions of the crops, encoded; for system.condition text."""
     captions: Captions = ClassCaptions()

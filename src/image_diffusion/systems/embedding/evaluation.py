@@ -22,8 +22,8 @@ from image_diffusion.data.pairs import IMAGE
 from image_diffusion.data.shards import Shards, Split, open_shards
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.moments import block_of_each
-from image_diffusion.metrics.similarity import other_captions, similarities, similarity_estimates
-from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.metrics.similarity import baselines, other_captions, similarities, similarity_estimates
+from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling, check_guided
 from image_diffusion.systems.given import ToJudge
 from image_diffusion.systems.system import on_best_device
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from image_diffusion.systems.prior import PriorSystem
 
 _EPOCH = 2**31 - 1  # no pass over the training data gets this number
+_KNOWN = 100_000  # training pairs among which the nearest caption is looked for, at most
 
 
 class PredictionConfig(EmbeddingSampling):
@@ -48,12 +49,7 @@ class PredictionConfig(EmbeddingSampling):
 
     def check(self, system: PriorSystem) -> None:
         """Raise ValueError where steps or guidance do not fit the system."""
-        if self.guidance_scale != 1 and not system.objective.learns_nulls:
-            raise ValueError(
-                f"prediction.guidance_scale is {self.guidance_scale}, but the network never learns to do without "
-                f"caption and image. Use 1, or set system.objective.text_drop_probability and image_drop_probability "
-                f"above 0."
-            )
+        check_guided("prediction", self, system)
         for count in self.num_steps:
             if not 1 <= count <= system.process.num_timesteps:
                 raise ValueError(
@@ -87,8 +83,9 @@ def evaluate_prior(
     networks: in evaluation mode, on one device; "" is the one that is judged, others are named in their losses, as
     "online" for the weights without average. splits: by name; empty ones are left out. Metrics: loss_<split> with fixed
     noise and nothing dropped, and for each number of steps n the similarities (`metrics.similarity`) as <name>_<n>,
-    over the test split, or the last one that is not empty. report: a folder for similarities.png. Raises ValueError
-    where the data do not fit the network. Where a launcher started several processes, they share the pairs.
+    over the test split, or the last one that is not empty, with baselines from the training pairs. report: a folder for
+    similarities.png. Raises ValueError where the data do not fit the network. Where a launcher started several
+    processes, they share the pairs.
     """
     settings.check(system)
     sets = {name: data for name, data in splits.items() if data.num_samples}
@@ -110,6 +107,10 @@ def evaluate_prior(
         baseline = {name: each for name, each in shown.items() if name == "baseline_similarity"}
         found |= similarity_estimates(baseline)
         found |= {f"{name}_{count}": each for name, each in similarity_estimates(shown).items() if name not in baseline}
+    if split != "train" and "train" in sets:
+        text, image = _of(system, data, _count(data, settings))
+        known = _of(system, sets["train"], min(_count(sets["train"], settings), _KNOWN))
+        found |= similarity_estimates(baselines(text, image, *known))
     if report is not None:
         _plot(shown, f"{split} split, {settings.num_steps[-1]} steps", report / "similarities.png")
     how = {"split": split, "data": data.digest, "pairs": data.manifest.get("pairs"), "settings": dump(settings)}
@@ -120,6 +121,12 @@ def evaluate_prior(
         "classes": {},
         "protocol": protocol,
     }
+
+
+def _of(system: PriorSystem, data: Shards, count: int) -> tuple[Tensor, Tensor]:
+    """The embeddings of the first captions and of the first images of a split, [count, dim] each."""
+    pairs = data.gather(np.arange(count))
+    return system.caption(pairs)["text_embed"], pairs[:, IMAGE].float()
 
 
 def _count(data: Shards, settings: PredictionConfig) -> int:

@@ -23,6 +23,8 @@ from image_diffusion.systems.embedding.given import Given
 class FeaturePairs(Config):
     """Images and what a teacher sees in them, which is computed once; it is stored beside the latents or the crops."""
 
+    kind: ClassVar[str] = "features"
+    """Of the shards."""
     type: Literal["features"] = "features"
     """What a teacher sees in the crops; for system.alignment."""
     teacher: Annotated[InPipe | Dinov2, Field(discriminator="type")] = InPipe()

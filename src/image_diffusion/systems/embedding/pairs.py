@@ -38,6 +38,8 @@ PARTS = ("image", "text")
 
 
 class _Pairs(Config):
+    kind: ClassVar[str] = "pairs"
+    """Of the shards."""
     splits: Splits = Splits()
     """Shares of train, validation and test, by the hash of a pair's id."""
     dtype: Literal["float16", "float32"] = "float16"

@@ -47,6 +47,16 @@ class EmbeddingSampling(Config):
     """Embeddings made at once. Does not change them."""
 
 
+def check_guided(section: str, settings: EmbeddingSampling, system: PriorSystem) -> None:
+    """Raise ValueError where a section guides a network that never learns to do without its conditions."""
+    if settings.guidance_scale != 1 and not system.learns_nulls:
+        raise ValueError(
+            f"{section}.guidance_scale is {settings.guidance_scale}, but the network never learns to do without "
+            f"caption and image. Use 1, or set system.objective.text_drop_probability and image_drop_probability "
+            f"above 0."
+        )
+
+
 class EmbeddingGenerator:
     """Makes image embeddings on the device of the network.
 

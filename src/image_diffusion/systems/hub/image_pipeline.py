@@ -27,6 +27,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         class_labels: list[int | str] | None = None,
         prompt: str | list[str] | None = None,
         negative_prompt: str = "",
+        image_embeds: Tensor | None = None,
         image: Tensor | None = None,
         num_images: int = 1,
         num_inference_steps: int | str | None = None,
@@ -41,6 +42,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
 
         seeds: an image each; left out, `num_images` are drawn from `generator`. class_labels: numbers or names of
         classes, each in turn; left out, every class in turn. prompt: of a model that is told words, each in turn.
+        image_embeds: of a model that is told embeddings, float [N, dim], each in turn.
         image: of a model that enlarges, float [N, C, h, w] in [-1, 1]. sampler: a sampler of image-diffusion, such as
         {"type": "ddim", "num_steps": 50}; left out, the one that its kind of model is usually sampled with.
         num_inference_steps: its steps. precision: float32, tf32 or bf16. output_type: "pil", "np" (uint8 [N, H, W, C])
@@ -54,6 +56,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
             class_labels,
             [prompt] if isinstance(prompt, str) else prompt,
             negative_prompt,
+            image_embeds,
             image,
             num_inference_steps,
             guidance_scale,
