@@ -144,8 +144,8 @@ class TokenTransformer(nn.Module):
         """What stands before the tokens, [B, P, D], and which of it there is, bool [B, P]; None: all."""
         if text is not None:
             embedding, words = self.text_embedder(text.to(self.pos_embed.dtype))  # [B, D], [B, L, D]
-            is_word = F.pad(text[:, 1:].any(dim=2), (1, 0), value=True)
-            return torch.cat([embedding[:, None], words], 1), is_word
+            is_word = F.pad(text[:, 1:].any(dim=2), (0, 1), value=True)
+            return torch.cat([words, embedding[:, None]], 1), is_word  # what is always there tells the first token
         if label is not None:
             return self.y_embedder(label)[:, None], None
         return self.start.expand(count, -1, -1), None
@@ -174,7 +174,9 @@ def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
     """Bool [B or 1, count, count]: each sees itself and what stands before it. there: bool [B, count], which there
     are; None: all."""
     before = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
-    return before if there is None else before & there[:, None, :]
+    if there is None:
+        return before
+    return before & there[:, None, :] | torch.eye(count, dtype=torch.bool, device=device)
 
 
 class Block(nn.Module):

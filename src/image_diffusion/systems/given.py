@@ -252,9 +252,10 @@ class ToJudge:
     """What the stage `evaluate` gives a system.
 
     model: None for samples from elsewhere. sections: those that `System.judged_by` names. data: the folder of crops, or
-    of pairs; encoded: of what the codec makes of the crops, where `System.judged_on_encoded` says so. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: what is
+    of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: what is
     compared with in place of a split; references: folders of what detectors have seen in the splits; previews: those
-    that training kept, in a folder for each fingerprint of a run; report: a folder for pictures. raw: loads the network
+    that training kept, in a folder for each fingerprint of a run; report: a folder for pictures. encoded: the
+    folder of what the codec makes of the crops, where `System.judged_on_encoded` says so. raw: loads the network
     with the weights that were not averaged, where they were kept.
     """
 

@@ -1,6 +1,6 @@
-"""Tokens: a transformer over the tokens of a discrete VAE, the second half of DALL-E (Ramesh et al. 2021); by default as
-MaskGIT, which fills in many tokens at once (Chang et al. 2022).
+"""Tokens: a transformer over the tokens of a discrete VAE, the second half of DALL-E (Ramesh et al. 2021).
 
+By default it is MaskGIT's, which fills in many tokens at once (Chang et al. 2022).
 """
 
 from __future__ import annotations

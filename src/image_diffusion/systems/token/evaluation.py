@@ -43,8 +43,9 @@ def bits_per_token(
     """The entry of metrics.json, and how it was measured; of a set that holds nothing out, nothing.
 
     Of a causal network it is -log2 p(tokens | class) / N, exact. Of another one it is the bound of Hoogeboom et al.
-    2022 ("Autoregressive diffusion models", section 3): the mean bits of k hidden tokens, k uniform in 1 … N; each image
-    is looked at with eight of them, one in each eighth of that range. Raises ValueError for tokens of another codec.
+    2022 ("Autoregressive diffusion models", section 3): the mean bits of k hidden tokens, k uniform in 1 … N; each
+    image is looked at with eight of them, one in each eighth of that range. Raises ValueError for tokens of another
+    codec.
     """
     data = open_shards(encoded, "validation")
     if data.manifest["codec"] != model.codec["identity"]:
