@@ -14,7 +14,7 @@ from image_diffusion.systems.system import System
 from image_diffusion.systems.tokens import TokensSystem
 
 AnySystem = Annotated[
-    DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | TokensSystem | DVAESystem | PriorSystem,
+    DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem | PriorSystem | TokensSystem,
     Field(discriminator="type"),
 ]
 
