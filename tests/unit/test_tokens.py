@@ -21,7 +21,7 @@ from image_diffusion.objectives.masked_tokens import MaskedTokens, hide
 from image_diffusion.objectives.next_token import NextToken
 from image_diffusion.samplers import Autoregressive, Masked, image_streams
 from image_diffusion.samplers.masked import hidden_counts
-from image_diffusion.samplers.token_sampler import Predictor, TokenSampler, at_step, cut, drawn
+from image_diffusion.samplers.token_sampler import Predictor, at_step, cut, drawn
 from image_diffusion.systems.token.evaluation import _bound
 from image_diffusion.systems.token.sampling import TokenGenerator, TokenSampleConfig
 from image_diffusion.systems.tokens import TokensSystem
@@ -145,7 +145,7 @@ def test_probabilities_are_cut_to_the_most_probable_tokens() -> None:
     ]
     for top_k, top_p, expected in cases:
         torch.testing.assert_close(cut(p.log(), top_k, top_p), torch.tensor([expected], dtype=torch.float64))
-    halved = TokenSampler(temperature=0.5).probabilities(p.log())
+    halved = Autoregressive(temperature=0.5).probabilities(p.log())
     torch.testing.assert_close(halved, p**2 / (p**2).sum())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 
 
-class TokenSampler(Config):
+class TokenSampler(Config, ABC):
     """How a token is drawn from what the network says of it."""
 
     temperature: float = Field(1.0, gt=0)
@@ -29,13 +30,13 @@ class TokenSampler(Config):
         return cut(logits.double() / self.temperature, self.top_k, self.top_p)
 
     @property
+    @abstractmethod
     def calls(self) -> int:
         """How often the network is called with all tokens of an image, or what takes as long."""
-        raise NotImplementedError
 
+    @abstractmethod
     def steps(self, predictor: Predictor, streams: Streams, places: int) -> Iterator[Tensor]:
         """The tokens after each step, int64 [B, places]; hidden ones are K. streams: of the images."""
-        raise NotImplementedError
 
 
 def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:

@@ -144,14 +144,18 @@ class MadeImages:
 
     def pictures(self) -> dict[str, Image.Image]:
         """steps: a row for each seed, what was predicted at ten steps evenly spread from the first to the last."""
-        steps = self._generator.trajectory(*self._of(slice(8)))
-        chosen = [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
+        chosen = ten_of(self._generator.trajectory(*self._of(slice(8))))
         return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
 
     def _of(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
         known = self.labels if self._told_labels else None
         labels, low_res = (None if each is None else each[rows] for each in (known, self._low_res))
         return self._seeds[rows], labels, low_res, self._asked.of(torch.arange(len(self._seeds))[rows])
+
+
+def ten_of(steps: list[Tensor]) -> list[Tensor]:
+    """Ten steps evenly spread from the first to the last; all, where there are no more."""
+    return [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
 
 
 def preview_images(system: MakesImages, given: ToPreview) -> Preview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from image_diffusion.samplers import Autoregressive, Masked, OfTokens
 from image_diffusion.samplers.masked import hidden_counts
 from image_diffusion.samplers.noise import image_streams
 from image_diffusion.samplers.token_sampler import Predictor
+from image_diffusion.systems.diffusion.making import ten_of
 from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
 from image_diffusion.systems.given import Sections
 
@@ -128,10 +130,7 @@ class TokenGenerator:
         """Uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N]. told: what else the network is
         told of each image, by name."""
         assert low_res is None
-        tokens = torch.empty(0)
-        for tokens in self._steps(seeds, labels, told or {}):  # noqa: B007 - the last ones are wanted
-            pass
-        return self._decode(tokens)
+        return self._decode(deque(self._steps(seeds, labels, told or {}), maxlen=1).pop())
 
     @torch.no_grad()
     def trajectory(
@@ -141,17 +140,14 @@ class TokenGenerator:
         low_res: Tensor | None = None,
         told: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
-        """The images after each step, grey where tokens are still hidden."""
-        return [self._with_gaps(tokens) for tokens in self._steps(seeds, labels, told or {})]
+        """The images after ten of the steps at most, grey where tokens are still hidden."""
+        return [self._with_gaps(tokens) for tokens in ten_of(list(self._steps(seeds, labels, told or {})))]
 
     def _steps(self, seeds: Tensor, labels: Tensor | None, told: Mapping[str, Tensor]) -> Iterator[Tensor]:
         given: dict[str, Any] = {"label": labels, **told}
         cond = {name: each.to(self._device) for name, each in given.items() if each is not None}
-        scale, streams = (
-            self.settings.guidance.guidance_scale,
-            image_streams(seeds.to(self._device), self.settings.seed),
-        )
-        predictor = Predictor(self._network, cond, self._nothing, scale, len(seeds))
+        streams = image_streams(seeds.to(self._device), self.settings.seed)
+        predictor = Predictor(self._network, cond, self._nothing, self.settings.guidance.guidance_scale, len(seeds))
         assert self.settings.sampler is not None
         with computes_in(self.settings.precision, self._device):
             yield from self.settings.sampler.steps(predictor, streams, self._spec.resolution**2)
