@@ -162,12 +162,12 @@ class TokenTransformer(nn.Module):
         return found
 
     def _initialise(self) -> None:
-        """N(0, 0.02), cut at two deviations, for every matrix and embedding; zero for biases and the last layer."""
+        """N(0, 0.02) for every matrix and embedding, zero for biases and the last layer."""
         for name, parameter in self.named_parameters():
             if name == "head.weight" or name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim > 1:
-                nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04)
+                nn.init.normal_(parameter, std=0.02)
 
 
 def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
