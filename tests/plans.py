@@ -31,6 +31,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "makes_embeddings": False,
         "sample_jobs": 1,
         "global_batch": 8,
+        "judged_on_encoded": False,
         "pairs_beside": False,
         "pairs_of_images": False,
         "pairs_of_source": False,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.codecs.pretrained import files_of
+from image_diffusion.codecs.tokens import tokens_of
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, to_yaml
@@ -50,10 +51,10 @@ START = "train.init_from.experiment"
 
 def built_on(experiment: Experiment) -> dict[str, str]:
     """The experiments that have to be made before this one, by the key that names them."""
-    codec, inputs = experiment.codec, experiment.system.inputs(experiment)
+    trained_by, inputs = experiment.codec.trained_by, experiment.system.inputs(experiment)
     start = experiment.train.init_from
     return {
-        **({CODEC: codec.experiment} if isinstance(codec, Trained) else {}),
+        **({CODEC: trained_by} if trained_by is not None else {}),
         **({SMALL_IMAGES: inputs.small_images.experiment} if isinstance(inputs.small_images, SamplesOf) else {}),
         **({EMBEDDINGS: inputs.embeddings.experiment} if isinstance(inputs.embeddings, SamplesOf) else {}),
         **({AGAINST: inputs.against.experiment} if isinstance(inputs.against, SamplesOf) else {}),
@@ -110,8 +111,10 @@ def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[st
 def _check_shared_data(found: dict[str, tuple[Path | str, Experiment]]) -> None:
     """Two experiments that name the same data set must describe it alike, since they share its files."""
     seen: dict[str, tuple[Path | str, Config]] = {}
-    for path, experiment in found.values():
+    for name, (path, experiment) in found.items():
         sections: dict[str, Config] = {experiment.data.folder: experiment.data}
+        if (tokens := own_tokens(name, experiment)) is not None:
+            sections[f"{experiment.data.folder}/{tokens_of(name)}"] = tokens
         if experiment.codec.name is not None:
             sections[f"{experiment.data.folder}/{experiment.codec.name}"] = encode_stage(experiment)
         if experiment.pairs is not None:
@@ -146,7 +149,15 @@ def decoder_files(experiment: Experiment) -> list[str]:
 def encode_stage(experiment: Experiment) -> EncodeStage:
     """What `encode` runs with, for an experiment that has a codec."""
     assert experiment.encode is not None
-    return EncodeStage(codec=experiment.codec.encoded_by(), encode=experiment.encode)
+    tokens = {"tokens": True} if experiment.codec.stores == "tokens" else {}
+    return EncodeStage(codec=experiment.codec.encoded_by(), encode=experiment.encode.model_copy(update=tokens))
+
+
+def own_tokens(name: str, experiment: Experiment) -> EncodeStage | None:
+    """What `encode` runs with for the tokens of an experiment that trains a discrete VAE; None: it keeps none."""
+    if experiment.encode is None or not experiment.encode.tokens:
+        return None
+    return EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
 
 
 def train_stage(name: str, experiment: Experiment) -> TrainStage:
@@ -206,10 +217,9 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         stages["sample"] = (own / "sample.yaml", {"sample": dump(experiment.section("sample"))})
     if codec is not None:
         stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", dump(encode_stage(experiment)))
-    tokens = None
-    if experiment.encode is not None and experiment.encode.tokens:
-        tokens = f"{name}-tokens"
-        own_codec = EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
+    own_codec = own_tokens(name, experiment)
+    tokens = tokens_of(name) if own_codec is not None else None
+    if own_codec is not None:
         stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", dump(own_codec))
     pairs = experiment.pairs
     if pairs is not None:
@@ -240,6 +250,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "against_experiment": others.get(AGAINST),
         "start_experiment": others.get(START),
         "tokens": tokens,
+        "judged_on_encoded": system.judged_on_encoded,
         "pairs": pairs.name if pairs is not None else None,
         "pairs_beside": system.reads_beside is not None,
         "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),

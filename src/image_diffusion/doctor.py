@@ -133,7 +133,7 @@ def decoding_seconds(training: Training, until: Deadline, count: int = 4) -> flo
     if not until.left_s:
         return None
     spec, codec = training.spec, training.decoder()
-    x = torch.randn(count, spec.channels, spec.resolution, spec.resolution, device=best_device())
+    x = training.stage.system.like_samples(spec, count).to(best_device())
     seconds = 0.0
     with tf32(True):
         for _ in range(2):

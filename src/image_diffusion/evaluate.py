@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
+    parser.add_argument("--encoded", type=Path, help="folder of what the codec made of --data; for a model of tokens")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument("--references", type=Path, nargs="+", help="folders that reference wrote, one a detector")
     parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
@@ -104,6 +105,7 @@ def to_judge(arguments: argparse.Namespace) -> ToJudge:
         arguments.references or [],
         arguments.previews,
         arguments.report,
+        arguments.encoded,
         raw,
     )
 

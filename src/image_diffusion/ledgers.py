@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.config import Config, load, merged
 from image_diffusion.core.files import digest
 from image_diffusion.core.inherited import read_inherited
@@ -178,20 +177,29 @@ def operations_of(experiment: Experiment, codec: Experiment | None = None) -> in
 
     codec: the experiment that trains its codec, where one does.
     """
-    is_pairs = "pairs" in experiment.system.reads
+    is_pairs, is_tokens = ("pairs" in experiment.system.reads), ("tokens" in experiment.system.reads)
     images = spec_of(experiment, codec)
     spec = DataSpec(channels=768, resolution=1) if is_pairs else images.model_copy(update={"num_classes": 1000})
-    if isinstance(experiment.codec, Trained):
+    if experiment.codec.trained_by is not None:
         coder: Any = KlCodec({}, _never, 1.0)
     else:
         coder = experiment.codec.build(None, None, torch.device("cpu"), torch.float32)
-    moments = (2, spec.channels, spec.resolution, spec.resolution)
+    grid = (spec.resolution, spec.resolution)
+    moments = (2, spec.channels, *grid)
     system: Any = experiment.system
 
     class Stored:
         num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), None
-        shape = (2, 768) if is_pairs else moments if experiment.codec.name is not None else moments[1:]
-        dtype = torch.uint8 if shape == moments[1:] else torch.float16
+        shape = (
+            (2, 768)
+            if is_pairs
+            else grid
+            if is_tokens
+            else moments
+            if experiment.codec.name is not None
+            else moments[1:]
+        )
+        dtype = torch.int32 if is_tokens else torch.uint8 if shape == moments[1:] else torch.float16
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
         batch: Batch = system.batch(stored, label, streams, spec, coder)
@@ -213,8 +221,8 @@ def _steps(budget: Budget, raw: Any, told: str, base: Path) -> int | None:
     if budget.operations is None:
         return budget.steps
     experiment = parse_experiment(raw, told)
-    codec = experiment.codec
-    other = load_experiment(base.with_name(f"{codec.experiment}.yaml")) if isinstance(codec, Trained) else None
+    trained_by = experiment.codec.trained_by
+    other = load_experiment(base.with_name(f"{trained_by}.yaml")) if trained_by is not None else None
     step = operations_of(experiment, other) * experiment.train.global_batch
     if budget.operations < step:
         raise ValueError(

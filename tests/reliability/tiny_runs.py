@@ -29,6 +29,7 @@ from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Netwo
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.systems.tokens import TokensSystem
 from image_diffusion.training import run as training_run
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
@@ -297,6 +298,7 @@ TINY: dict[str, dict[str, Any]] = {
         "network": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8},
         "objective": {"kl_weight": 0.1, "temperature": {"rate": 0.05}},
     },
+    "tokens": {"network": {"depth": 1, "width": 16, "num_heads": 2}},
     "prior": {
         "network": {
             "depth": 1,
@@ -321,6 +323,8 @@ def _small(kind: str) -> Callable[[World], Task]:
         system = parse(AnySystem, {"type": kind, **TINY[kind]}, kind)
         if isinstance(system, PriorSystem):
             return _small_prior(system)
+        if isinstance(system, TokensSystem):
+            return _small_tokens(system)
         features = (4, 8, 8) if kind == "aligned" else None
         told = {EMBEDDING: (32,)} if kind == "decoder" else {}
         spec = DataSpec(channels=4, resolution=8, num_classes=0 if told else 3, conditions=told, features=features)
@@ -347,6 +351,23 @@ def _small_prior(system: PriorSystem) -> Task:
         return system.pair_batch(stored.flatten(1, 2), streams)
 
     spec = DataSpec(channels=8, resolution=1)
+    return Task(
+        system.build_network(spec),
+        system.build_objective(spec),
+        prepare,
+        Latents(),
+        Latents(29, seed=1),  # type: ignore[arg-type]
+    )
+
+
+def _small_tokens(system: TokensSystem) -> Task:
+    """Four tokens, by the signs of two channels."""
+    spec = DataSpec(channels=4, resolution=8, num_classes=3)
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        signs = (stored > 0).long()
+        return system.batch(signs[:, 0] + 2 * signs[:, 1], label, streams, spec, codec=None)  # type: ignore[arg-type]
+
     return Task(
         system.build_network(spec),
         system.build_objective(spec),

@@ -18,6 +18,7 @@ from image_diffusion.codecs.autoencoders import Factors, Rae, as_declared
 from image_diffusion.codecs.codec import from_uint8, to_uint8
 from image_diffusion.codecs.published import Diffusers
 from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.codecs.tokens import TokensOf
 from image_diffusion.core.config import to_yaml
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
@@ -262,6 +263,21 @@ def test_the_codes_of_a_vq_model_are_its_tokens(written: Any) -> None:
     assert (tokens.decode(codes).int() - to_uint8(expected).int()).abs().max() <= 1
     with pytest.raises(ValueError, match="has no codebook"):
         Diffusers(weights=str(written("kl4")[0])).tokens(None, CPU, F32)
+
+
+def test_those_tokens_are_a_codec_of_their_own(written: Any) -> None:
+    folder, _ = written("vq")
+    chosen = TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(folder)}})
+    images = DataSpec(channels=3, resolution=32, num_classes=2)
+    assert chosen.spec(images, None) == DataSpec(channels=16, resolution=16, num_classes=2)
+    codec = chosen.build(None, None, CPU, F32)
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    stored = codec.encode(pixels).short()
+    x = codec.draw(stored, Streams(0, torch.arange(2), torch.arange(2)))
+    assert x.dtype == torch.int64 and torch.equal(x, stored.long()) and codec.decode(x).shape == pixels.shape
+    assert codec.identity == chosen.of.tokens(None, CPU, F32).identity and codec.identity["type"] == "vq_tokens"
+    with pytest.raises(ValueError, match="has no tokens"):
+        TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(written("kl4")[0])}}).spec(images, None)
 
 
 def test_what_does_not_fit_is_one_line_from_the_config_alone(written: Any, tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def test_decoding_is_timed_for_one_image() -> None:
             time.sleep(0.02 * len(x))
             return x
 
-    training = SimpleNamespace(spec=DataSpec(channels=2, resolution=4), decoder=Slow)
+    stage = SimpleNamespace(system=DiTSystem())
+    training = SimpleNamespace(spec=DataSpec(channels=2, resolution=4), decoder=Slow, stage=stage)
     assert decoding_seconds(training, Deadline(9)) == pytest.approx(0.02, rel=0.5)  # type: ignore[arg-type]
     assert decoding_seconds(training, Deadline(0)) is None  # type: ignore[arg-type]
 

@@ -64,7 +64,7 @@ def demo() -> dict[str, Any]:
     ("change", "message"),
     [
         ({"train": {"stpes": 3}}, "train.stpes is not a known key. Did you mean train.steps?"),
-        ({"codec": {"type": "vqgan"}}, "Unknown codec 'vqgan'. Known: rgb, stability_vae, diffusers, trained."),
+        ({"codec": {"type": "vqgan"}}, "Unknown codec 'vqgan'. Known: rgb, stability_vae, diffusers, trained, tokens."),
         ({"codec": {"experiment": "nowhere"}}, "nowhere.yaml is missing"),
         ({"data": {"resolution": 30}}, "Choose a multiple of"),
         ({"system": {"network": {"patch": 3}}}, "patches of 3"),

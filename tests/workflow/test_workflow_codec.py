@@ -1,4 +1,4 @@
-"""One graph from images through a discrete VAE to a diffusion model on its latents, each of them evaluated."""
+"""One graph from images through a discrete VAE to what its latents and its tokens are for, each of them evaluated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from projects import ROOT, Project, make_project
 
@@ -18,12 +19,12 @@ FROM_THE_CODEC_ON = {"train", "evaluate", "encode", "sample", "track", "report",
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project in which `micro_latent`, and the `micro_dvae` it needs, have been made. Its test does not change it."""
+    """A project in which `micro_latent`, `micro_tokens`, and the `micro_dvae` that both need, have been made."""
     project = make_project(tmp_path_factory.mktemp("latent") / "project")
-    for name in ("micro_dvae", "micro_latent"):
+    for name in ("micro_dvae", "micro_latent", "micro_tokens"):
         shutil.copy(ROOT / "tests" / "workflow" / f"{name}.yaml", project / "config/experiments")
     config = project / "config/config.yaml"
-    config.write_text(config.read_text().replace("experiments: [micro]", "experiments: [micro_latent]"))
+    config.write_text(config.read_text().replace("experiments: [micro]", "experiments: [micro_latent, micro_tokens]"))
     project.run()
     return project
 
@@ -42,6 +43,16 @@ def test_the_codec_has_written_its_data_set_as_tokens(latent: Project) -> None:
     assert tokens.manifest["kind"] == "tokens" and tokens.manifest["num_tokens"] == 8
     assert tokens.shape == (4, 4) and tokens.num_samples == 64 and tokens.classes == ["dark", "light"]
     assert sum(tokens.manifest["token_counts"]) == 2 * 64 * 16
+
+
+def test_a_transformer_over_those_tokens_makes_images_and_tells_their_bits(latent: Project) -> None:
+    made = latent / "results/micro_tokens"
+    metrics = json.loads((made / "metrics.json").read_text())
+    assert metrics["metrics"]["bits_per_token"]["value"] == pytest.approx(3, abs=0.5), "of 8 tokens, hardly trained"
+    assert metrics["protocol"]["bits_per_token"]["how"].startswith("a bound")
+    assert metrics["metrics"]["inpipe_fd"]["value"] is not None
+    assert np.load(made / "samples/samples.npz")["arr_0"].shape == (12, 16, 16, 3)
+    assert (made / "samples/steps.png").is_file() and (made / "tracked.json").is_file()
 
 
 def test_the_codec_is_judged_by_its_reconstructions(latent: Project) -> None:

@@ -10,6 +10,7 @@ rule evaluate:
         model=f"{results}/{{experiment}}/train/model.json",
         samples=files.samples,
         data=files.real_data,
+        encoded=files.judged_on,
         detector=files.detector,
         references=files.references,
         reference=files.reference,
@@ -44,6 +45,7 @@ rule evaluate:
     params:
         code=code["evaluate"],
         trained_by=files.trained_by_option,
+        encoded=files.judged_on_option,
         detector=files.detector_option,
         references=files.references_option,
         reference=files.reference_option,
@@ -54,6 +56,6 @@ rule evaluate:
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " {params.samples:q} --data {params.data:q} {params.detector:q} {params.references:q}"
+        " {params.samples:q} --data {params.data:q} {params.encoded:q} {params.detector:q} {params.references:q}"
         " {params.reference:q} --previews {params.previews:q}"
         " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

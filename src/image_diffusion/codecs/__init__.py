@@ -7,6 +7,7 @@ from pydantic import Field
 from image_diffusion.codecs.published import Diffusers
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.stability_vae import StabilityVae
+from image_diffusion.codecs.tokens import TokensOf
 from image_diffusion.codecs.trained import Trained
 
-CodecConfig = Annotated[Rgb | StabilityVae | Diffusers | Trained, Field(discriminator="type")]
+CodecConfig = Annotated[Rgb | StabilityVae | Diffusers | Trained | TokensOf, Field(discriminator="type")]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ class LatentShape(Protocol):
     @property
     def downsampling(self) -> int:
         """Pixels along an edge of the image for each element along an edge of the latent."""
+        ...
+
+
+@runtime_checkable
+class TokenShape(LatentShape, Protocol):
+    """The same of an autoencoder that has tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
         ...
 
 
@@ -128,6 +138,16 @@ class CodecSettings(Config, ABC):
     @abstractmethod
     def name(self) -> str | None:
         """The folder of what is encoded, beside the crops; None: nothing is."""
+
+    @property
+    def trained_by(self) -> str | None:
+        """The experiment that trains it; None: nothing has to be trained for it."""
+        return None
+
+    @property
+    def stores(self) -> Literal["crops", "latents", "tokens"]:
+        """The kind of shards that a network on it learns from."""
+        return "latents" if self.name is not None else "crops"
 
     @abstractmethod
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:

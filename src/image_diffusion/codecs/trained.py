@@ -34,6 +34,10 @@ class Trained(CodecSettings):
         """The folder of the latents."""
         return self.experiment
 
+    @property
+    def trained_by(self) -> str:
+        return self.experiment
+
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
         """What the data fix about a network on these latents. Raises ValueError when the images do not fit."""
         if autoencoder is None:

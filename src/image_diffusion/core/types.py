@@ -35,7 +35,7 @@ class DataSpec(Config):
     """What the data fix about a network, apart from what its user chose."""
 
     channels: int
-    """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding."""
+    """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding; the size of a codebook."""
     resolution: int
     """Height and width of x, in its own pixels; 1 for embeddings."""
     num_classes: int = 0
@@ -55,11 +55,11 @@ class DataSpec(Config):
 class Batch:
     """What an objective is given.
 
-    x: float32 [B, C, H, W] in the space the network works in. cond: what the network is conditioned on, by name:
-    "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim],
-    "embedding" float32 [B, dim], … . streams: the random numbers
-    of these samples. step: the number of the update that the batch is for, from 1; of the last one done, in validation;
-    0 outside training. features: what a teacher saw in these images, [B, D, h, w]; None: there is no teacher.
+    x: float32 [B, C, H, W] in the space the network works in; of tokens int64 [B, N]. cond: what the network is
+    conditioned on, by name: "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim],
+    "embedding" float32 [B, dim], … . streams: the random numbers of these samples. step: the number of the update that
+    the batch is for, from 1; of the last one done, in validation; 0 outside training. features: what a teacher saw in
+    these images, [B, D, h, w]; None: there is no teacher.
     """
 
     x: Tensor

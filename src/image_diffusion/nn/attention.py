@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,21 @@ from torch.nn import functional as F
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.linear import Linear
 from image_diffusion.nn.rotary import rotate
+
+
+@dataclass
+class KeyValues:
+    """What attention has seen so far of a sequence that grows, [B, heads, n, d] each; None: nothing."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of new tokens, and return those of all."""
+        if self.k is not None and self.v is not None:
+            k, v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        self.k, self.v = k, v
+        return k, v
 
 
 class SelfAttention(nn.Module):
@@ -35,10 +51,16 @@ class SelfAttention(nn.Module):
             self.context_k_norm = norm(width // num_heads) if norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None, angles: Tensor | None = None
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        angles: Tensor | None = None,
+        seen: KeyValues | None = None,
     ) -> Tensor:
         """[B, N, width] -> [B, N, width]. context: [B, L, width]; mask: bool [B, L + N], which tokens there are, those
-        of the context first; angles: [N, head width / 2], by which queries and keys of x turn (`nn/rotary.py`)."""
+        of the context first, or [B or 1, N, L + N], which of them each token sees; angles: [N, head width / 2], by
+        which queries and keys of x turn (`nn/rotary.py`); seen: the tokens before x, to which those of x are added."""
         B, N, width = x.shape
         qkv = self.qkv(x).view(B, N, 3, self.num_heads, width // self.num_heads)  # [B, N, 3, heads, d]
         q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))  # each [B, heads, N, d]
@@ -49,7 +71,10 @@ class SelfAttention(nn.Module):
             told = self.context_kv(context).view(B, -1, 2, self.num_heads, width // self.num_heads)
             told_k, told_v = (each.transpose(1, 2) for each in told.unbind(2))  # each [B, heads, L, d]
             k, v = torch.cat([self.context_k_norm(told_k), k], 2), torch.cat([told_v, v], 2)  # [B, heads, L + N, d]
-        mask = None if mask is None else mask[:, None, None, :]
+        if seen is not None:
+            k, v = seen.extended(k, v)
+        if mask is not None:
+            mask = mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
         out = F.scaled_dot_product_attention(q, k, v, mask)  # [B, heads, N, d]
         projected: Tensor = self.proj(out.transpose(1, 2).reshape(B, N, width))  # [B, N, width]
         return projected

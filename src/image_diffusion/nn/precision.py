@@ -35,12 +35,19 @@ def tf32(allowed: bool) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
 
 
+@contextmanager
+def computes_in(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Meanwhile networks compute in a precision."""
+    with tf32(precision != "float32"), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        yield
+
+
 def computing_in(network: Network, precision: Precision) -> Network:
     """The network, computing in a precision; what it is given and what it gives, one tensor or several, is of the type
     of x."""
 
     def call(x: Tensor, t: Tensor, /, **cond: Tensor) -> Any:
-        with tf32(precision != "float32"), torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with computes_in(precision, x.device):
             found: Any = network(x, t, **cond)
         return tuple(each.to(x.dtype) for each in found) if isinstance(found, tuple) else found.to(x.dtype)
 

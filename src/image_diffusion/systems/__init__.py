@@ -11,9 +11,11 @@ from image_diffusion.systems.iddpm import IddpmSystem
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.rin import RinSystem
 from image_diffusion.systems.system import System
+from image_diffusion.systems.tokens import TokensSystem
 
 AnySystem = Annotated[
-    DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem | PriorSystem, Field(discriminator="type")
+    DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem | PriorSystem | TokensSystem,
+    Field(discriminator="type"),
 ]
 
 SYSTEMS: tuple[type[System], ...] = get_args(get_args(AnySystem)[0])

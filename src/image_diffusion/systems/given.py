@@ -289,7 +289,8 @@ class ToJudge:
     model: None for samples from elsewhere. sections: those that `System.judged_by` names. data: the folder of crops, or
     of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote; reference: what is
     compared with in place of a split; references: folders of what detectors have seen in the splits; previews: those
-    that training kept, in a folder for each fingerprint of a run; report: a folder for pictures. raw: loads the network
+    that training kept, in a folder for each fingerprint of a run; report: a folder for pictures. encoded: the
+    folder of what the codec makes of the crops, where `System.judged_on_encoded` says so. raw: loads the network
     with the weights that were not averaged, where they were kept.
     """
 
@@ -302,6 +303,7 @@ class ToJudge:
     references: Sequence[Path] = ()
     previews: Path | None = None
     report: Path | None = None
+    encoded: Path | None = None
     raw: Callable[[], nn.Module | None] = lambda: None
 
 

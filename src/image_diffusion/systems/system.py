@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.codec import Codec, LatentShape
@@ -59,6 +60,8 @@ class System(Config, ABC):
     """Kinds of shards that it learns from."""
     mirrors: ClassVar[bool] = True
     """Whether what it learns from has a mirror image."""
+    judged_on_encoded: ClassVar[bool] = False
+    """Whether the stage `evaluate` also looks at what it learned from, as the codec encodes it."""
     judged_by: ClassVar[tuple[str, ...]] = ("evaluate",)
     """Sections that the stage `evaluate` runs with."""
     exports: ClassVar[tuple[str, ...]] = ()
@@ -81,6 +84,11 @@ class System(Config, ABC):
 
         The network is built of shapes alone, so that its own checks speak.
         """
+        if experiment.codec.stores not in self.reads:
+            raise ValueError(
+                f"codec.type is {experiment.codec.type}, but a system of type {self.type} learns from "
+                f"{' or '.join(self.reads)}, not from {experiment.codec.stores}. Name another codec."
+            )
         spec = spec_of(experiment, others.codec)
         self.check_network(spec)
         if others.start is not None:
@@ -180,6 +188,10 @@ class System(Config, ABC):
     def evaluations(self, settings: Any) -> int:
         """How often the network is called for one image of the section `sample`."""
         return 0
+
+    def like_samples(self, spec: DataSpec, count: int) -> Tensor:
+        """Anything in the form of what is decoded to `count` images, for timing it."""
+        return torch.randn(count, spec.channels, spec.resolution, spec.resolution)
 
     def sampled_in(self, settings: Any) -> Precision:
         """What the network computes in while it makes the images of a section."""

@@ -126,6 +126,14 @@ class Files:
         """The manifest of those."""
         return f"{self.real_folder(wildcards)}/manifest.json"
 
+    def judged_on(self, wildcards: Wildcards) -> Paths:
+        """The manifest of what the codec makes of those, where a model is judged on that too."""
+        return self.training_data(wildcards) if self.plans.of(wildcards).judged_on_encoded else []
+
+    def judged_on_option(self, wildcards: Wildcards) -> list[str]:
+        """How `evaluate` is told where that lies."""
+        return _option("--encoded", _folder(self.judged_on(wildcards)))
+
     def datasheet(self, wildcards: Wildcards) -> Paths:
         """What was found in the images of an experiment, where it looks at any."""
         plan = self.plans.of(wildcards)

@@ -62,6 +62,8 @@ class Plan:
     """The experiment whose weights it starts from."""
     tokens: str | None
     """The folder of the tokens that its own codec encodes the data set to."""
+    judged_on_encoded: bool
+    """Whether `evaluate` also looks at what its codec encodes the data set to."""
     pairs: str | None
     """The folder of its pairs of embeddings."""
     pairs_beside: bool

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.codec import Codec
@@ -30,9 +30,9 @@ from image_diffusion.systems.diffusion.checks import check_diffusion, check_embe
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
 from image_diffusion.systems.diffusion.hub_export import write_diffusion
-from image_diffusion.systems.diffusion.making import Images, image_columns, make_images, preview_images
+from image_diffusion.systems.diffusion.making import Generates, Images, image_columns, make_images, preview_images
 from image_diffusion.systems.diffusion.reading import Reading
-from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
 from image_diffusion.systems.diffusion.sweep import SweepConfig
 from image_diffusion.systems.given import (
     CardUse,
@@ -176,6 +176,18 @@ class DiffusionSystem(System):
     ) -> Denoiser:
         """The network as a sampler on `grid` sees it, for one batch of images. guide: a network -> the guided one."""
         return self.reading.denoiser(network, grid, cond, guide)
+
+    def generator(
+        self,
+        network: nn.Module,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
+    ) -> Generates:
+        """What makes images. Raises ValueError for a sampler or guidance that do not fit."""
+        return Generator(network, self, spec, codec, settings, weaker, null)
 
     def maker(self, given: ToSample) -> Maker:
         return make_images(self, given)

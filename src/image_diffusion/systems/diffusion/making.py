@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,20 +17,77 @@ from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.types import DataSpec
+from image_diffusion.data.shards import Shards
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
 from image_diffusion.systems.diffusion.prompts import classes_named
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, fitted, requested_labels
+from image_diffusion.systems.diffusion.sampling import SampleConfig, requested_labels
 from image_diffusion.systems.given import Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
 
 if TYPE_CHECKING:
     import pandas
 
-    from image_diffusion.systems.diffusion.family import DiffusionSystem
+
+class Generates(Protocol):
+    """Makes images from seeds, int64 [N], and labels, int64 [N] or none, on the device of its network.
+
+    settings: with what is taken from the model filled in. low_res: small images that are enlarged. told: what else each
+    image is asked for with, by name.
+    """
+
+    @property
+    def settings(self) -> SampleConfig: ...
+
+    def __call__(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        told: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Uint8 images [N, C, H, W]."""
+        ...
+
+    def trajectory(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        told: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The images after each step."""
+        ...
 
 
-def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
+class MakesImages(Protocol):
+    """What is asked here of a system that makes images."""
+
+    @property
+    def low_resolution(self) -> int | None:
+        """Side of the small images that it enlarges; None: it makes images from nothing."""
+        ...
+
+    def asked(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, given: Shards | Sequence[Path] = ()
+    ) -> Asked:
+        """What `count` images of a section are asked for with, beside seeds and classes."""
+        ...
+
+    def generator(
+        self,
+        network: nn.Module,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
+    ) -> Generates:
+        """What makes them. weaker: the network of `settings.weaker_weights`. null: what guidance leads away from."""
+        ...
+
+
+def make_images(system: MakesImages, given: ToSample) -> MadeImages:
     """What makes the images of the stage `sample`. Raises ValueError for what does not fit the model."""
     settings, model = given.settings, given.model
     weaker = given.load(Path(settings.weaker_weights)) if settings.weaker_weights else None
@@ -50,7 +107,8 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
                 "experiment with the same classes, or list their classes in sample.labels."
             )
         labels = labels if enlarged.labels is None else enlarged.labels
-    described: dict[str, Any] = {"settings": dump(fitted(system, given.codec, settings))}
+    generator = _generator(system, model, settings, given.codec, weaker, asked)
+    described: dict[str, Any] = {"settings": dump(generator.settings)}
     if asked.titles:
         described["prompts"] = asked.titles
     if asked.source:
@@ -58,7 +116,6 @@ def make_images(system: DiffusionSystem, given: ToSample) -> MadeImages:
     if enlarged is not None:
         described["enlarged"] = enlarged.source
     low_res = None if enlarged is None else enlarged.images
-    generator = _generator(system, model, settings, given.codec, weaker, asked)
     return MadeImages(generator, seeds, labels, low_res, described, asked, bool(model.spec.num_classes))
 
 
@@ -77,7 +134,7 @@ class MadeImages:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Generates,
         seeds: Tensor,
         labels: Tensor | None,
         low_res: Tensor | None,
@@ -93,11 +150,9 @@ class MadeImages:
         return self._generator(*self._of(rows))
 
     def pictures(self) -> dict[str, Image.Image]:
-        """steps: a row for each seed, the noise and what was predicted at nine steps from the first to the last."""
-        noise, *steps = self._generator.trajectory(*self._of(slice(8)))
-        chosen = [steps[round(i * (len(steps) - 1) / 8)] for i in range(9)] if len(steps) > 9 else steps
-        shown = torch.stack([noise, *chosen], dim=1).flatten(0, 1)
-        return {"steps": image_grid(shown, columns=1 + len(chosen))}
+        """steps: a row for each seed, from the noise to the last step's prediction."""
+        chosen = ten_of(self._generator.trajectory(*self._of(slice(8))))
+        return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
 
     def _of(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
         known = self.labels if self._told_labels else None
@@ -105,7 +160,12 @@ class MadeImages:
         return self._seeds[rows], labels, low_res, self._asked.of(torch.arange(len(self._seeds))[rows])
 
 
-def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
+def ten_of(steps: list[Tensor]) -> list[Tensor]:
+    """Ten steps evenly spread from the first to the last; all, where there are no more."""
+    return [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
+
+
+def preview_images(system: MakesImages, given: ToPreview) -> Preview:
     """Draws `step-NNNNNNN.png` and the same images as .npz. Raises ValueError for a class that does not exist."""
     settings, classes = given.settings, given.training.classes
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
@@ -118,7 +178,7 @@ def preview_images(system: DiffusionSystem, given: ToPreview) -> Preview:
         low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
 
     def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
-        generator = Generator(network, system, given.spec, given.codec(), settings, null=asked.null)
+        generator = system.generator(network, given.spec, given.codec(), settings, null=asked.null)
         images = generator(
             seeds, labels if given.spec.num_classes else None, low_res, asked.of(torch.arange(len(seeds)))
         )
@@ -139,7 +199,7 @@ class Images:
     """Makes images of a table's rows as `sample` does: each from its own seed."""
 
     def __init__(
-        self, system: DiffusionSystem, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
+        self, system: MakesImages, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
     ) -> None:
         self._generator = _generator(system, model, settings, codec, weaker, Asked())
         self._settings, self._classes = settings, model.classes
@@ -158,12 +218,12 @@ class Images:
 
 
 def _generator(
-    system: DiffusionSystem,
+    system: MakesImages,
     model: Model,
     settings: SampleConfig,
     codec: Codec,
     weaker: Model | None,
     asked: Asked,
-) -> Generator:
+) -> Generates:
     other = on_best_device(weaker) if weaker is not None else None
-    return Generator(on_best_device(model), system, model.spec, codec, settings, other, asked.null)
+    return system.generator(on_best_device(model), model.spec, codec, settings, other, asked.null)

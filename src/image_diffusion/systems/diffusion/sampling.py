@@ -139,7 +139,8 @@ class Generator:
         if settings.decoder is not None:
             codec = codec.with_decoder(settings.decoder, self._device)
         self._spec, self._system, self._codec = spec, system, codec
-        self._sampler, self._seed = fitted(system, codec, settings).sampler, settings.seed
+        self.settings = fitted(system, codec, settings)
+        self._sampler, self._seed = self.settings.sampler, settings.seed
         self._precision, self._whole_batch = settings.precision, settings.batch_size if settings.compile else 0
         self._grid = self._sampler.grid(system.process)
         nothing: dict[str, Tensor] = {}

@@ -1,0 +1,123 @@
+"""The tokens of a discrete codec, as the space that a network works in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, assert_never
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.codecs.autoencoders import Vq
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, Tokens, TokenShape, latent_spec
+from image_diffusion.codecs.published import Diffusers
+from image_diffusion.codecs.trained import Trained
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import DataSpec
+
+
+class TokensOf(CodecSettings):
+    """The tokens of a discrete VAE that another experiment trains, or of a published VQModel."""
+
+    type: Literal["tokens"] = "tokens"
+    """Tokens, for the system tokens."""
+    of: Annotated[Trained | Diffusers, Field(discriminator="type")]
+    """The codec that has them: {type: trained, experiment: …}, a discrete VAE, or {type: diffusers, weights: …}."""
+
+    @property
+    def name(self) -> str:
+        """The folder of the tokens: that in which a discrete VAE's own experiment leaves them (encode.tokens)."""
+        return tokens_of(self.of.name)
+
+    @property
+    def trained_by(self) -> str | None:
+        return self.of.trained_by
+
+    @property
+    def stores(self) -> Literal["tokens"]:
+        return "tokens"
+
+    @property
+    def files(self) -> list[Path]:
+        return self.of.files
+
+    def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
+        """Tokens have as many channels as there are of them. Raises ValueError for a codec that has none."""
+        match self.of:
+            case Trained():
+                if not isinstance(autoencoder, TokenShape):
+                    raise ValueError(
+                        f"codec.of.experiment is {self.of.experiment}, which trains no discrete VAE. Name an "
+                        f"experiment whose system is a dvae."
+                    )
+                return latent_spec(images, autoencoder.num_tokens, autoencoder.downsampling)
+            case Diffusers():
+                kind = self.of.kind
+                if not isinstance(kind, Vq):
+                    raise ValueError(f"codec.of.weights is {self.of.weights}, which has no tokens. Name a VQModel.")
+                return kind.spec(images).model_copy(update={"channels": kind.num_tokens})
+            case _:
+                assert_never(self.of)
+
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> TokenCodec:
+        return TokenCodec(self.of.tokens(weights, device, dtype))
+
+    def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> Tokens:
+        return self.of.tokens(weights, device, dtype)
+
+    def encoded_by(self) -> Any:
+        """The codec itself: who asks it for its tokens gets the same."""
+        return self.of.encoded_by()
+
+
+@dataclass(frozen=True)
+class TokenCodec:
+    """Tokens as a codec: x is int64 [B, h, w], and nothing is drawn."""
+
+    tokens: Tokens
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Plain data that tells these tokens from all others."""
+        return self.tokens.identity
+
+    @property
+    def bounded(self) -> bool:
+        """Tokens have no range."""
+        return False
+
+    def compile_encoder(self) -> None:
+        self.tokens.compile_encoder()
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        return self.tokens.encode(images)
+
+    def draw(self, stored: Tensor, streams: Streams) -> Tensor:
+        return stored.long()
+
+    def normalise(self, latent: Tensor) -> Tensor:
+        return latent
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        return self.tokens.decode(x)
+
+    def with_decoder(self, weights: str, device: torch.device) -> Codec:
+        """Raises ValueError: tokens have one decoder."""
+        raise ValueError(f"Tokens have no decoder that {weights} could replace. Leave sample.decoder out.")
+
+    def packed(self) -> Packed:
+        """Raises ValueError: nothing is exported with tokens."""
+        raise ValueError("A model of tokens cannot be exported. Set export.format to none.")
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        raise ValueError("A model of tokens cannot be exported. Set export.format to none.")
+
+
+def tokens_of(codec: str) -> str:
+    """The folder of the tokens of a codec whose latents lie in a folder of this name."""
+    return f"{codec}-tokens"

@@ -1,0 +1,197 @@
+"""A transformer over the tokens of a discrete codec, behind a prefix that tells what the image shows.
+
+Causal, it is the second stage of DALL-E (Ramesh et al. 2021, arXiv:2102.12092, section 2.2): what it says of a token
+follows from the tokens before it, row by row. Otherwise every token sees every other, and tokens may be hidden:
+MaskGIT (Chang et al. 2022, arXiv:2202.04200, section 3.1). The default size is MaskGIT's. Norms stand before attention
+and MLP, as in DALL-E; the last layer begins at zero, so that all tokens are equally probable at first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.types import TEXT, DataSpec
+from image_diffusion.networks.dit import LabelEmbedder, TextEmbedder
+from image_diffusion.nn.attention import KeyValues, SelfAttention
+from image_diffusion.nn.feedforward import Mlp
+from image_diffusion.nn.linear import Linear
+from image_diffusion.nn.rotary import rotary_angles
+
+
+class TokenTransformerConfig(Config):
+    """Size of the transformer."""
+
+    depth: int = Field(24, gt=0)
+    """Number of blocks."""
+    width: int = Field(768, gt=0)
+    """Channels of a token inside. Divisible by the number of heads."""
+    num_heads: int = Field(8, gt=0)
+    """Attention heads of a block."""
+    mlp_ratio: float = Field(4.0, gt=0)
+    """Hidden channels of a block's MLP, as a multiple of the width."""
+    rope: bool = False
+    """Turn queries and keys by row and column as well, beside the learned embedding of each place."""
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Dropout behind attention and MLP."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} must be divisible by num_heads {self.num_heads}. Change one of them.")
+        if self.rope and self.width // self.num_heads % 4:
+            raise ValueError(
+                f"rope turns pairs of channels for row and column, but width {self.width} over num_heads "
+                f"{self.num_heads} leaves {self.width // self.num_heads} a head, which 4 does not divide. Use other "
+                f"num_heads, or set rope to false."
+            )
+        return self
+
+    def build(self, spec: DataSpec, causal: bool = False) -> TokenTransformer:
+        """The network for tokens of `spec`, whose channels are as many as there are tokens; freshly initialised from
+        torch's global generator."""
+        return TokenTransformer(self, spec, causal)
+
+
+@dataclass
+class Past:
+    """What a causal network keeps of the tokens so far. blocks: of each block. told: bool [B, P], which tokens of the
+    prefix there are; None: all."""
+
+    blocks: list[KeyValues]
+    told: Tensor | None
+
+
+class TokenTransformer(nn.Module):
+    """Tokens [B, N], row by row, and label or caption -> logits [B, N, K]. `hidden`, K, stands for a hidden token."""
+
+    def __init__(self, config: TokenTransformerConfig, spec: DataSpec, causal: bool = False) -> None:
+        super().__init__()
+        width = config.width
+        self.config, self.spec, self.causal = config, spec, causal
+        self.hidden = spec.channels
+        self.x_embedder = nn.Embedding(spec.channels + (not causal), width)
+        self.pos_embed = nn.Parameter(torch.empty(1, spec.resolution**2, width))
+        if TEXT in spec.conditions:
+            self.text_embedder = TextEmbedder(spec.conditions[TEXT][-1], width)
+        elif spec.num_classes:
+            self.y_embedder = LabelEmbedder(spec.num_classes + 1, width)  # the last row stands for no label
+        else:
+            self.start = nn.Parameter(torch.empty(1, 1, width))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = Linear(width, spec.channels)
+        self._initialise()
+
+    def forward(self, tokens: Tensor, /, label: Tensor | None = None, text: Tensor | None = None) -> Tensor:
+        """Tokens int64 [B, N], label int64 [B] (num_classes: no label), text float [B, 1 + L, dim] (zeros: none) ->
+        logits [B, N, K], of a causal network those of each token given the ones before it.
+
+        Raises ValueError when shapes or conditions do not fit the network.
+        """
+        self._check(tokens, label, text)
+        prefix, told = self._prefix(len(tokens), label, text)  # [B, P, D]
+        count = tokens.shape[1] - self.causal
+        x = self.x_embedder(tokens[:, :count]) + self.pos_embed[:, :count]
+        x = torch.cat([prefix, x], 1)  # [B, P + N (- 1), D]
+        P, M = prefix.shape[1], x.shape[1]
+        mask = None if told is None else F.pad(told, (0, M - P), value=True)  # [B, M]
+        mask = _before(M, mask, x.device) if self.causal else mask
+        angles = self._angles(P, 0, count)
+        for block in self.blocks:
+            x = block(x, mask, angles)
+        return self._logits(x[:, P - self.causal :])
+
+    def begin(self, label: Tensor | None = None, text: Tensor | None = None, count: int = 1) -> tuple[Tensor, Past]:
+        """Of a causal network: the logits [B, K] of the first token, and what `go_on` needs. count: B, where nothing
+        is told."""
+        given = label if label is not None else text
+        prefix, told = self._prefix(count if given is None else len(given), label, text)
+        past = Past([KeyValues() for _ in self.blocks], told)
+        P = prefix.shape[1]
+        x, mask, angles = prefix, _before(P, told, prefix.device), self._angles(P, 0, 0)
+        for block, seen in zip(self.blocks, past.blocks, strict=True):
+            x = block(x, mask, angles, seen)
+        return self._logits(x[:, -1]), past
+
+    def go_on(self, token: Tensor, place: int, past: Past) -> Tensor:
+        """The logits [B, K] of the token behind `token`, int64 [B], which stands at `place`."""
+        x = (self.x_embedder(token) + self.pos_embed[:, place])[:, None]  # [B, 1, D]
+        mask = None if past.told is None else F.pad(past.told, (0, place + 1), value=True)
+        angles = self._angles(0, place, place + 1)
+        for block, seen in zip(self.blocks, past.blocks, strict=True):
+            x = block(x, mask, angles, seen)
+        return self._logits(x[:, -1])
+
+    def _check(self, tokens: Tensor, label: Tensor | None, text: Tensor | None) -> None:
+        if tokens.ndim != 2 or tokens.shape[1] != self.spec.resolution**2:
+            raise ValueError(
+                f"Tokens are {list(tokens.shape)}, but the network was built for {self.spec.resolution} x "
+                f"{self.spec.resolution} of them, [B, {self.spec.resolution**2}]. Use tokens of its own codec."
+            )
+        wanted = {"text": hasattr(self, "text_embedder"), "label": hasattr(self, "y_embedder")}
+        for (name, is_wanted), given in zip(wanted.items(), (text, label), strict=True):
+            if is_wanted != (given is not None):
+                raise ValueError(f"The network {'needs a' if is_wanted else 'takes no'} {name} of each image.")
+
+    def _prefix(self, count: int, label: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What stands before the tokens, [B, P, D], and which of it there is, bool [B, P]; None: all."""
+        if text is not None:
+            embedding, words = self.text_embedder(text.to(self.pos_embed.dtype))  # [B, D], [B, L, D]
+            is_word = F.pad(text[:, 1:].any(dim=2), (0, 1), value=True)
+            return torch.cat([words, embedding[:, None]], 1), is_word  # what is always there tells the first token
+        if label is not None:
+            return self.y_embedder(label)[:, None], None
+        return self.start.expand(count, -1, -1), None
+
+    def _angles(self, prefix: int, first: int, end: int) -> Tensor | None:
+        """By how much channels turn: those of a prefix do not, tokens do by their place, from `first` to `end`."""
+        if not self.config.rope:
+            return None
+        all_ = rotary_angles(self.config.width // self.config.num_heads, self.spec.resolution, self.pos_embed.device)
+        return F.pad(all_[first:end], (0, 0, prefix, 0))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+    def _initialise(self) -> None:
+        """N(0, 0.02) for every matrix and embedding, zero for biases and the last layer."""
+        for name, parameter in self.named_parameters():
+            if name == "head.weight" or name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+
+def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
+    """Bool [B or 1, count, count]: each sees itself and what stands before it. there: bool [B, count], which there
+    are; None: all."""
+    before = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
+    if there is None:
+        return before
+    return before & there[:, None, :] | torch.eye(count, dtype=torch.bool, device=device)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside a shortcut."""
+
+    def __init__(self, config: TokenTransformerConfig) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(config.width), SelfAttention(config.width, config.num_heads)
+        self.norm2, self.mlp = nn.LayerNorm(config.width), Mlp(config.width, round(config.width * config.mlp_ratio))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, seen: KeyValues | None = None
+    ) -> Tensor:
+        """[B, M, D] -> [B, M, D]. mask, angles, seen: of `SelfAttention`."""
+        x = x + self.dropout(self.attn(self.norm1(x), mask=mask, angles=angles, seen=seen))
+        out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return out

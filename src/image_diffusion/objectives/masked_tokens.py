@@ -1,0 +1,70 @@
+"""Tell hidden tokens from the others: masked visual token modeling (Chang et al. 2022, MaskGIT, equation 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Losses
+from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.objectives.next_token import bits_of
+
+
+class MaskedTokens(Config):
+    """Hidden tokens from all others; how many are hidden is drawn anew for each image."""
+
+    type: Literal["masked"] = "masked"
+    """Hidden tokens from all others."""
+    label_drop_probability: float = Field(0.1, ge=0, le=1)
+    """How often a class or caption is left out, for guidance. Where the data have any."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether the network sees the tokens before each alone."""
+        return False
+
+    def build(self, spec: DataSpec) -> MaskedTokensObjective:
+        """The objective for tokens of `spec`."""
+        return MaskedTokensObjective(LabelDropout(self.label_drop_probability, spec))
+
+
+class MaskedTokensObjective:
+    """A batch of tokens, x int64 [B, N] -> bits a hidden token, a mean over those of each image. Parts: "bits", the
+    same; "accuracy", of the most probable tokens.
+
+    A share cos(pi r / 2) of the tokens is hidden, r uniform in [0, 1): the cosine schedule of section 3.3.
+    """
+
+    def __init__(self, drop_labels: LabelDropout) -> None:
+        self._drop_labels = drop_labels
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        ratio, places = batch.streams.uniform("mask_ratio"), batch.x.shape[1]
+        hidden = hide(batch.streams, torch.ceil(torch.cos(math.pi / 2 * ratio) * places).long(), places)
+        bits, accuracy = hidden_bits(network, batch.x, hidden, self._drop_labels(batch, network))
+        return Losses(bits, {"bits": bits.detach(), "accuracy": accuracy}, ratio)
+
+
+def hide(streams: Streams, count: Tensor, places: int) -> Tensor:
+    """Which tokens of each image are hidden: `count` of them, int64 [B], 1 at least, any as likely as any other. Bool
+    [B, places]."""
+    rank = streams.uniform("mask_order", (places,)).argsort(dim=1, stable=True).argsort(dim=1)
+    hidden: Tensor = rank < count.clamp(1, places)[:, None]
+    return hidden
+
+
+def hidden_bits(network: Any, tokens: Tensor, hidden: Tensor, cond: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The mean of -log2 p over the hidden tokens of each image, and the share of them that is most probable, [B] each.
+
+    tokens: int64 [B, N]; hidden: bool [B, N].
+    """
+    logits = network(torch.where(hidden, network.hidden, tokens), **cond)
+    count = hidden.sum(1)
+    right = (logits.detach().argmax(2) == tokens) & hidden
+    return (bits_of(logits, tokens) * hidden).sum(1) / count, right.sum(1) / count

@@ -1,0 +1,59 @@
+"""All hidden tokens at once, of which the surest stay: parallel decoding (Chang et al. 2022, MaskGIT, section 3.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.samplers.token_sampler import Predictor, TokenSampler, at_step, drawn, ranks
+
+
+class Masked(TokenSampler):
+    """Many tokens in each step: all that are hidden are drawn, and the least sure are hidden again."""
+
+    type: Literal["masked"] = "masked"
+    """Many tokens in each step, for a network that was trained with hidden ones."""
+    num_steps: int = Field(8, ge=1)
+    """Steps; not more than there are tokens."""
+    confidence_noise: float = Field(4.5, ge=0)
+    """How much chance there is in which tokens stay: Gumbel noise that is added to the logarithm of a token's
+    probability, times this, falling to 0 with the steps. 0: the most probable stay, and images are alike."""
+
+    @property
+    def calls(self) -> int:
+        """A call in each step."""
+        return self.num_steps
+
+    def steps(self, predictor: Predictor, streams: Streams, places: int) -> Iterator[Tensor]:
+        """The tokens after each step, fewer of them hidden in each."""
+        tokens = torch.full((predictor.count, places), predictor.hidden, device=predictor.device)
+        hidden = torch.ones_like(tokens, dtype=torch.bool)
+        for step, still_hidden in enumerate(hidden_counts(places, self.num_steps)):
+            p, now = self.probabilities(predictor.whole(tokens)), at_step(streams, step)
+            found = drawn(p, now.uniform("token", (places,)))
+            tokens = torch.where(hidden, found, tokens)
+            chance = self.confidence_noise * (1 - (step + 1) / self.num_steps)
+            sure = p.gather(2, found[..., None])[..., 0].log() + chance * now.gumbel("confidence", (places,))
+            sure = sure.masked_fill(~hidden, torch.inf)  # what is known stays
+            hidden = ranks(sure) < still_hidden
+            tokens = tokens.masked_fill(hidden, predictor.hidden)
+            yield tokens
+
+
+def hidden_counts(places: int, num_steps: int) -> list[int]:
+    """How many of the tokens are still hidden after each step: a share cos(pi i / 2 T) of them after step i of T, but
+    one less than before at least, and none in the end. Raises ValueError for more steps than tokens."""
+    if num_steps > places:
+        raise ValueError(f"There are {num_steps} steps, but only {places} tokens. Use {places} steps at most.")
+    counts, before = [], places
+    for step in range(1, num_steps + 1):
+        share = math.floor(places * math.cos(math.pi / 2 * step / num_steps))
+        before = min(max(share, num_steps - step), before - 1)  # one for each step that is left
+        counts.append(before)
+    return counts
