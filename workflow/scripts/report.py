@@ -12,7 +12,7 @@ import base64
 import csv
 import html
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,26 @@ def metrics(path: Path) -> Iterator[str]:
         note = metric["note"] if doubt in (None, result.get("doubt")) else doubt
         lines.append([name, metric["value"], interval, metric["n"], *floor, note])
     yield rows(heads, lines)
+    yield from published(result.get("published", ()))
+    if tested := result.get("self_test"):
+        yield "<p>Self-test: real images beside as many others, and the same, blurred and faded.</p>"
+        told = [[name, *map(each.get, ("half", "degraded", "n"))] for name, each in tested.items()]
+        marks = ["right" if each["passed"] else "wrong" for each in tested.values()]
+        yield rows(["", "real", "degraded", "images", "order"], [[*a, b] for a, b in zip(told, marks, strict=True)])
     yield f"<details><summary>protocol</summary>{table(flat(result['protocol']))}</details>"
+
+
+def published(figures: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What others published beside ours."""
+    lines = []
+    for each in figures:
+        interval = " to ".join(f"{bound:.4g}" for bound in each["interval"] or [])
+        told = {True: "yes", False: "no", None: ""}[each["inside"]]
+        lines.append([each["metric"], each["value"], each["ours"], interval, told, " ".join(each["differences"])])
+        lines[-1][-1] += f" From: {each['source']}."
+    if lines:
+        yield "<h3>What others published</h3>"
+        yield rows(["", "published", "ours", "95 % interval of ours", "inside", "what was different there"], lines)
 
 
 def training(journal: Path, weights: Path) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import SamplesOf
 from image_diffusion.metrics import DetectorConfig
+from image_diffusion.metrics.cited import Cited
 from image_diffusion.metrics.detector import InPipe
 from image_diffusion.metrics.likelihood import LikelihoodConfig
 from image_diffusion.metrics.lpips import LpipsConfig
@@ -42,6 +43,8 @@ class EvaluateConfig(Config):
     attributes: Literal["painted_digits"] | None = None
     """Also measure whether images have what their prompts name: painted_digits, for digits of that source; unset:
     not."""
+    published: tuple[Cited, ...] = ()
+    """Figures that others published, to stand beside ours in metrics.json and on the page."""
     lpips: LpipsConfig | None = None
     """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
     batch_size: int = Field(256, ge=1)
