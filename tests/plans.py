@@ -30,6 +30,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "makes_samples": True,
         "sample_jobs": 1,
         "global_batch": 8,
+        "seeds": None,
         "pairs_beside": False,
         "pairs_of_images": False,
         "pairs_of_source": False,

@@ -23,6 +23,7 @@ from report import STYLE, picture
 from image_diffusion.core import command
 from image_diffusion.core.files import read_json, write_page, write_text
 from image_diffusion.core.history import read_journal
+from image_diffusion.metrics import differences as compared
 from image_diffusion.metrics.differences import Difference, Measured, differences, higher_is_better, is_ratio
 from image_diffusion.metrics.intervals import jackknife_deviation
 
@@ -34,6 +35,10 @@ METHOD = (
 HOW = (
     "What a row's seeds are apart is drawn towards what those of all rows are (Smyth 2004), and the interval is "
     "Welch's. "
+)
+ALONE = (
+    "Each seed trains its own weights and makes its own images. Two 95 % intervals of the mean: over seeds, what other "
+    "seeds would have changed (Student's t); over samples, what other images of the same weights would have."
 )
 NOT_MADE = "not made yet"
 OWN_STYLE = """td, th { border-bottom: 1px solid #ddd } td.number, td.verdict { white-space: nowrap }
@@ -141,6 +146,8 @@ def metrics_of(plan: Mapping[str, Any], rows: Sequence[Row], results: Path) -> l
     known = dict.fromkeys(metric for row in rows for run in row.runs for metric in run.metrics)
     if plan["metrics"]:
         return list(plan["metrics"])
+    if len(rows) == 1:
+        return list(known)
     headline = read_json(results / plan["rows"][0]["runs"][0] / "config" / "plan.json")["headline"]
     return [*(name for name in known if name.endswith("agreement")), *([headline] if headline in known else [])]
 
@@ -194,6 +201,20 @@ def table(rows: Sequence[Row], metrics: Sequence[str]) -> tuple[list[str], list[
     return heads, lines
 
 
+def levels(row: Row, metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of a row that is compared with none: a line for each metric."""
+    lines = []
+    for metric in metrics:
+        if measured := row.measured(metric):
+            found = compared.level(metric, measured)
+            between = [
+                f"{level(metric, each[0])} to {level(metric, each[1])}" if each else ""
+                for each in (found.over_seeds, found.over_samples)
+            ]
+            lines.append([metric, level(metric, found.value), *between, str(len(measured))])
+    return ["metric", "mean", "95 % over seeds", "95 % over samples", "seeds"], lines
+
+
 def failures(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Each run that there is nothing of, by row and seed, and why."""
     for row in rows:
@@ -204,6 +225,8 @@ def failures(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 def method(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     """How the intervals were made."""
+    if len(rows) == 1:
+        return ALONE
     only = {each.over for row in rows for each in row.differences.values()} <= {"samples only", None}
     over = "samples only, as there is one seed" if only and len(seeds) == 1 else "seeds and samples"
     return METHOD.format(over=over, how="" if len(seeds) == 1 else HOW)
@@ -211,27 +234,10 @@ def method(rows: Sequence[Row], seeds: Sequence[int]) -> str:
 
 def page(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str], results: Path) -> str:
     """The HTML."""
-    heads, lines = table(rows, metrics)
     name = html.escape(plan["ledger"])
-    bounds = {metric: [row.differences[metric] for row in rows if metric in row.differences] for metric in metrics}
-    reach = {
-        metric: max((abs(end) for each in found for end in each.interval or (each.value,)), default=0.0)
-        for metric, found in bounds.items()
-    }
-    out = [f"<h1>Ledger {name}</h1>", f"<p>{html.escape(summary(plan, rows))}</p>", "<table>"]
-    out.append("<tr>" + "".join(f"<th>{html.escape(head)}</th>" for head in heads) + "</tr>")
-    for row, cells in zip(rows, lines, strict=True):
-        changed = "<br>".join(f"<code>{html.escape(f'{key}: {value}')}</code>" for key, value in row.changes.items())
-        source = f"<br><small>{html.escape(row.source)}</small>" if row.source else ""
-        failed = sum(run.failed is not None for run in row.runs)
-        told = f'<br><strong style="color:#a3201b">{failed} of {len(row.runs)} failed</strong>' if failed else ""
-        below = f"<br>{changed}" if changed else ""
-        first = f"<td><strong>{html.escape(row.name)}</strong>{below}{source}{told}</td>"
-        shown = list(map(_cell, cells[1:]))
-        for number, metric in enumerate(metrics):
-            shown[3 * number + 2] = _verdict(row.differences.get(metric), reach[metric])
-        out.append(f"<tr>{first}{''.join(shown)}</tr>")
-    out += ["</table>", f"<p>{html.escape(method(rows, plan['seeds']))}</p>"]
+    out = [f"<h1>Ledger {name}</h1>", f"<p>{html.escape(summary(plan, rows))}</p>"]
+    out += _levels(rows[0], metrics) if len(rows) == 1 else _comparison(rows, metrics)
+    out.append(f"<p>{html.escape(method(rows, plan['seeds']))}</p>")
     if failed_runs := list(failures(rows)):
         out.append("<h2>Failed</h2>\n<ul>")
         out += [f"<li><strong>{html.escape(who)}</strong>: {html.escape(why)}</li>" for who, why in failed_runs]
@@ -254,6 +260,37 @@ def page(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str], r
     style = STYLE.replace("60rem", "90rem") + OWN_STYLE
     head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>Ledger {name}</title>\n'
     return f"{head}<style>{style}</style>\n" + "\n".join(out) + "\n</html>\n"
+
+
+def _levels(row: Row, metrics: Sequence[str]) -> list[str]:
+    """The table of a row that is compared with none."""
+    heads, lines = levels(row, metrics)
+    out = ["<table>", "<tr>" + "".join(f"<th>{html.escape(head)}</th>" for head in heads) + "</tr>"]
+    return [*out, *("<tr>" + "".join(map(_cell, cells)) + "</tr>" for cells in lines), "</table>"]
+
+
+def _comparison(rows: Sequence[Row], metrics: Sequence[str]) -> list[str]:
+    """The table of changes beside their base."""
+    heads, lines = table(rows, metrics)
+    bounds = {metric: [row.differences[metric] for row in rows if metric in row.differences] for metric in metrics}
+    reach = {
+        metric: max((abs(end) for each in found for end in each.interval or (each.value,)), default=0.0)
+        for metric, found in bounds.items()
+    }
+    out = ["<table>"]
+    out.append("<tr>" + "".join(f"<th>{html.escape(head)}</th>" for head in heads) + "</tr>")
+    for row, cells in zip(rows, lines, strict=True):
+        changed = "<br>".join(f"<code>{html.escape(f'{key}: {value}')}</code>" for key, value in row.changes.items())
+        source = f"<br><small>{html.escape(row.source)}</small>" if row.source else ""
+        failed = sum(run.failed is not None for run in row.runs)
+        told = f'<br><strong style="color:#a3201b">{failed} of {len(row.runs)} failed</strong>' if failed else ""
+        below = f"<br>{changed}" if changed else ""
+        first = f"<td><strong>{html.escape(row.name)}</strong>{below}{source}{told}</td>"
+        shown = list(map(_cell, cells[1:]))
+        for number, metric in enumerate(metrics):
+            shown[3 * number + 2] = _verdict(row.differences.get(metric), reach[metric])
+        out.append(f"<tr>{first}{''.join(shown)}</tr>")
+    return [*out, "</table>"]
 
 
 def _verdict(difference: Difference | None, reach: float) -> str:
@@ -287,12 +324,14 @@ def summary(plan: Mapping[str, Any], rows: Sequence[Row]) -> str:
         long = f"{budget['operations']:.3g} operations each"
     count = len({run.name for row in rows for run in row.runs})
     seeds = ", ".join(map(str, plan["seeds"]))
+    if len(rows) == 1:
+        return f"{plan['base']} with seeds {seeds}; {count} runs, {long}."
     return f"{len(rows) - 1} changes of {plan['base']}, one at a time; seeds {seeds}; {count} runs, {long}."
 
 
 def markdown(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str]) -> str:
     """The table for documents."""
-    heads, lines = table(rows, metrics)
+    heads, lines = levels(rows[0], metrics) if len(rows) == 1 else table(rows, metrics)
     numbers = ["---", *("--:" if head else ":--" for head in heads[1:])]
     out = [summary(plan, rows), "", *(f"| {' | '.join(cells)} |" for cells in (heads, numbers, *lines)), ""]
     out += [method(rows, plan["seeds"]), ""]
@@ -307,6 +346,7 @@ def as_csv(rows: Sequence[Row], metrics: Sequence[str], seeds: Sequence[int]) ->
     heads = ["row", "runs", "failed", "steps", "operations", "cpu_seconds", "images_per_second"]
     for metric in metrics:
         heads += [f"{metric}{part}" for part in ("", "_difference", "_low", "_high", "_verdict")]
+        heads += [f"{metric}_over_{noise}_{end}" for noise in ("seeds", "samples") for end in ("low", "high")]
         heads += [f"{metric}_seed_{seed}" for seed in seeds]
     writer.writerow(heads)
     for row in rows:
@@ -317,6 +357,10 @@ def as_csv(rows: Sequence[Row], metrics: Sequence[str], seeds: Sequence[int]) ->
             found = row.differences.get(metric)
             low, high = (found.interval if found else None) or (None, None)
             cells += [row.value(metric), found.value if found else None, low, high, found.verdict if found else None]
+            measured = row.measured(metric)
+            own = compared.level(metric, measured) if measured else None
+            bounds = (own.over_seeds, own.over_samples) if own else (None, None)
+            cells += [end for each in bounds for end in each or (None, None)]
             cells += [run.metrics[metric].value if metric in run.metrics else None for run in row.runs]
         writer.writerow(["" if cell is None else cell for cell in cells])
     return text.getvalue()
@@ -336,7 +380,7 @@ def main() -> None:
     write_text(arguments.ledger / "ledger.csv", as_csv(rows, metrics, plan["seeds"]))
     write_text(arguments.ledger / "ledger.md", markdown(plan, rows, metrics))
     write_page(arguments.ledger / "index.html", page(plan, rows, metrics, arguments.results))
-    for cells in table(rows, metrics)[1]:
+    for cells in (levels(rows[0], metrics) if len(rows) == 1 else table(rows, metrics))[1]:
         print("  ".join(filter(None, cells)))
     for who, why in failures(rows):
         print(f"failed: {who}: {why}")
