@@ -34,6 +34,8 @@ class EvaluateConfig(Config):
     """Samples in each split of the Inception Score."""
     infinity: bool = False
     """Also extrapolate the Fréchet distance to infinitely many samples."""
+    cmmd: bool = False
+    """Also measure CMMD, the kernel distance of embeddings of norm 1; meant for CLIP's (type: transformers)."""
     two_sample: bool = True
     """Also test how well samples can be told from real images."""
     copies: bool = True

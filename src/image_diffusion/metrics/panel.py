@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.classes import agreement, class_frechet, missing_classes
+from image_diffusion.metrics.cmmd import cmmd
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.doubt import floor_doubt
 from image_diffusion.metrics.features import Detected, Detector
@@ -74,6 +75,8 @@ def measure(
         made = _some(detected.features, settings.neighbour_references)
         found["kd"] = kernel_distance(made, real)
         found["mind"] = monge_distance(made, real)
+        if settings.cmmd:
+            found["cmmd"] = cmmd(made, real)
         found |= manifold_estimates(detected.features, real, settings.neighbours)
         if settings.two_sample:
             found["c2st"] = two_sample_test(detected.features, reference.detected.features)
