@@ -75,7 +75,11 @@ PICTURES = {
 
 def pictures(experiment: Path) -> Iterator[str]:
     """What `sample` and `evaluate` drew."""
-    for name, title in PICTURES.items():
+    of_judges = {
+        f"evaluation/{path.name}": f"Nearest training images by {path.stem.removeprefix('nearest-')}"
+        for path in sorted((experiment / "evaluation").glob("nearest-*.png"))
+    }
+    for name, title in (PICTURES | of_judges).items():
         if (experiment / name).is_file():
             yield f"<h2>{title}</h2>"
             yield from picture(experiment / name, title)

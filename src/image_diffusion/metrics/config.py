@@ -29,7 +29,8 @@ class EvaluateConfig(Config):
     neighbours: int = Field(3, ge=1, le=50)
     """k of precision, recall, density and coverage."""
     neighbour_references: int = Field(10_000, ge=10)
-    """Reference images used at most for precision and recall, and on either side for kd and mind (ADM: 10,000)."""
+    """Reference images used at most for precision and recall, and on either side for kd, cmmd and mind; samples and
+    held-out images at most for a detector's copies (ADM: 10,000)."""
     score_split: int = Field(5000, ge=10)
     """Samples in each split of the Inception Score."""
     infinity: bool = False
@@ -39,7 +40,7 @@ class EvaluateConfig(Config):
     two_sample: bool = True
     """Also test how well samples can be told from real images."""
     copies: bool = True
-    """Also search for each sample's nearest training images."""
+    """Also search for each sample's nearest training images, in pixels and as each detector sees them."""
     likelihood: LikelihoodConfig | None = None
     """Also measure the bits per dimension that the network gives to real images; unset: not."""
     attributes: Literal["painted_digits"] | None = None

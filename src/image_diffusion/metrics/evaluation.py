@@ -16,18 +16,18 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.metrics.classes import confusion
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.copies import find_copies
+from image_diffusion.metrics.copies import LEAST_HELD_OUT, Copies, copies_seen, find_copies
 from image_diffusion.metrics.curve import measure_previews, plot_curve
 from image_diffusion.metrics.doubt import doubts_of
 from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect, detect_each
-from image_diffusion.metrics.intervals import Estimate, mean_estimate
-from image_diffusion.metrics.moments import Gaussian, block_of_each
-from image_diffusion.metrics.panel import Reference, gaussians_of, judged, measure, with_floor
+from image_diffusion.metrics.intervals import Estimate, share_estimate
+from image_diffusion.metrics.moments import Gaussian
+from image_diffusion.metrics.panel import Reference, drawn, gaussians_of, judged, measure, with_floor
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
 from image_diffusion.metrics.references import is_statistics, read_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.metrics.seen import Seen, read_seen
-from image_diffusion.metrics.self_test import degraded_half, halves, look_and_test, self_test
+from image_diffusion.metrics.self_test import Part, degraded_half, halves, look_and_test, self_test
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def evaluate_samples(
     """
     _check(samples, data, settings, reference_file)
     known = read_seen(references, detectors, data.looked_at)
+    looked: Sequence[Mapping[str, Seen]] = []  # what detectors see in the splits, where they look at any
     statistics = [_statistics(reference_file, samples, each) if reference_file else None for each in detectors]
     made = detect_each(detectors, samples, settings.batch_size, "features of samples")
     if reference_file is not None and is_statistics(reference_file):
@@ -87,9 +88,9 @@ def evaluate_samples(
         against, described = _other_samples(reference_file, samples, data, detectors, settings)
         tested = look_and_test(detectors, data.train, settings.batch_size)
     else:
-        views = _views(data, detectors, settings, known)
-        against, described = _real(samples, data, detectors, settings, views)
-        tested = self_test(detectors, *_halves(data, views))
+        looked = _views(data, detectors, settings, known)
+        against, described = _real(samples, data, detectors, settings, looked)
+        tested = self_test(detectors, *_halves(data, looked))
     entries: dict[str, dict[str, Any]] = {}
     points: dict[int, dict[str, Any]] = {}
     for detector, seen, other in zip(detectors, made, against, strict=True):
@@ -97,7 +98,9 @@ def evaluate_samples(
         for point in measure_previews(previews or {}, detector, other.reference, _classes(detector, samples), settings):
             points.setdefault(point["step"], {}).update(point)
     if settings.copies:
-        entries["copies"] = _copies(samples, data, report)
+        entries["copies"] = _copies(find_copies(samples, data.train, data.validation), samples, data, report)
+        for detector, seen, real in zip(detectors, made, looked if data.train.num_samples > 1 else [], strict=False):
+            entries |= judged({"copies": _copies_seen(detector, seen, real, samples, data, settings, report)}, detector)
     curve = list(points.values())
     if report is not None and len(curve) > 1:
         plot_curve(curve, report / "curve.png")
@@ -268,15 +271,35 @@ def _first(detected: Detected, labels: Tensor | None, n: int) -> tuple[Detected,
     return detected.take(chosen), None if labels is None else labels[chosen]
 
 
-def _copies(samples: Samples, data: RealImages, report: Path | None) -> dict[str, Any]:
+def _copies_seen(
+    detector: Detector,
+    made: Detected,
+    real: Mapping[str, Seen],
+    samples: Samples,
+    data: RealImages,
+    settings: EvaluateConfig,
+    report: Path | None,
+) -> dict[str, Any]:
+    """The same as a detector sees them, of at most `neighbour_references` samples and held-out images."""
+    chosen = drawn(len(made), settings.neighbour_references)
+    held_out = real["validation"].detected.features if "validation" in real else None
+    if held_out is not None:
+        held_out = held_out[drawn(len(held_out), settings.neighbour_references)]
+    copies = copies_seen(made.features[chosen], real["train"].detected.features, held_out)
+    name = f"nearest-{detector.metric_name('copies')}.png"
+    return _copies(copies, Part(samples, chosen.numpy()), data, report, name)
+
+
+def _copies(
+    copies: Copies, samples: ImageSet, data: RealImages, report: Path | None, name: str = "nearest.png"
+) -> dict[str, Any]:
     """The share of samples nearer to a training image than 99 % of the held-out images are."""
-    copies = find_copies(samples, data.train, data.validation)
     if report is not None:
-        plot_copies(samples, data.train, copies, report / "nearest.png")
+        plot_copies(samples, data.train, copies, report / name)
     if copies.threshold is None:
-        note = "no threshold: it takes 100 held-out images"
+        note = f"no threshold: it takes {LEAST_HELD_OUT} held-out images"
         return Estimate(0, samples.num_samples, note=note).as_dict() | {"value": None}
-    estimate = mean_estimate(copies.flagged.to(torch.float64), block_of_each(samples.num_samples), 0, 1)
+    estimate = share_estimate(copies.flagged)
     return estimate.as_dict() | {"floor": 0.01, "floor_n": data.validation.num_samples, "ratio": estimate.value / 0.01}
 
 

@@ -118,6 +118,10 @@ def judged(entries: Mapping[str, dict[str, Any]], detector: Detector, suffix: st
 
 def _some(rows: Tensor, most: int) -> Tensor:
     """At most so many rows, drawn once and for all."""
-    if len(rows) <= most:
-        return rows
-    return rows[torch.from_numpy(np.sort(np.random.default_rng(0).permutation(len(rows))[:most]))]
+    return rows if len(rows) <= most else rows[drawn(len(rows), most)]
+
+
+def drawn(total: int, most: int) -> Tensor:
+    """Int64: at most so many positions of so many, in order, drawn once and for all."""
+    order = np.random.default_rng(0).permutation(total) if total > most else np.arange(total)
+    return torch.from_numpy(np.sort(order[:most]))
