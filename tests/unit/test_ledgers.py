@@ -164,8 +164,8 @@ def test_a_row_may_be_another_experiment_that_is_judged_alike(tmp_path: Path) ->
     (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"evaluate": {"neighbours": 5}}))
     with pytest.raises(ValueError, match="row theirs: two is judged on other data, or otherwise, than one"):
         expand(path, experiments)
-    path.write_text(yaml.safe_dump(raw | {"rows": [{"name": "theirs", "experiment": "twoo"}]}))
-    with pytest.raises(ValueError, match=r"row theirs: experiment is twoo, but .*Did you mean two"):
+    path.write_text(yaml.safe_dump(raw | {"rows": [{"name": "theirs", "experiment": "two1"}]}))
+    with pytest.raises(ValueError, match=r"row theirs: experiment is two1, but .*Did you mean two"):
         expand(path, experiments)
     path.write_text(yaml.safe_dump(raw | {"rows": [{"name": "theirs"}]}))
     with pytest.raises(ValueError, match="The row theirs needs either changes of the base or another experiment"):
