@@ -32,6 +32,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "sample_jobs": 1,
         "global_batch": 8,
         "judged_on_encoded": False,
+        "seeds": None,
         "pairs_beside": False,
         "pairs_of_images": False,
         "pairs_of_source": False,

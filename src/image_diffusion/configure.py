@@ -5,7 +5,8 @@
 Writes results/<experiment>/config/<stage>.yaml, what the stages of a data set share under
 results/datasets/<dataset>/config, and results/<experiment>/config/plan.json. A file is written only when its content
 changes, so that a comment in an experiment file re-runs nothing. An experiment that trains another one's codec, or
-makes the small images or the embeddings that its images are made of, is found beside it and configured too. A ledger
+makes the small images or the embeddings that its images are made of, is found beside it and configured too. One with
+train.seeds is followed by an experiment for each other seed, and results/ledgers/<experiment>-seeds/plan.json. A ledger
 (--ledgers config/ledgers/digits.yaml) becomes an experiment for each row and seed, and
 results/ledgers/<ledger>/plan.json.
 """
@@ -36,12 +37,12 @@ from image_diffusion.experiment import (
     load_experiment,
     schema,
 )
-from image_diffusion.ledgers import Expanded, expand
+from image_diffusion.ledgers import Expanded, expand, seeds_of
 from image_diffusion.ledgers import schema as ledger_schema
 from image_diffusion.systems.embedding.pairs import PairsConfig
 from image_diffusion.systems.given import Others
 from image_diffusion.systems.system import makes
-from image_diffusion.workflow.ledgers import ledger_file
+from image_diffusion.workflow.ledgers import ledger_file, seeds_ledger
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
@@ -262,6 +263,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "makes_embeddings": makes(experiment, "embeddings"),
         "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,
+        "seeds": seeds_ledger(name) if experiment.train.seeds else None,
         "detectors": [detector.type for detector in system.detectors(experiment)],
         "references": {each: str(path) for each, (path, _) in references.items()},
         "headline": system.headline(experiment),
@@ -306,6 +308,7 @@ def main() -> None:
         write_if_changed(arguments.schema, to_json(schema()))
         write_if_changed(arguments.schema.with_name("ledger.schema.json"), to_json(ledger_schema()))
     ledgers = [expand(path, arguments.bases) for path in arguments.ledgers]
+    ledgers += [ledger for path in arguments.experiments if (ledger := seeds_of(path)) is not None]
     for name, (_, experiment) in load_all(arguments.experiments, ledgers).items():
         write_stages(name, experiment, arguments.results)
     for ledger in ledgers:

@@ -1,4 +1,5 @@
 """A ledger: what single changes of one experiment are worth. Each row changes a few keys, each seed trains it again.
+An experiment with `train.seeds` is a ledger of one row.
 
 A file of config/ledgers becomes ordinary experiments, one for each row and seed. They are named by what they change,
 so that rows and ledgers that ask for the same run share it.
@@ -6,7 +7,7 @@ so that rows and ledgers that ask for the same run share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config import Config, load, merged
+from image_diffusion.core.config import Config, dump, load, merged
 from image_diffusion.core.files import digest
 from image_diffusion.core.inherited import read_inherited
 from image_diffusion.core.mistakes import nearest
@@ -27,6 +28,7 @@ from image_diffusion.experiment import Experiment, load_experiment, parse_experi
 from image_diffusion.systems.system import spec_of
 from image_diffusion.training.counted import counted
 from image_diffusion.training.parts import Task
+from image_diffusion.workflow.ledgers import seeds_ledger
 
 BASE = "base"
 """The name of the first row: the experiment that the others are compared with."""
@@ -53,10 +55,18 @@ class Row(Config):
 
     name: RunName
     """What the row is called."""
-    changes: dict[str, Any] = Field(min_length=1)
+    changes: dict[str, Any] = Field({})
     """What it changes of the base, as `--set` or a file would say it: {system.network.qk_norm: true}, or nested."""
+    experiment: str | None = None
+    """Another experiment, in place of changes of the base: the name of a file beside it, without .yaml."""
     source: str | None = None
     """Where the change comes from, in one line."""
+
+    @model_validator(mode="after")
+    def _is_something_else(self) -> Row:
+        if bool(self.changes) == (self.experiment is not None):
+            raise ValueError(f"The row {self.name} needs either changes of the base or another experiment.")
+        return self
 
 
 class Ledger(Config):
@@ -83,12 +93,17 @@ class Ledger(Config):
                 raise ValueError(f"Two rows are called {name}. Give each a name of its own.")
         seen: dict[str, str] = {}
         for row in self.rows:
-            other = seen.setdefault(digest(_nested(row.changes)), row.name)
+            other = seen.setdefault(digest([row.experiment, _nested(row.changes)]), row.name)
             if other != row.name:
                 raise ValueError(f"The rows {other} and {row.name} change the same. Leave one of them out.")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds are {list(self.seeds)}, one of them twice. A seed twice is the same run.")
+        check_seeds(self.seeds)
         return self
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise ValueError for a seed that stands twice."""
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds are {list(seeds)}, one of them twice. A seed twice is the same run.")
 
 
 @dataclass(frozen=True)
@@ -113,8 +128,9 @@ class Expanded:
 
     def plan(self) -> dict[str, Any]:
         """What the page and the rules have to know, as plain data."""
-        base: tuple[str, str | None, dict[str, Any]] = (BASE, None, {})
-        rows = [base, *((row.name, row.source, _flat(row.changes)) for row in self.ledger.rows)]
+        of = self.ledger.base
+        base: tuple[str, str | None, str, dict[str, Any]] = (BASE, None, of, {})
+        rows = [base, *((row.name, row.source, row.experiment or of, _told(row)) for row in self.ledger.rows)]
         runs = {(run.row, run.seed): run.name for run in self.runs}
         return {
             "ledger": self.name,
@@ -126,10 +142,11 @@ class Expanded:
                 {
                     "name": name,
                     "source": source,
+                    "experiment": experiment,
                     "changes": changes,
                     "runs": [runs[name, seed] for seed in self.ledger.seeds],
                 }
-                for name, source, changes in rows
+                for name, source, experiment, changes in rows
             ],
         }
 
@@ -140,18 +157,15 @@ def expand(path: Path, experiments: Path) -> Expanded:
     Raises ValueError with one line for each mistake, with the row that it is in.
     """
     ledger: Ledger = load(Ledger, path)
-    base = experiments / f"{ledger.base}.yaml"
-    if not base.is_file():
-        there = sorted(each.stem for each in experiments.glob("*.yaml"))
-        close = nearest(ledger.base, there)
-        advice = f" Did you mean {close}?" if close else f" Known: {', '.join(there)}."
-        raise ValueError(f"{path}: base is {ledger.base}, but {base} does not exist.{advice}")
-    load_experiment(base)  # a mistake in it is not one of the rows
-    raw, _ = read_inherited(base)
-    unchanged: tuple[str, dict[str, Any]] = (BASE, {})
+    base = _file(ledger.base, experiments, f"{path}: base")
+    unchanged: tuple[str, str, dict[str, Any]] = (BASE, ledger.base, {})
     runs: list[Run] = []
-    for row, changes in (unchanged, *((row.name, row.changes) for row in ledger.rows)):
+    for row, of, changes in (
+        unchanged,
+        *((row.name, row.experiment or ledger.base, row.changes) for row in ledger.rows),
+    ):
         told = f"{path}: row {row}"
+        raw = _raw(_file(of, experiments, f"{told}: experiment"))
         try:
             common = merged(_nested(ledger.changes), _nested(changes))
         except ValueError as error:
@@ -160,16 +174,82 @@ def expand(path: Path, experiments: Path) -> Expanded:
         if steps is not None:
             common = merged(common, {"train": {"steps": steps}})
         for seed in ledger.seeds:
-            own = merged(common, {"train": {"seed": seed}})
-            if _samples_have_a_seed(_with(raw, own), told):
-                own = merged(own, {"sample": {"seed": seed}})
-            name = f"{ledger.base}-{digest([ledger.base, own])[:8]}"
-            runs.append(Run(name, row, seed, told, parse_experiment(_with(raw, own), told)))
+            runs.append(_run(of, raw, common, row, seed, told))
+            if _judged(runs[-1].experiment, of != ledger.base) != _judged(runs[0].experiment, of != ledger.base):
+                raise ValueError(
+                    f"{told}: {of} is judged on other data, or otherwise, than {ledger.base}. "
+                    "Give both the same sections data and evaluate."
+                )
     rows: dict[str, str] = {}
     for run in runs:
         if (other := rows.setdefault(run.name, run.row)) != run.row:
             raise ValueError(f"{run.told} is the same as row {other}, with the budget and the changes of all rows.")
     return Expanded(path.stem, ledger, base, runs)
+
+
+def seeds_of(path: Path) -> Expanded | None:
+    """The ledger of one row that an experiment file with `train.seeds` is; None: it has none.
+
+    The run with its own seed is the experiment itself. Raises ValueError with one line for each mistake.
+    """
+    experiment = load_experiment(path)
+    seeds = experiment.train.seeds
+    if not seeds:
+        return None
+    told = f"{path}: train.seeds"
+    try:
+        check_seeds(seeds)
+    except ValueError as error:
+        raise ValueError(f"{path}: train.{error}") from None
+    if experiment.train.seed not in seeds:
+        raise ValueError(
+            f"{told} are {list(seeds)}, without train.seed {experiment.train.seed}. Set that to one of them."
+        )
+    raw, runs = _raw(path), []
+    for seed in seeds:
+        own = seed == experiment.train.seed
+        runs.append(
+            Run(path.stem, BASE, seed, str(path), experiment) if own else _run(path.stem, raw, {}, BASE, seed, told)
+        )
+    ledger = Ledger.model_construct(base=path.stem, seeds=seeds, rows=())
+    return Expanded(seeds_ledger(path.stem), ledger, path, runs)
+
+
+def _run(of: str, raw: Any, common: Mapping[str, Any], row: str, seed: int, told: str) -> Run:
+    """An experiment with the changes of a row and a seed, named by both."""
+    own = merged(common, {"train": {"seed": seed}})
+    if _samples_have_a_seed(_with(raw, own), told):
+        own = merged(own, {"sample": {"seed": seed}})
+    return Run(f"{of}-{digest([of, own])[:8]}", row, seed, told, parse_experiment(_with(raw, own), told))
+
+
+def _judged(experiment: Experiment, matters: bool) -> Any:
+    """What numbers of two experiments must have in common; nothing where one is the other with a change."""
+    if not matters:
+        return None
+    sections = {name: dump(experiment.section(name)) for name in experiment.system.judged_by}
+    for section in sections.values():
+        section.pop("published", None)
+    return dump(experiment.data), sections
+
+
+def _file(name: str, experiments: Path, told: str) -> Path:
+    """The file of an experiment, once it is one: a mistake in it is not one of the rows."""
+    path = experiments / f"{name}.yaml"
+    if not path.is_file():
+        there = sorted(each.stem for each in experiments.glob("*.yaml"))
+        close = nearest(name, there)
+        advice = f" Did you mean {close}?" if close else f" Known: {', '.join(there)}."
+        raise ValueError(f"{told} is {name}, but {path} does not exist.{advice}")
+    load_experiment(path)
+    return path
+
+
+def _raw(path: Path) -> dict[str, Any]:
+    """An experiment as it is written, over its base, without seeds of its own."""
+    raw: dict[str, Any] = read_inherited(path)[0]
+    train = {key: value for key, value in raw["train"].items() if key != "seeds"}
+    return raw | {"train": train}
 
 
 def operations_of(experiment: Experiment, codec: Experiment | None = None) -> int:
@@ -255,6 +335,11 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
             inner = {name: inner}
         found = merged(found, inner)
     return found
+
+
+def _told(row: Row) -> dict[str, Any]:
+    """What a row changes, a line each."""
+    return _flat(row.changes) if row.experiment is None else {"experiment": row.experiment}
 
 
 def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

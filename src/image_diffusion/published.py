@@ -18,6 +18,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import Config, dump, load, to_yaml
 from image_diffusion.core.files import sha256_file, write_text
 from image_diffusion.export import read_foreign
+from image_diffusion.metrics.cited import Cited
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 
 
@@ -39,6 +40,8 @@ class Published(Config):
     experiment: str | None = None
     """The experiment file that describes what the file does not tell, as --experiment of export does: its path from
     here."""
+    cited: tuple[Cited, ...] = ()
+    """What its authors measured of it, and what is different where its images are made here."""
     sample: SampleConfig
     """How images are made with it."""
 
@@ -72,6 +75,8 @@ def main() -> None:
     output: Path = arguments.output
     known = read_published(arguments.config, arguments.read, arguments.codec, output / "train")
     print(f"published: {known.what}. Licence: {known.licence}", flush=True)
+    for each in known.cited:
+        print(f"published: {each.metric} {each.value:g} ({each.source}). {' '.join(each.differences)}".rstrip())
     chosen = {} if arguments.num_samples is None else {"num_samples": arguments.num_samples}
     settings = output / "config" / "sample.yaml"
     write_text(settings, to_yaml({"sample": dump(known.sample) | chosen}))

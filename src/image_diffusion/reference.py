@@ -3,9 +3,9 @@
     python -m image_diffusion.reference --config reference.yaml --data crops --detector detector \
         --output references/inpipe
 
-Writes a folder: the features of every image, the statistics of both splits in the layout that ADM and EDM read, and
-reference.json, which says of which images and by which detector. Where torchrun starts several processes, they share
-the images.
+Writes a folder: the features of every image and of some that were degraded, the statistics of both splits in the
+layout that ADM and EDM read, and reference.json, which says of which images and by which detector. Where torchrun
+starts several processes, they share the images.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import ReferenceStage
+from image_diffusion.metrics.evaluation import RealImages
 from image_diffusion.metrics.seen import write_seen
 from image_diffusion.training.distributed import join
 
@@ -34,7 +35,8 @@ def main() -> None:
     with join() as world:
         stage = load(ReferenceStage, arguments.config, arguments.changes)
         detector = stage.detector.build(arguments.detector, str(best_device()))
-        splits = {name: open_shards(arguments.data, name) for name in ("train", "validation")}
+        data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
+        splits = data.looked_at
         write_seen(detector, splits, arguments.output, arguments.batch_size, world.is_main)
         if world.is_main:
             counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from image_diffusion.metrics.differences import Measured, differences, moderated
+from image_diffusion.metrics.differences import Measured, differences, level, moderated
 
 
 def runs(*values: float, deviation: float | None = None) -> list[Measured]:
@@ -66,3 +66,44 @@ def test_spreads_are_drawn_together_as_far_as_they_agree() -> None:
     assert all(2 < freedom < 3 for _, freedom in unlike)
     assert moderated([0.0, 0.0], [2, 2]) == [(0.0, 2.0), (0.0, 2.0)]
     assert not math.isnan(moderated([0.0, 1.0], [1, 1])[0][0])
+
+
+@pytest.mark.parametrize(("rows", "seeds", "unlike"), [(1, 3, 0.0), (1, 2, 0.0), (13, 3, 0.0), (13, 3, 1.0)])
+@pytest.mark.parametrize("metric", ["agreement", "inpipe_fd"])
+def test_of_changes_that_do_nothing_at_most_1_in_20_is_called_better(
+    metric: str, rows: int, seeds: int, unlike: float
+) -> None:
+    """Two experiments are a ledger of one row. A distance has noise that grows with it."""
+    draw = np.random.default_rng(2)
+    verdicts = []
+    for _ in range(1600 // rows + 40):
+        noise = 0.05 * np.exp(unlike * draw.normal(size=rows + 1))
+        values = 1 + noise[:, None] * draw.normal(size=(rows + 1, seeds))
+        values = np.exp(values) if metric == "inpipe_fd" else values
+        found = differences(metric, runs(*values[0]), {str(i): runs(*values[i]) for i in range(1, rows + 1)})
+        verdicts += [each.verdict for each in found.values()]
+    assert verdicts.count("better") / len(verdicts) <= 0.05
+    assert verdicts.count("worse") / len(verdicts) <= 0.05
+
+
+@pytest.mark.parametrize(("metric", "seeds"), [("agreement", 3), ("agreement", 5), ("inpipe_fd", 3)])
+def test_the_interval_over_seeds_covers_the_mean_of_many_trainings(metric: str, seeds: int) -> None:
+    draw = np.random.default_rng(3)
+    hits_seeds, hits_samples = [], []
+    for _ in range(1000):
+        trained = 1 + 0.1 * draw.normal(size=seeds)  # what each training is worth
+        values = trained + 0.05 * draw.normal(size=seeds)  # and what its images say of that
+        log = metric == "inpipe_fd"
+        each = [Measured(math.exp(v), 0.05 * math.exp(v)) if log else Measured(float(v), 0.05) for v in values]
+        found = level(metric, each)
+        assert found.over_seeds is not None and found.over_samples is not None
+        truth, of_these = (math.exp(x) if log else x for x in (1.0, float(trained.mean())))
+        hits_seeds.append(found.over_seeds[0] <= truth <= found.over_seeds[1])
+        hits_samples.append(found.over_samples[0] <= of_these <= found.over_samples[1])
+    assert 0.90 <= np.mean(hits_seeds) <= 0.98 and 0.90 <= np.mean(hits_samples) <= 0.98
+
+
+def test_one_seed_tells_nothing_of_seeds() -> None:
+    found = level("agreement", runs(0.8, deviation=0.03))
+    assert found.over_seeds is None and found.over_samples == pytest.approx((0.8 - 1.96 * 0.03, 0.8 + 1.96 * 0.03))
+    assert level("agreement", runs(0.8, 0.9)).over_samples is None

@@ -59,7 +59,7 @@ def panel() -> set[str]:
         Detected(*(torch.randn(120, size, generator=rng) for size in (3, 2, 4)))  # features, logits, spatial
         for _ in range(2)
     ]
-    labels, settings = torch.arange(120) % 2, EvaluateConfig(infinity=True)
+    labels, settings = torch.arange(120) % 2, EvaluateConfig(infinity=True, cmmd=True)
     reference = Reference.of(seen[1], labels)
     return set(measure(seen[0], labels, reference, Brightness.classes, settings)) | set(
         measure(seen[0], None, reference, [], settings)

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from image_diffusion.configure import load_all
+from image_diffusion.core.config import dump
 from image_diffusion.experiment import load_experiment
-from image_diffusion.ledgers import Expanded, expand, operations_of, schema
+from image_diffusion.ledgers import Expanded, expand, operations_of, schema, seeds_of
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "config" / "experiments"
@@ -106,3 +107,66 @@ def test_the_schema_is_that_of_the_code() -> None:
     written = json.loads((ROOT / "workflow/schemas/ledger.schema.json").read_text())
     told = "run: python -m image_diffusion.configure --schema workflow/schemas/experiment.schema.json"
     assert written == schema(), told
+
+
+def seeded(folder: Path, seeds: Any, name: str = "mine", **train: Any) -> Path:
+    path = folder / f"{name}.yaml"
+    raw = yaml.safe_load((EXPERIMENTS / "demo_flow.yaml").read_text())
+    raw["train"] |= {"seeds": seeds} | train
+    path.write_text(yaml.safe_dump(raw))
+    (folder / "demo_codec.yaml").write_text((EXPERIMENTS / "demo_codec.yaml").read_text())
+    return path
+
+
+def test_an_experiment_with_seeds_is_itself_and_one_more_for_each_other(tmp_path: Path) -> None:
+    path = seeded(tmp_path, [0, 1, 2])
+    ledger = seeds_of(path)
+    assert ledger is not None and ledger.name == "mine-seeds"
+    [row] = ledger.plan()["rows"]
+    own, *others = row["runs"]
+    assert own == "mine" and len(set(others)) == 2 and all(name.startswith("mine-") for name in others)
+    found = load_all([path], [ledger])
+    assert set(found) == {"mine", *others, "demo_codec"}
+    for name, seed in zip(others, (1, 2), strict=True):
+        experiment = found[name][1]
+        assert (experiment.train.seed, experiment.sample.seed, experiment.train.seeds) == (seed, seed, ())
+        assert experiment.system == found["mine"][1].system
+    assert "seeds" not in dump(found["mine"][1].train), "a seed more trains nothing again"
+    more = seeds_of(seeded(tmp_path, [0, 1, 2, 5]))
+    assert more is not None and more.plan()["rows"][0]["runs"][:3] == row["runs"]
+    assert seeds_of(EXPERIMENTS / "demo_flow.yaml") is None
+
+
+def test_mistakes_in_seeds_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mine.yaml: train.seeds are \[1, 2\], without train.seed 0. Set that to one"):
+        seeds_of(seeded(tmp_path, [1, 2]))
+    with pytest.raises(ValueError, match=r"mine.yaml: train.seeds are \[0, 0\], one of them twice"):
+        seeds_of(seeded(tmp_path, [0, 0]))
+
+
+def test_a_row_may_be_another_experiment_that_is_judged_alike(tmp_path: Path) -> None:
+    experiments = tmp_path / "experiments"
+    experiments.mkdir()
+    seeded(experiments, [0, 1], "one")
+    seeded(experiments, [0, 1], "two", grad_clip=0.5)
+    path = tmp_path / "both.yaml"
+    raw: dict[str, Any] = {"base": "one", "seeds": [0, 1], "rows": [{"name": "theirs", "experiment": "two"}]}
+    path.write_text(yaml.safe_dump(raw))
+    ledger = expand(path, experiments)
+    theirs = [run.experiment for run in ledger.runs if run.row == "theirs"]
+    assert [each.train.grad_clip for each in theirs] == [0.5, 0.5] and [each.train.seed for each in theirs] == [0, 1]
+    row = ledger.plan()["rows"][1]
+    assert row["experiment"] == "two" and row["changes"] == {"experiment": "two"}
+    assert all(name.startswith("two-") for name in row["runs"])
+    of_seeds = seeds_of(experiments / "two.yaml")
+    assert of_seeds is not None and of_seeds.runs[1].name == row["runs"][1], "one run of one seed, whoever asks for it"
+    other = yaml.safe_load((experiments / "two.yaml").read_text())
+    (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"evaluate": {"neighbours": 5}}))
+    with pytest.raises(ValueError, match="row theirs: two is judged on other data, or otherwise, than one"):
+        expand(path, experiments)
+    path.write_text(yaml.safe_dump(raw | {"rows": [{"name": "theirs", "experiment": "two1"}]}))
+    with pytest.raises(ValueError, match=r"row theirs: experiment is two1, but .*Did you mean two"):
+        expand(path, experiments)
+    path.write_text(yaml.safe_dump(raw | {"rows": [{"name": "theirs"}]}))
+    with pytest.raises(ValueError, match="The row theirs needs either changes of the base or another experiment"):
+        expand(path, experiments)

@@ -16,12 +16,13 @@ from image_diffusion.core.files import write_json
 from image_diffusion.core.verify import write_listing
 from image_diffusion.metrics import copies, curve
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.copies import find_copies
+from image_diffusion.metrics.copies import copies_seen, find_copies
 from image_diffusion.metrics.curve import measure_previews, read_previews
 from image_diffusion.metrics.dinov2 import Dinov2, prepare
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.features import Detected, detect
 from image_diffusion.metrics.inception import Inception
+from image_diffusion.metrics.intervals import share_estimate
 from image_diffusion.metrics.moments import Moments
 from image_diffusion.metrics.panel import Reference
 from image_diffusion.metrics.plots import plot_copies
@@ -66,7 +67,7 @@ def test_panel_of_good_samples_is_near_the_floor(data: RealImages, tmp_path: Pat
     assert set(metrics) == {
         *(f"inpipe_{name}" for name in ("fd", "kd", "mind", "precision", "recall", "density", "coverage")),
         *(f"inpipe_{name}" for name in ("c2st", "agreement", "missing_classes", "class_fd")),
-        "copies",
+        *("copies", "inpipe_copies"),
     }
     assert (
         metrics["inpipe_fd"]["interval"][0] <= metrics["inpipe_fd"]["debiased"] <= metrics["inpipe_fd"]["interval"][1]
@@ -76,7 +77,12 @@ def test_panel_of_good_samples_is_near_the_floor(data: RealImages, tmp_path: Pat
     assert metrics["copies"]["value"] < 0.1
     assert result["classes"]["grey"]["asked"] == 100
     assert result["protocol"]["reference"] == {"split": "train", "data": "set 0", "num_images": 600}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.png", "confusion.png", "nearest.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "classes.png",
+        "confusion.png",
+        "nearest-inpipe_copies.png",
+        "nearest.png",
+    ]
     write_json(tmp_path / "a.json", result)
     write_json(tmp_path / "b.json", evaluate_samples(images(300, 2), data, [Brightness()], EvaluateConfig()))
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
@@ -223,6 +229,46 @@ def test_features_that_are_not_finite_are_told(data: RealImages):
 
     with pytest.raises(ValueError, match="not finite"):
         evaluate_samples(images(50, 9), data, [Broken()], EvaluateConfig())
+
+
+def test_every_judge_says_how_many_are_copies(data: RealImages, tmp_path: Path):
+    """Three in ten samples are training images."""
+    made = images(300, 77)
+    pixels = made.gather(np.arange(300)).permute(0, 2, 3, 1).numpy()
+    pixels[:90] = data.train.gather(np.arange(90)).permute(0, 2, 3, 1).numpy()
+    found = evaluate_samples(
+        Samples(pixels, made.labels, CLASSES, digest="copied"), data, [Brightness()], EvaluateConfig(), tmp_path
+    )["metrics"]
+    for name in ("copies", "inpipe_copies"):
+        low, high = found[name]["interval"]
+        assert low <= found[name]["value"] <= high and low > 0.2 and found[name]["floor"] == 0.01
+    few = RealImages(data.train, images(99, 1))
+    unknown = evaluate_samples(made, few, [Brightness()], EvaluateConfig())["metrics"]["inpipe_copies"]
+    assert unknown["value"] is None and unknown["note"] == "no threshold: it takes 100 held-out images"
+
+
+def test_copies_seen_are_the_nearest_by_definition(monkeypatch: pytest.MonkeyPatch):
+    rng = torch.Generator().manual_seed(0)
+    made, train, held_out = (torch.randn(n, 5, generator=rng) for n in (20, 90, 120))
+    monkeypatch.setattr(copies, "_AT_ONCE", 37)
+    found = copies_seen(made, train, held_out)
+    pairs = torch.cdist(made.double(), train.double())
+    torch.testing.assert_close(found.distance, pairs.amin(dim=1))
+    assert torch.equal(found.nearest, pairs.argsort(dim=1)[:, :4])
+    assert found.threshold == pytest.approx(
+        float(torch.cdist(held_out.double(), train.double()).amin(dim=1).quantile(0.01))
+    )
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.01, 300), (0.03, 300), (0.01, 2000), (0.3, 200)])
+def test_the_interval_of_a_share_covers_it(share: float, count: int):
+    draw = np.random.default_rng(0)
+    hits = []
+    for _ in range(1000):
+        interval = share_estimate(torch.from_numpy(draw.random(count) < share)).interval
+        assert interval is not None
+        hits.append(interval[0] <= share <= interval[1])
+    assert 0.90 <= np.mean(hits) <= 0.98
 
 
 def test_copies_are_found_mirrored_or_not_and_fresh_images_are_not(tmp_path: Path):

@@ -84,7 +84,7 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
     data: RealImages, tmp_path: Path
 ) -> None:
     for detector in both():
-        write_seen(detector, data.splits, tmp_path / detector.identity["name"], batch_size=256)
+        write_seen(detector, data.looked_at, tmp_path / detector.identity["name"], batch_size=256)
     expected = evaluate_samples(images(130, 2), data, both(), NO_COPIES)
     folders = [tmp_path / "second", tmp_path / "first"]
     detectors = both()
@@ -94,14 +94,16 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
     assert found["metrics"]["second_spatial_fd"]["floor"] is not None
     detectors = both()
     evaluate_samples(images(130, 2), data, detectors, NO_COPIES, references=folders[:1])
-    assert [each.images_seen for each in detectors] == [130 + 300 + 120, 130], "one that has not looked yet does so"
+    assert [each.images_seen for each in detectors] == [130 + 300 + 120 + 150, 130], (
+        "one that has not looked yet does so"
+    )
     statistics = read_statistics(tmp_path / "first/train.npz", "weights of first")
     assert statistics["fd"].count == 300 and set(statistics) == {"fd", "spatial_fd"}
 
 
 def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
-    write_seen(both()[0], data.splits, tmp_path / "first", batch_size=7)
-    [seen] = read_seen([tmp_path / "first"], both()[:1], data.splits)
+    write_seen(both()[0], data.looked_at, tmp_path / "first", batch_size=7)
+    [seen] = read_seen([tmp_path / "first"], both()[:1], data.looked_at)
     assert seen is not None
     detected = seen["train"].detected
     assert detected.features.shape == (300, 12) and detected.logits is not None
@@ -111,7 +113,7 @@ def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
 
 def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Path) -> None:
     folder = tmp_path / "first"
-    write_seen(both()[0], data.splits, folder, batch_size=64)
+    write_seen(both()[0], data.looked_at, folder, batch_size=64)
 
     def judged(images_: RealImages, detectors: list[Quarters]) -> None:
         evaluate_samples(images(130, 2), images_, detectors, NO_COPIES, references=[folder])
@@ -122,7 +124,7 @@ def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Pa
         judged(RealImages(data.train, images(120, 9)), both())
     about = read_json(folder / "reference.json")
     write_json(folder / "reference.json", about | {"format": 0})
-    with pytest.raises(ValueError, match="has format 0; this version reads format 1"):
+    with pytest.raises(ValueError, match="has format 0; this version reads format 2"):
         judged(data, both())
     write_json(folder / "reference.json", about)
     with (folder / "validation-features.npy").open("r+b") as file:

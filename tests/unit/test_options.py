@@ -68,6 +68,8 @@ def examples() -> dict[str, dict[str, str]]:
         kind = type(section)
         whole = f"{kind.__module__}.{kind.__name__}".replace(".", "__")  # where two sections have one name
         for key, field in kind.model_fields.items():
+            if field.exclude:  # of an experiment, and of none of its stages
+                continue
             value = section.model_dump(mode="json", include={key})[key]
             if isinstance(value, dict) or len(_text(value)) > _SHORT or _text(value) == _text(field.get_default()):
                 continue

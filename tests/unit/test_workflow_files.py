@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
+from image_diffusion.core.files import write_json
+from image_diffusion.metrics.differences import Measured
 from image_diffusion.workflow.files import Files
-from image_diffusion.workflow.plans import Plan
+from image_diffusion.workflow.plans import Plan, Plans
 from plans import a_plan, plans_of
 
 DATA = "out/datasets/dots-16"
@@ -184,3 +191,40 @@ def test_files_of_others_are_told_apart_by_size_and_time(tmp_path: Path) -> None
     assert made.codec_stamps(ONE) == [f"{path} 1 1000000000"] != first
     path.unlink()
     assert made.codec_stamps(ONE) == []
+
+
+def test_several_seeds_bring_their_page_beside_what_each_makes(tmp_path: Path) -> None:
+    folder = tmp_path / "ledgers" / "one-seeds"
+    row = {"name": "base", "source": None, "experiment": "one", "changes": {}, "runs": ["one", "one-1a2b3c4d"]}
+    write_json(folder / "plan.json", {"base": "one", "seeds": [0, 1], "rows": [row]})
+    for plan in (a_plan("one", seeds="one-seeds"), a_plan("one-1a2b3c4d")):
+        write_json(tmp_path / plan.experiment / "config" / "plan.json", asdict(plan))
+    known = Files(str(tmp_path), Plans.read(tmp_path, ["one"]))
+    assert set(known.plans.by_name) == {"one", "one-1a2b3c4d"} and known.plans.asked == ("one",)
+    pages = {f"{folder}/index.html", f"{folder}/tracked.json"}
+    assert pages <= set(known.all_of("one")) and not pages & set(known.all_of("one-1a2b3c4d"))
+    everything = set(known.everything({}))
+    assert pages | {f"{tmp_path}/{name}/report/index.html" for name in known.plans.by_name} <= everything
+    assert known.ledger_runs({"ledger": "one-seeds"})[0] == f"{tmp_path}/one/train/weights.safetensors"
+    assert known.plans.ledgers["one-seeds"].experiments == {"one"}
+
+
+def test_a_page_of_several_seeds_tells_each_number_with_both_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Path(__file__).parents[2] / "workflow" / "scripts"
+    monkeypatch.syspath_prepend(str(scripts))
+    spec = importlib.util.spec_from_file_location("ledger_page", scripts / "ledger.py")
+    assert spec is not None and spec.loader is not None
+    ledger = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ledger_page", ledger)
+    spec.loader.exec_module(ledger)
+    runs = [
+        ledger.Run("one", seed, {"inpipe_kd": Measured(value, 0.01)}) for seed, value in enumerate((0.5, 0.52, 0.48))
+    ]
+    row = ledger.Row("base", None, {}, runs)
+    plan = {"ledger": "one-seeds", "base": "one", "seeds": [0, 1, 2], "budget": {"steps": None, "operations": None}}
+    [line] = ledger.levels(row, ["inpipe_kd", "missing"])[1]
+    assert line == ["inpipe_kd", "0.5", "0.4503 to 0.5497", "0.4887 to 0.5113", "3"]
+    shown = ledger.page(plan, [row], ["inpipe_kd"], Path("results"))
+    assert "one with seeds 0, 1, 2" in shown and "0.4503 to 0.5497" in shown and "95 % over seeds" in shown
+    assert "0.4887 to 0.5113" in ledger.markdown(plan, [row], ["inpipe_kd"])
+    assert "inpipe_kd_over_seeds_low" in ledger.as_csv([row], ["inpipe_kd"], [0, 1, 2])

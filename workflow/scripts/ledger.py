@@ -22,6 +22,7 @@ from pages import render, source_of
 from image_diffusion.core import command
 from image_diffusion.core.files import read_json, write_page, write_text
 from image_diffusion.core.history import read_journal
+from image_diffusion.metrics import differences as compared
 from image_diffusion.metrics.differences import Difference, Measured, differences, higher_is_better, is_ratio
 from image_diffusion.metrics.intervals import jackknife_deviation
 
@@ -33,6 +34,10 @@ METHOD = (
 HOW = (
     "What a row's seeds are apart is drawn towards what those of all rows are (Smyth 2004), and the interval is "
     "Welch's. "
+)
+ALONE = (
+    "Each seed trains its own weights and makes its own images. Two 95 % intervals of the mean: over seeds, what other "
+    "seeds would have changed (Student's t); over samples, what other images of the same weights would have."
 )
 NOT_MADE = "not made yet"
 
@@ -60,6 +65,11 @@ class Row:
     changes: dict[str, Any]
     runs: list[Run]
     differences: dict[str, Difference] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> int:
+        """How many of its runs have failed."""
+        return sum(run.failed not in (None, NOT_MADE) for run in self.runs)
 
     def measured(self, metric: str) -> list[Measured]:
         return [run.metrics[metric] for run in self.runs if metric in run.metrics]
@@ -136,6 +146,8 @@ def metrics_of(plan: Mapping[str, Any], rows: Sequence[Row], results: Path) -> l
     known = dict.fromkeys(metric for row in rows for run in row.runs for metric in run.metrics)
     if plan["metrics"]:
         return list(plan["metrics"])
+    if len(rows) == 1:
+        return list(known)
     headline = read_json(results / plan["rows"][0]["runs"][0] / "config" / "plan.json")["headline"]
     return [*(name for name in known if name.endswith("agreement")), *([headline] if headline in known else [])]
 
@@ -189,6 +201,20 @@ def table(rows: Sequence[Row], metrics: Sequence[str]) -> tuple[list[str], list[
     return heads, lines
 
 
+def levels(row: Row, metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of a row that is compared with none: a line for each metric."""
+    lines = []
+    for metric in metrics:
+        if measured := row.measured(metric):
+            found = compared.level(metric, measured)
+            between = [
+                f"{level(metric, each[0])} to {level(metric, each[1])}" if each else ""
+                for each in (found.over_seeds, found.over_samples)
+            ]
+            lines.append([metric, level(metric, found.value), *between, str(len(measured))])
+    return ["metric", "mean", "95 % over seeds", "95 % over samples", "seeds"], lines
+
+
 def failures(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
     """Each run that there is nothing of, by row and seed, and why."""
     for row in rows:
@@ -199,6 +225,8 @@ def failures(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 def method(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     """How the intervals were made."""
+    if len(rows) == 1:
+        return ALONE
     only = {each.over for row in rows for each in row.differences.values()} <= {"samples only", None}
     over = "samples only, as there is one seed" if only and len(seeds) == 1 else "seeds and samples"
     return METHOD.format(over=over, how="" if len(seeds) == 1 else HOW)
@@ -226,14 +254,8 @@ def page(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str], r
             | {"drawn": drawn(row.differences.get(metric), reach[metric])}
             for number, metric in enumerate(metrics)
         ]
-        failed = sum(run.failed is not None for run in row.runs)
-        about = {
-            "name": row.name,
-            "changes": row.changes,
-            "source": row.source,
-            "failed": failed,
-            "runs": len(row.runs),
-        }
+        about: dict[str, Any] = {"name": row.name, "changes": row.changes, "source": row.source, "runs": len(row.runs)}
+        about |= {"failed": row.failed, "waiting": sum(run.failed == NOT_MADE for run in row.runs)}
         shown.append(about | {"metrics": measured, "costs": cells[-3:]})
     samples = {}
     for row in rows:
@@ -251,7 +273,8 @@ def page(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str], r
         name=plan["ledger"],
         summary=summary(plan, rows),
         heads=heads,
-        rows=shown,
+        rows=[] if len(rows) == 1 else shown,
+        alone=dict(zip(("heads", "lines"), levels(rows[0], metrics), strict=True)) if len(rows) == 1 else None,
         method=method(rows, plan["seeds"]),
         failures=list(failures(rows)),
         samples=samples,
@@ -277,12 +300,14 @@ def summary(plan: Mapping[str, Any], rows: Sequence[Row]) -> str:
         long = f"{budget['operations']:.3g} operations each"
     count = len({run.name for row in rows for run in row.runs})
     seeds = ", ".join(map(str, plan["seeds"]))
+    if len(rows) == 1:
+        return f"{plan['base']} with seeds {seeds}; {count} runs, {long}."
     return f"{len(rows) - 1} changes of {plan['base']}, one at a time; seeds {seeds}; {count} runs, {long}."
 
 
 def markdown(plan: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[str]) -> str:
     """The table for documents."""
-    heads, lines = table(rows, metrics)
+    heads, lines = levels(rows[0], metrics) if len(rows) == 1 else table(rows, metrics)
     numbers = ["---", *("--:" if head else ":--" for head in heads[1:])]
     out = [summary(plan, rows), "", *(f"| {' | '.join(cells)} |" for cells in (heads, numbers, *lines)), ""]
     out += [method(rows, plan["seeds"]), ""]
@@ -297,16 +322,20 @@ def as_csv(rows: Sequence[Row], metrics: Sequence[str], seeds: Sequence[int]) ->
     heads = ["row", "runs", "failed", "steps", "operations", "cpu_seconds", "images_per_second"]
     for metric in metrics:
         heads += [f"{metric}{part}" for part in ("", "_difference", "_low", "_high", "_verdict")]
+        heads += [f"{metric}_over_{noise}_{end}" for noise in ("seeds", "samples") for end in ("low", "high")]
         heads += [f"{metric}_seed_{seed}" for seed in seeds]
     writer.writerow(heads)
     for row in rows:
-        failed = sum(run.failed not in (None, NOT_MADE) for run in row.runs)
-        cells: list[object] = [row.name, len(row.runs), failed]
+        cells: list[object] = [row.name, len(row.runs), row.failed]
         cells += [row.mean(what) for what in ("steps", "operations", "cpu_s", "images_per_s")]
         for metric in metrics:
             found = row.differences.get(metric)
             low, high = (found.interval if found else None) or (None, None)
             cells += [row.value(metric), found.value if found else None, low, high, found.verdict if found else None]
+            measured = row.measured(metric)
+            own = compared.level(metric, measured) if measured else None
+            bounds = (own.over_seeds, own.over_samples) if own else (None, None)
+            cells += [end for each in bounds for end in each or (None, None)]
             cells += [run.metrics[metric].value if metric in run.metrics else None for run in row.runs]
         writer.writerow(["" if cell is None else cell for cell in cells])
     return text.getvalue()
@@ -326,7 +355,7 @@ def main() -> None:
     write_text(arguments.ledger / "ledger.csv", as_csv(rows, metrics, plan["seeds"]))
     write_text(arguments.ledger / "ledger.md", markdown(plan, rows, metrics))
     write_page(arguments.ledger / "index.html", page(plan, rows, metrics, arguments.results))
-    for cells in table(rows, metrics)[1]:
+    for cells in (levels(rows[0], metrics) if len(rows) == 1 else table(rows, metrics))[1]:
         print("  ".join(filter(None, cells)))
     for who, why in failures(rows):
         print(f"failed: {who}: {why}")

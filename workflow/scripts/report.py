@@ -96,7 +96,11 @@ def facts(judged: dict[str, Any] | None, history: History | None, benchmarks: Pa
 
 def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
     """What `sample` and `evaluate` drew; of classes a strip each, with its name."""
-    for name, title in PICTURES.items():
+    of_judges = {
+        f"evaluation/{path.name}": f"Nearest training images by {path.stem.removeprefix('nearest-')}"
+        for path in sorted((experiment / "evaluation").glob("nearest-*.png"))
+    }
+    for name, title in (PICTURES | of_judges).items():
         path = experiment / name
         if path.is_file():
             names = class_names(experiment, data) if name == CLASSES else []
@@ -128,7 +132,13 @@ def metrics(path: Path) -> dict[str, Any] | None:
         doubt = entry.get("doubt")
         note = entry["note"] if doubt in (None, result.get("doubt")) else doubt
         entries[name] = optional | entry | {"note": note}
-    return {"doubt": result.get("doubt"), "metrics": entries, "protocol": flat(result["protocol"])}
+    return {
+        "doubt": result.get("doubt"),
+        "metrics": entries,
+        "published": result.get("published", []),
+        "self_test": result.get("self_test", {}),
+        "protocol": flat(result["protocol"]),
+    }
 
 
 def beside(judged: dict[str, Any] | None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def ledgers_of(results: Path) -> list[dict[str, Any]]:
         plan = read_json(path.with_name("plan.json"))
         with path.open(encoding="utf-8", newline="") as file:
             heads, *lines = csv.reader(file)
-        kept = [place for place, head in enumerate(heads) if "_seed_" not in head]
+        kept = [place for place, head in enumerate(heads) if "_seed_" not in head and "_over_" not in head]
         found.append({
             "name": path.parent.name,
             "page": f"ledgers/{path.parent.name}/index.html",

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import SamplesOf
 from image_diffusion.metrics import DetectorConfig
+from image_diffusion.metrics.cited import Cited
 from image_diffusion.metrics.detector import InPipe
 from image_diffusion.metrics.likelihood import LikelihoodConfig
 from image_diffusion.metrics.lpips import LpipsConfig
@@ -28,20 +29,25 @@ class EvaluateConfig(Config):
     neighbours: int = Field(3, ge=1, le=50)
     """k of precision, recall, density and coverage."""
     neighbour_references: int = Field(10_000, ge=10)
-    """Reference images used at most for precision and recall, and on either side for kd and mind (ADM: 10,000)."""
+    """Reference images used at most for precision and recall, and on either side for kd, cmmd and mind; samples and
+    held-out images at most for a detector's copies (ADM: 10,000)."""
     score_split: int = Field(5000, ge=10)
     """Samples in each split of the Inception Score."""
     infinity: bool = False
     """Also extrapolate the Fréchet distance to infinitely many samples."""
+    cmmd: bool = False
+    """Also measure CMMD, the kernel distance of embeddings of norm 1; meant for CLIP's (type: transformers)."""
     two_sample: bool = True
     """Also test how well samples can be told from real images."""
     copies: bool = True
-    """Also search for each sample's nearest training images."""
+    """Also search for each sample's nearest training images, in pixels and as each detector sees them."""
     likelihood: LikelihoodConfig | None = None
     """Also measure the bits per dimension that the network gives to real images; unset: not."""
     attributes: Literal["painted_digits"] | None = None
     """Also measure whether images have what their prompts name: painted_digits, for digits of that source; unset:
     not."""
+    published: tuple[Cited, ...] = ()
+    """Figures that others published, to stand beside ours in metrics.json and on the page."""
     lpips: LpipsConfig | None = None
     """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
     batch_size: int = Field(256, ge=1)

@@ -1,11 +1,14 @@
-"""Does the model repeat its training images? Nearest neighbours in pixels, against a calibrated threshold.
+"""Does the model repeat its training images? Nearest neighbours in pixels and as each detector sees them, against
+calibrated thresholds.
 
 Pixels reduced to 16 x 16, because classifier features are poor at it (exact or blurred copies: 1.0 found at 1 % false
-alarms against 0.03 to 0.17). Mirrored training images are searched as well; copies moved by two pixels go unnoticed.
+alarms against 0.03 to 0.17). Mirrored training images are searched as well; copies moved by two pixels go unnoticed, in
+pixels: those a detector may see.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +21,10 @@ from image_diffusion.metrics.neighbours import squared_distances
 
 _SIZE = 16
 _READ, _AT_ONCE = 512, 8192
+LEAST_HELD_OUT = 100
+"""Held-out images that a threshold takes."""
+Views = Callable[[int], tuple[Tensor, ...]]
+"""Features of so many training images from a position on, once for each way to look at them."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +47,42 @@ class Copies:
 def find_copies(samples: ImageSet, train: ImageSet, held_out: ImageSet | None, k: int = 4) -> Copies:
     """The k nearest training images of every sample, mirrored ones included, and whether they are suspiciously near."""
     queries = [_reduced(samples)]
-    if held_out is not None and held_out.num_samples >= 100:
+    if held_out is not None and held_out.num_samples >= LEAST_HELD_OUT:
         queries.append(_reduced(held_out))
-    distance, nearest = _nearest(torch.cat(queries), train, k)
-    n = samples.num_samples
+
+    def mirrored_too(start: int) -> tuple[Tensor, ...]:
+        plain = _reduced(train, start, min(start + _AT_ONCE, train.num_samples))
+        return plain, plain.view(len(plain), -1, _SIZE).flip(-1).flatten(1)
+
+    return _found(queries, mirrored_too, train.num_samples, k)
+
+
+def copies_seen(made: Tensor, train: Tensor, held_out: Tensor | None, k: int = 4) -> Copies:
+    """The same by the features of a detector, [N, D], [M, D] and [H, D]."""
+    queries = [made, *([held_out] if held_out is not None and len(held_out) >= LEAST_HELD_OUT else [])]
+    return _found(queries, lambda start: (train[start : start + _AT_ONCE],), len(train), k)
+
+
+def _found(queries: list[Tensor], views: Views, total: int, k: int) -> Copies:
+    """queries: of samples, and perhaps of held-out images."""
+    distance, nearest = _nearest(torch.cat(queries), views, total, k)
+    n = len(queries[0])
     threshold = float(distance[n:].quantile(0.01)) if len(queries) > 1 else None
     return Copies(distance[:n], nearest[:n], threshold)
 
 
-def _nearest(queries: Tensor, train: ImageSet, k: int) -> tuple[Tensor, Tensor]:
-    """Float64 [N], the distance of the nearest training image or its mirror image, and int64 [N, k], the k nearest,
+def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor, Tensor]:
+    """Float64 [N], the distance of the nearest training image in whichever view of it, and int64 [N, k], the k nearest,
     each once. So many training images at a time are in memory."""
     best = torch.full((len(queries), 0), torch.inf, dtype=torch.float64)
     index = torch.empty(len(queries), 0, dtype=torch.int64)
-    for start in range(0, train.num_samples, _AT_ONCE):
-        plain = _reduced(train, start, min(start + _AT_ONCE, train.num_samples))
-        mirrored = plain.view(len(plain), -1, _SIZE).flip(-1).flatten(1)
+    for start in range(0, total, _AT_ONCE):
+        known = views(start)
         values, positions = [], []
-        both = zip(squared_distances(queries, plain), squared_distances(queries, mirrored), strict=True)
-        for (rows, straight), (_, flipped) in both:
-            here = torch.arange(start, start + len(plain)).expand(len(rows), -1)
-            among = torch.cat([best[rows], torch.minimum(straight, flipped)], dim=1)
+        for each in zip(*(squared_distances(queries, view) for view in known), strict=True):
+            rows = each[0][0]
+            here = torch.arange(start, start + len(known[0])).expand(len(rows), -1)
+            among = torch.cat([best[rows], torch.stack([squared for _, squared in each]).amin(dim=0)], dim=1)
             found = among.topk(min(k, among.shape[1]), largest=False)
             values.append(found.values)
             positions.append(torch.cat([index[rows], here], dim=1).gather(1, found.indices))

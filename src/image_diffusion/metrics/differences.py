@@ -44,6 +44,41 @@ class Difference:
     over: Literal["seeds and samples", "samples only"] | None
 
 
+@dataclass(frozen=True)
+class Level:
+    """The mean of a metric over the runs of a row, and two intervals of 95 %, None where nothing tells the noise.
+
+    over_seeds: of the mean of many trainings, each with its own images. over_samples: of that of these trainings, had
+    they made other images.
+    """
+
+    value: float
+    over_seeds: tuple[float, float] | None
+    over_samples: tuple[float, float] | None
+
+
+def level(metric: str, runs: Sequence[Measured]) -> Level:
+    """What the runs of one row score. runs: one of each seed, at least one.
+
+    Over seeds the interval is Student's, of the logarithms where values are compared as ratios; over samples it is from
+    the jackknife of each run.
+    """
+    from scipy.special import stdtrit
+
+    log, n = is_ratio(metric) and all(each.value > 0 for each in runs), len(runs)
+    scaled = [_scaled(each, log) for each in runs]
+    mean, deviations = _mean(scaled), [each.deviation for each in scaled]
+
+    def around(reach: float) -> tuple[float, float]:
+        low, high = mean - reach, mean + reach
+        return (math.exp(low), math.exp(high)) if log else (low, high)
+
+    seeds = around(float(stdtrit(n - 1, 0.975)) * math.sqrt(_variance(scaled) / n)) if n > 1 else None
+    known = [each for each in deviations if each is not None]
+    samples = around(1.96 * math.hypot(*known) / n) if len(known) == n else None
+    return Level(math.exp(mean) if log else mean, seeds, samples)
+
+
 def higher_is_better(metric: str) -> bool:
     """Whether more of a metric is better."""
     found = definition_of(metric)

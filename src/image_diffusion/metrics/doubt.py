@@ -12,7 +12,7 @@ LEAST_SKILL = 0.1
 """Of what a guess gets wrong, the share that a judge must get right, at the lower end of its 95 % interval. Our choice:
 0.145 of ten classes, 0.55 of two."""
 
-DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "class_fd")
+DISTANCES = ("fd", "fd_infinity", "spatial_fd", "kd", "mind", "cmmd", "class_fd")
 """The metrics that say how far samples are from real images: others are no nearer than real images are."""
 
 

@@ -16,17 +16,18 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.metrics.classes import confusion
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.copies import find_copies
+from image_diffusion.metrics.copies import LEAST_HELD_OUT, Copies, copies_seen, find_copies
 from image_diffusion.metrics.curve import measure_previews, plot_curve
 from image_diffusion.metrics.doubt import doubts_of
 from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect, detect_each
-from image_diffusion.metrics.intervals import Estimate, mean_estimate
-from image_diffusion.metrics.moments import Gaussian, block_of_each
-from image_diffusion.metrics.panel import Reference, gaussians_of, judged, measure, with_floor
+from image_diffusion.metrics.intervals import Estimate, share_estimate
+from image_diffusion.metrics.moments import Gaussian
+from image_diffusion.metrics.panel import Reference, drawn, gaussians_of, judged, measure, with_floor
 from image_diffusion.metrics.plots import plot_classes, plot_confusion, plot_copies
 from image_diffusion.metrics.references import is_statistics, read_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.metrics.seen import Seen, read_seen
+from image_diffusion.metrics.self_test import Part, degraded_half, halves, look_and_test, self_test
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class RealImages:
         return self.train if name == "train" else self.validation
 
     @property
-    def splits(self) -> dict[str, ImageSet]:
-        """Both, by name."""
-        return {"train": self.train, "validation": self.validation}
+    def looked_at(self) -> dict[str, ImageSet]:
+        """What detectors look at, by name: both splits, and degraded training images for their self-test."""
+        return {"train": self.train, "validation": self.validation, "degraded": degraded_half(self.train)}
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,21 @@ def evaluate_samples(
     Raises ValueError, before any long computation, for what cannot be measured.
     """
     _check(samples, data, settings, reference_file)
-    known = read_seen(references, detectors, data.splits)
+    known = read_seen(references, detectors, data.looked_at)
+    looked: Sequence[Mapping[str, Seen]] = []  # what detectors see in the splits, where they look at any
     statistics = [_statistics(reference_file, samples, each) if reference_file else None for each in detectors]
     made = detect_each(detectors, samples, settings.batch_size, "features of samples")
     if reference_file is not None and is_statistics(reference_file):
         against = [_Against(Reference(each)) for each in statistics if each is not None]
         described: dict[str, Any] = {"file": reference_file.name, "sha256": sha256_file(reference_file)}
+        tested = look_and_test(detectors, data.train, settings.batch_size)
     elif reference_file is not None:
         against, described = _other_samples(reference_file, samples, data, detectors, settings)
+        tested = look_and_test(detectors, data.train, settings.batch_size)
     else:
-        against, described = _real(samples, data, detectors, settings, known)
+        looked = _views(data, detectors, settings, known)
+        against, described = _real(samples, data, detectors, settings, looked)
+        tested = self_test(detectors, *_halves(data, looked))
     entries: dict[str, dict[str, Any]] = {}
     points: dict[int, dict[str, Any]] = {}
     for detector, seen, other in zip(detectors, made, against, strict=True):
@@ -92,12 +98,14 @@ def evaluate_samples(
         for point in measure_previews(previews or {}, detector, other.reference, _classes(detector, samples), settings):
             points.setdefault(point["step"], {}).update(point)
     if settings.copies:
-        entries["copies"] = _copies(samples, data, report)
+        entries["copies"] = _copies(find_copies(samples, data.train, data.validation), samples, data, report)
+        for detector, seen, real in zip(detectors, made, looked if data.train.num_samples > 1 else [], strict=False):
+            entries |= judged({"copies": _copies_seen(detector, seen, real, samples, data, settings, report)}, detector)
     curve = list(points.values())
     if report is not None and len(curve) > 1:
         plot_curve(curve, report / "curve.png")
     identities = [each.identity for each in detectors]
-    how: dict[str, Any] = {"detectors": identities, "reference": described, "settings": dump(settings)}
+    how: dict[str, Any] = {"detectors": identities, "reference": described, "settings": _told(settings)}
     protocol = {
         **how,
         "digest": digest(how),
@@ -111,10 +119,16 @@ def evaluate_samples(
     return {
         "metrics": entries,
         **doubts_of(detectors),
+        "self_test": tested,
         "curve": curve,
         "classes": next(filter(None, by_class), {}),
         "protocol": protocol,
     }
+
+
+def _told(settings: EvaluateConfig) -> dict[str, Any]:
+    """The settings that numbers depend on."""
+    return {key: value for key, value in dump(settings).items() if key != "published"}
 
 
 def _check(samples: Samples, data: RealImages, settings: EvaluateConfig, reference_file: Path | None) -> None:
@@ -164,31 +178,51 @@ def _statistics(path: Path, samples: Samples, detector: Detector) -> dict[str, G
     return statistics
 
 
+def _views(
+    data: RealImages,
+    detectors: Sequence[Detector],
+    settings: EvaluateConfig,
+    known: Sequence[Mapping[str, Seen] | None],
+) -> list[Mapping[str, Seen]]:
+    """What each detector sees in the real images: what it has seen before, or what it sees now."""
+    asked = [detector for detector, seen in zip(detectors, known, strict=True) if seen is None]
+    now: list[dict[str, Seen]] = [{} for _ in asked]
+    for name, images in data.looked_at.items() if asked else ():
+        if images.num_samples > 1:
+            seen_now = detect_each(asked, images, settings.batch_size, f"features of real images, {name}")
+            for views, each in zip(now, seen_now, strict=True):
+                views[name] = Seen(each, gaussians_of(each) if name == settings.reference else {})
+    looked = iter(now)
+    return [next(looked) if seen is None else seen for seen in known]
+
+
+def _halves(
+    data: RealImages, views: Sequence[Mapping[str, Seen]]
+) -> tuple[list[tuple[Detected, Detected]], list[Detected]]:
+    """What `self_test` compares, of what was seen: of each detector the two halves, and the second one degraded."""
+    first, second = map(torch.from_numpy, halves(data.train.num_samples))
+    if len(first) == 0:
+        return [], []
+    trained = [each["train"].detected for each in views]
+    return [(each.take(first), each.take(second)) for each in trained], [each["degraded"].detected for each in views]
+
+
 def _real(
     samples: Samples,
     data: RealImages,
     detectors: Sequence[Detector],
     settings: EvaluateConfig,
-    known: Sequence[Mapping[str, Seen] | None],
+    views: Sequence[Mapping[str, Seen]],
 ) -> tuple[list[_Against], dict[str, Any]]:
     """The split that samples are compared with, the other one for the floor, and what the first is."""
     names = (settings.reference, "validation" if settings.reference == "train" else "train")
-    asked = [detector for detector, seen in zip(detectors, known, strict=True) if seen is None]
-    found: dict[str, list[Detected]] = {}
-    for name in names:
-        if asked and data.split(name).num_samples > 1:
-            found[name] = detect_each(asked, data.split(name), settings.batch_size, "features of real images")
     against = []
-    for detector, seen in zip(detectors, known, strict=True):
-        if seen is None:
-            views = {name: each[asked.index(detector)] for name, each in found.items()}
-            gaussians: Mapping[str, Gaussian] = gaussians_of(views[names[0]])
-        else:
-            views, gaussians = {name: each.detected for name, each in seen.items()}, seen[names[0]].gaussians
+    for detector, seen in zip(detectors, views, strict=True):
         by_class = bool(_classes(detector, samples))
         labels = {name: torch.from_numpy(np.asarray(data.split(name).labels)) if by_class else None for name in names}
-        floor = (views[names[1]], labels[names[1]]) if names[1] in views else None
-        against.append(_Against(Reference(gaussians, views[names[0]], labels[names[0]]), floor))
+        floor = (seen[names[1]].detected, labels[names[1]]) if names[1] in seen else None
+        real = seen[names[0]]
+        against.append(_Against(Reference(real.gaussians, real.detected, labels[names[0]]), floor))
     images = data.split(names[0])
     return against, {"split": names[0], "data": images.digest, "num_images": images.num_samples}
 
@@ -237,15 +271,35 @@ def _first(detected: Detected, labels: Tensor | None, n: int) -> tuple[Detected,
     return detected.take(chosen), None if labels is None else labels[chosen]
 
 
-def _copies(samples: Samples, data: RealImages, report: Path | None) -> dict[str, Any]:
+def _copies_seen(
+    detector: Detector,
+    made: Detected,
+    real: Mapping[str, Seen],
+    samples: Samples,
+    data: RealImages,
+    settings: EvaluateConfig,
+    report: Path | None,
+) -> dict[str, Any]:
+    """The same as a detector sees them, of at most `neighbour_references` samples and held-out images."""
+    chosen = drawn(len(made), settings.neighbour_references)
+    held_out = real["validation"].detected.features if "validation" in real else None
+    if held_out is not None:
+        held_out = held_out[drawn(len(held_out), settings.neighbour_references)]
+    copies = copies_seen(made.features[chosen], real["train"].detected.features, held_out)
+    name = f"nearest-{detector.metric_name('copies')}.png"
+    return _copies(copies, Part(samples, chosen.numpy()), data, report, name)
+
+
+def _copies(
+    copies: Copies, samples: ImageSet, data: RealImages, report: Path | None, name: str = "nearest.png"
+) -> dict[str, Any]:
     """The share of samples nearer to a training image than 99 % of the held-out images are."""
-    copies = find_copies(samples, data.train, data.validation)
     if report is not None:
-        plot_copies(samples, data.train, copies, report / "nearest.png")
+        plot_copies(samples, data.train, copies, report / name)
     if copies.threshold is None:
-        note = "no threshold: it takes 100 held-out images"
+        note = f"no threshold: it takes {LEAST_HELD_OUT} held-out images"
         return Estimate(0, samples.num_samples, note=note).as_dict() | {"value": None}
-    estimate = mean_estimate(copies.flagged.to(torch.float64), block_of_each(samples.num_samples), 0, 1)
+    estimate = share_estimate(copies.flagged)
     return estimate.as_dict() | {"floor": 0.01, "floor_n": data.validation.num_samples, "ratio": estimate.value / 0.01}
 
 

@@ -85,6 +85,16 @@ def mean_estimate(each: Tensor, block: Tensor, low: float = -math.inf, high: flo
     return jackknife(value, left_out, len(each), low, high)
 
 
+def share_estimate(hits: Tensor) -> Estimate:
+    """The share of samples of which something holds, bool [N], with Wilson's interval (1927): of shares near zero, of
+    which a block may have none, the jackknife's is too short."""
+    from scipy.stats import binomtest  # here: as above
+
+    n, count = len(hits), int(hits.sum())
+    bounds = binomtest(count, n).proportion_ci(method="wilson")
+    return Estimate(count / n, n, count / n, (float(bounds.low), float(bounds.high)))
+
+
 def jackknife_deviation(interval: Sequence[float] | None) -> float | None:
     """The standard deviation behind an interval of `jackknife`; None: there is none. One that was cut is too small."""
     from scipy.special import stdtrit  # here: as above

@@ -6,6 +6,8 @@ so small values may be negative.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,13 @@ from image_diffusion.metrics.intervals import Estimate, enough, jackknife, too_f
 from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each
 
 _ROWS = 1024
+Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
-def kernel_distance(features: Tensor, reference: Tensor) -> Estimate:
-    """Squared MMD between [N, D] and [M, D]; its interval leaves out a block of the samples at a time."""
+def kernel_distance(features: Tensor, reference: Tensor, kernel: Kernel | None = None) -> Estimate:
+    """Squared MMD between [N, D] and [M, D]; its interval leaves out a block of the samples at a time. kernel: of
+    float64 rows [R, D] and [S, D], [R, S]; unset: KID's."""
+    of = kernel or _cubic
     n, m = len(features), len(reference)
     if n < 2 or m < 2:
         raise ValueError(f"A kernel distance needs at least 2 samples on each side; got {n} and {m}.")
@@ -25,13 +30,11 @@ def kernel_distance(features: Tensor, reference: Tensor) -> Estimate:
     within = torch.zeros(NUM_BLOCKS, NUM_BLOCKS, dtype=torch.float64)  # pairs of samples, by their blocks
     across = torch.zeros(NUM_BLOCKS, dtype=torch.float64)
     for rows in torch.arange(n).split(_ROWS):
-        kernel = _kernel(x[rows], x)
-        kernel[torch.arange(len(rows)), rows] = 0
-        columns = torch.zeros(NUM_BLOCKS, len(rows), dtype=torch.float64).index_add_(0, block, kernel.T)
+        pairs = _others(of, x, rows)
+        columns = torch.zeros(NUM_BLOCKS, len(rows), dtype=torch.float64).index_add_(0, block, pairs.T)
         within.index_add_(0, block[rows], columns.T)
-        across.index_add_(0, block[rows], _kernel(x[rows], y).sum(dim=1))
-    among = sum(float(_kernel(y[rows], y).sum()) for rows in torch.arange(m).split(_ROWS))
-    among = (among - float(((y.square().sum(dim=1) / y.shape[1] + 1) ** 3).sum())) / (m * (m - 1))
+        across.index_add_(0, block[rows], of(x[rows], y).sum(dim=1))
+    among = sum(float(_others(of, y, rows).sum()) for rows in torch.arange(m).split(_ROWS)) / (m * (m - 1))
 
     def distance(inner: Tensor, outer: Tensor, count: int) -> float:
         return float(inner) / (count * (count - 1)) + among - 2 * float(outer) / (count * m)
@@ -47,5 +50,12 @@ def kernel_distance(features: Tensor, reference: Tensor) -> Estimate:
     return jackknife(value, left_out, n)
 
 
-def _kernel(x: Tensor, y: Tensor) -> Tensor:
+def _others(kernel: Kernel, x: Tensor, rows: Tensor) -> Tensor:
+    """The kernel of some rows with all, and zero of each with itself."""
+    pairs = kernel(x[rows], x)
+    pairs[torch.arange(len(rows)), rows] = 0
+    return pairs
+
+
+def _cubic(x: Tensor, y: Tensor) -> Tensor:
     return (x @ y.T / x.shape[1] + 1) ** 3

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.classes import agreement, class_frechet, missing_classes
+from image_diffusion.metrics.cmmd import cmmd
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.doubt import floor_doubt
 from image_diffusion.metrics.features import Detected, Detector
@@ -74,6 +75,8 @@ def measure(
         made = _some(detected.features, settings.neighbour_references)
         found["kd"] = kernel_distance(made, real)
         found["mind"] = monge_distance(made, real)
+        if settings.cmmd:
+            found["cmmd"] = cmmd(made, real)
         found |= manifold_estimates(detected.features, real, settings.neighbours)
         if settings.two_sample:
             found["c2st"] = two_sample_test(detected.features, reference.detected.features)
@@ -115,6 +118,10 @@ def judged(entries: Mapping[str, dict[str, Any]], detector: Detector, suffix: st
 
 def _some(rows: Tensor, most: int) -> Tensor:
     """At most so many rows, drawn once and for all."""
-    if len(rows) <= most:
-        return rows
-    return rows[torch.from_numpy(np.sort(np.random.default_rng(0).permutation(len(rows))[:most]))]
+    return rows if len(rows) <= most else rows[drawn(len(rows), most)]
+
+
+def drawn(total: int, most: int) -> Tensor:
+    """Int64: at most so many positions of so many, in order, drawn once and for all."""
+    order = np.random.default_rng(0).permutation(total) if total > most else np.arange(total)
+    return torch.from_numpy(np.sort(order[:most]))

@@ -44,7 +44,7 @@ def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
     save_picture(image_grid(torch.cat(rows), columns), path)
 
 
-def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, rows: int = 16) -> None:
+def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, rows: int = 10) -> None:
     """The most suspicious samples, each followed by its nearest training images, nearest first."""
     worst = copies.distance.argsort()[:rows]
     images = [

@@ -1,9 +1,9 @@
 """What a detector has seen in the real images of a data set, in files: looked at once, for all that is compared.
 
-A folder for each detector: of either split the features (float32 [N, D] .npy, and as such the class scores and spatial
-features of detectors that have them), the statistics as ADM and EDM lay them out, and reference.json, which says of
-which images and by which detector, with the sha256 of each file. Features are read where they lie: a data set of any
-size takes no more memory than the rows that a metric asks for.
+A folder for each detector: of both splits and of degraded images (`self_test`) the features (float32 [N, D] .npy, and
+as such the class scores and spatial features of detectors that have them), the statistics as ADM and EDM lay them out,
+and reference.json, which says of which images and by which detector, with the sha256 of each file. Features are read
+where they lie: a data set of any size takes no more memory than the rows that a metric asks for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from image_diffusion.metrics.moments import Gaussian, check_finite
 from image_diffusion.metrics.panel import gaussians_of
 from image_diffusion.metrics.references import read_statistics, write_statistics
 
-FORMAT = 1
+FORMAT = 2
 """Of reference.json."""
 _AGAIN = "Run reference again."
 _PARTS = tuple(field.name for field in fields(Detected))

@@ -44,6 +44,9 @@ class TrainConfig(Config):
     rounding, and to the bit with `deterministic: strict`, which computes `strict_chunk` at once."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Of everything random: initial weights, order, flips, noise, timesteps, dropout."""
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field((), exclude=True)
+    """Train and judge once with each of these, `seed` among them, as experiments of their own; a page then tells each
+    number with its interval over seeds. Empty: once, with `seed`."""
     optimizer: Optimizer = AdamW()
     """What turns gradients into updates."""
     schedule: Schedule = Constant()

@@ -27,18 +27,19 @@ class Files:
 
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
         """What `snakemake` makes when no file is named."""
-        for name in self.plans.ledgers:
-            yield f"{self.ledger_folder(name)}/{PAGE}"
-            yield f"{self.ledger_folder(name)}/tracked.json"
-        if self.plans.ledgers:
+        if self.plans.ledgers and not self.plans.asked:
+            for name in self.plans.ledgers:
+                yield from self._of_ledger(name)
             return
         yield f"{self.results}/summary.html"
         for name in self.plans.by_name:
             yield from self.all_of(name)
 
     def all_of(self, name: str) -> Iterator[str]:
-        """What is made of one experiment, and of no other."""
+        """What is made of one experiment, and of no other; where it is trained with several seeds, of all of them."""
         yield from self._made(name)
+        if (seeds := self.plans.by_name[name].seeds) in self.plans.ledgers:
+            yield from self._of_ledger(str(seeds))
         yield from self._data(self.plans.by_name[name])
         yield f"{self.results}/{name}/tracked.json"
         yield f"{self.results}/{name}/report/index.html"
@@ -335,6 +336,9 @@ class Files:
     def ledger_folder(self, name: str) -> str:
         """Where everything lies that is made of a ledger alone."""
         return f"{self.results}/{FOLDER}/{name}"
+
+    def _of_ledger(self, name: str) -> list[str]:
+        return [f"{self.ledger_folder(name)}/{made}" for made in (PAGE, "tracked.json")]
 
     def ledger_plan(self, wildcards: Wildcards) -> str:
         """What its rows are."""

@@ -22,14 +22,24 @@ def ledger_file(results: str | Path, name: str) -> Path:
     return Path(results, FOLDER, name, "plan.json")
 
 
+def seeds_ledger(experiment: str) -> str:
+    """What the ledger of an experiment's seeds is called."""
+    return f"{experiment}-seeds"
+
+
 @dataclass(frozen=True)
 class LedgerPlan:
-    """One ledger, resolved. base: an experiment. rows: name, source, changes, and the run of each seed."""
+    """One ledger, resolved. base: an experiment. rows: name, source, experiment, changes, and the run of each seed."""
 
     name: str
     base: str
     seeds: list[int]
     rows: list[dict[str, Any]]
+
+    @property
+    def experiments(self) -> set[str]:
+        """The experiments whose files its rows are written over."""
+        return {row["experiment"] for row in self.rows}
 
     @property
     def runs(self) -> Iterator[str]:

@@ -13,19 +13,20 @@ HEADS = ("experiment", "metric", "value", "95 % interval", "report")
 
 def outcome(plans: Plans, results: Path) -> str:
     """The table, one line an experiment, in the order in which they are asked for; empty where none has been judged. Of
-    ledgers, their pages.
+    ledgers, and of the seeds of experiments, their pages.
 
     What cannot be read is left out: the stages that made it tell of it.
     """
-    if plans.ledgers:
-        pages = [results / FOLDER / name / PAGE for name in plans.ledgers]
-        return "\n".join(f"ledger: {page}" for page in pages if page.is_file())
+    pages = [results / FOLDER / name / PAGE for name in plans.ledgers]
+    told = [f"ledger: {page}" for page in pages if page.is_file()]
+    if not plans.asked and plans.ledgers:
+        return "\n".join(told)
     lines = [line for plan in plans.by_name.values() if (line := _line(plan, results / plan.experiment)) is not None]
     if not lines:
-        return ""
+        return "\n".join(told)
     widths = [max(map(len, column)) for column in zip(HEADS, *lines, strict=True)]
     rows = [HEADS, tuple("-" * width for width in widths), *lines]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + told)
 
 
 def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:

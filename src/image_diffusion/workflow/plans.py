@@ -86,6 +86,8 @@ class Plan:
     """Jobs that share those."""
     global_batch: int
     """Examples of one step of training."""
+    seeds: str | None
+    """The ledger of its seeds, where it is trained with several."""
     detectors: list[str]
     """What its metrics look at images with."""
     references: dict[str, str]
@@ -140,7 +142,7 @@ class Plans:
     asked: tuple[str, ...] = ()
     """Those that are not there for others alone, or for a ledger."""
     ledgers: dict[str, LedgerPlan] = field(default_factory=dict)
-    """The ledgers that are asked for, by name."""
+    """The ledgers that are asked for, and those of the seeds of experiments, by name."""
 
     @classmethod
     def read(cls, results: str | Path, names: Collection[str], ledgers: Collection[str] = ()) -> Plans:
@@ -155,8 +157,12 @@ class Plans:
                 for other in found[name].builds_on:
                     add(other)
 
-        for name in [*names, *(run for ledger in of_ledgers.values() for run in ledger.runs)]:
+        for name in names:
             add(name)
+        of_ledgers |= read_ledgers(results, [seeds for name in names if (seeds := found[name].seeds)])
+        for ledger in of_ledgers.values():
+            for run in ledger.runs:
+                add(run)
         return cls(found, tuple(names), of_ledgers)
 
     @cached_property

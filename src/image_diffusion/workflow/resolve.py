@@ -92,10 +92,11 @@ def _read_and_written(results: Path, experiments: list[str], ledgers: list[str])
     """The files that `configure` read and wrote: those of the experiments and of all that they build on."""
     known = Plans.read(results, experiments, ledgers)
     plans, runs = known.by_name, {run for ledger in known.ledgers.values() for run in ledger.runs}
-    names = {*(plans.keys() - runs), *(ledger.base for ledger in known.ledgers.values())}
+    names = {*(plans.keys() - runs), *(name for ledger in known.ledgers.values() for name in ledger.experiments)}
     written = [read_inherited(EXPERIMENTS / f"{name}.yaml")[1] for name in names]
     found = {path for files in written for path in files} | {plan_file(results, name) for name in plans}
-    found |= {path for name in ledgers for path in (LEDGERS / f"{name}.yaml", ledger_file(results, name))}
+    found |= {LEDGERS / f"{name}.yaml" for name in ledgers}
+    found |= {ledger_file(results, name) for name in known.ledgers}
     for plan in plans.values():
         points = {Path(path) for axis in plan.sweep.values() for path in axis.values()}
         found |= {*map(Path, plan.configs.values()), *points, *(path.with_name("evaluate.yaml") for path in points)}

@@ -28,6 +28,7 @@ from image_diffusion.metrics.lpips import Lpips
 from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each, check_finite
 from image_diffusion.metrics.panel import judged, with_floor
 from image_diffusion.metrics.reconstruction import codebook_estimates, reconstruction_estimates
+from image_diffusion.metrics.self_test import look_and_test
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
 from image_diffusion.systems.codec.reconstruction import plot_codebook, reconstruct
@@ -68,6 +69,7 @@ def evaluate_codec(
     looks = settings.lpips.build(next(network.parameters()).device) if settings.lpips is not None else None
     quality, seen, counts = _measure(network, images, detectors, settings.batch_size, looks)
     n, block = images.num_samples, block_of_each(images.num_samples)
+    tested = look_and_test(detectors, images, settings.batch_size)
     real: list[Detected] | None = None
     if split == "validation" and data.train.num_samples > 1:
         real = detect_each(detectors, data.train, settings.batch_size, "features of training images", limit=n)
@@ -90,6 +92,7 @@ def evaluate_codec(
     return {
         "metrics": entries,
         **doubts_of(detectors),
+        "self_test": tested,
         "curve": [],
         "classes": {},
         "protocol": {**how, "digest": digest(how), "num_samples": n},

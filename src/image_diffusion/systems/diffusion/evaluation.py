@@ -10,6 +10,7 @@ from image_diffusion.codecs import CodecConfig
 from image_diffusion.core.config import dump, parse
 from image_diffusion.core.devices import best_device
 from image_diffusion.data.shards import open_shards
+from image_diffusion.metrics.cited import beside
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
@@ -55,6 +56,8 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)
         result["metrics"] |= bits
         result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
+    if settings.published:
+        result["published"] = beside(settings.published, result["metrics"])
     return result
 
 

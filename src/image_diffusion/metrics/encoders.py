@@ -1,0 +1,185 @@
+"""Networks of torchvision and transformers as detectors: another kind of judge beside those of the papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.files import sha256_file
+from image_diffusion.metrics.features import Detected
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CLIP = "openai/clip-vit-large-patch14-336"
+
+
+class EncoderConfig(Config):
+    """What both have in common."""
+
+    resize: Literal["antialiased", "legacy"] = "antialiased"
+    """How images are brought to the network's side: bicubic and antialiased; or legacy, bilinear without antialiasing,
+    as older programs do. Numbers differ, so that the names of the metrics then end with _legacy."""
+    resolution: int | None = Field(None, ge=16)
+    """That side, in pixels; unset: the network's own."""
+
+    @property
+    def suffix(self) -> str:
+        """What the names of its metrics end with."""
+        raise NotImplementedError
+
+    def metric_name(self, metric: str) -> str:
+        """What a metric is called on this detector."""
+        return f"{metric}_{self.suffix}{'_legacy' if self.resize == 'legacy' else ''}"
+
+
+class Torchvision(EncoderConfig):
+    """A classifier of torchvision: what its last linear layer is given."""
+
+    type: Literal["torchvision"] = "torchvision"
+    model: str = "convnext_base"
+    """The network, by torchvision's name: convnext_base, resnet50, vit_b_16."""
+    weights: Path | None = None
+    """A file with its state dict; unset: torchvision fetches its own."""
+
+    @property
+    def suffix(self) -> str:
+        return self.model
+
+    def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
+        """Load the network. Raises ValueError for an unknown one, and for weights that are missing or of another."""
+        from torchvision import models  # here: loading it would slow the start of every stage
+
+        if self.model not in models.list_models(module=models):
+            raise ValueError(f"evaluate.detectors: torchvision has no classifier {self.model}. Choose convnext_base.")
+        if self.weights is not None and not self.weights.is_file():
+            raise ValueError(f"evaluate.detectors: weights of {self.model} is {self.weights}, which does not exist.")
+        try:
+            network = models.get_model(self.model, weights="DEFAULT" if self.weights is None else None)
+            if self.weights is not None:
+                network.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))
+        except (OSError, RuntimeError, UnpicklingError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"{self.model} could not be loaded: {reason} "
+                "Set weights in evaluate.detectors to a file with its state dict."
+            ) from None
+        sha256 = sha256_file(self.weights) if self.weights else "torchvision's own release"
+        last = [each for each in network.modules() if isinstance(each, nn.Linear)][-1]
+        return Encoder(_GivenTo(network, last), self, self.model, sha256, self.resolution or 224, _MEAN, _STD, device)
+
+
+class Transformers(EncoderConfig):
+    """A vision tower of the package transformers (CLIP, SigLIP, DINOv2, DINOv3): the embedding of an image."""
+
+    type: Literal["transformers"] = "transformers"
+    weights: str = _CLIP
+    """Path of a local folder in transformers' layout, or a name on the Hugging Face Hub."""
+    name: str = Field("clip", pattern="^[a-z0-9][a-z0-9_]*$")
+    """What the names of its metrics end with: fd_clip. Only the default weights are called clip."""
+
+    @model_validator(mode="after")
+    def _is_named(self) -> Transformers:
+        if (self.weights == _CLIP) != (self.name == "clip"):
+            raise ValueError(
+                f"weights are {self.weights}, name is {self.name}: only {_CLIP} is called clip. Name others."
+            )
+        return self
+
+    @property
+    def suffix(self) -> str:
+        return self.name
+
+    def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
+        """Load the network. Raises ValueError when the package or the weights are not at hand."""
+        try:
+            import transformers
+        except ImportError:
+            raise ValueError(
+                f"The detector {self.name} needs the package transformers. Run: python -m pip install transformers. "
+                "torchvision has detectors that need nothing more."
+            ) from None
+        local = Path(self.weights).expanduser()
+        where = str(local) if local.is_dir() else self.weights
+        try:
+            model = transformers.AutoModel.from_pretrained(where)
+            prepared: Any = transformers.AutoImageProcessor.from_pretrained(where)
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"The detector {self.name} could not be loaded from {self.weights}: {reason} Without access to the "
+                "Hugging Face Hub, copy the model's folder to this machine and set weights to its path."
+            ) from None
+        files = sorted(local.glob("*.safetensors")) if local.is_dir() else []
+        sha256 = " ".join(sha256_file(each) for each in files) or f"{self.weights} {_revision(model)}"
+        tower = getattr(model, "vision_model", model)
+        side = self.resolution or tower.config.image_size
+        mean, std = tuple(prepared.image_mean), tuple(prepared.image_std)
+        return Encoder(_EmbeddingOf(model, tower), self, self.name, sha256, side, mean, std, device)
+
+
+class Encoder:
+    """Features: float32 [B, D] of uint8 images [B, C, H, W] with 1 or 3 channels."""
+
+    classes: list[str] = []  # noqa: RUF012 - not the data set's
+    doubt: str | None = None
+
+    def __init__(
+        self,
+        network: nn.Module,
+        config: EncoderConfig,
+        name: str,
+        sha256: str,
+        resolution: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        device: str,
+    ) -> None:
+        self._network, self._device = network.eval().requires_grad_(False).to(device), device
+        self._antialiased, self._resolution = config.resize == "antialiased", resolution
+        self._mean, self._std = (torch.tensor(each).view(1, 3, 1, 1) for each in (mean, std))
+        self.metric_name = config.metric_name
+        how = "bicubic, antialiased" if self._antialiased else "bilinear, not antialiased"
+        self.identity: dict[str, Any] = {"name": name, "resize": f"{how}, {resolution}", "sha256": sha256}
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Detected:
+        x = images.expand(-1, 3, -1, -1).to(torch.float32) / 255
+        mode = "bicubic" if self._antialiased else "bilinear"
+        x = F.interpolate(x, (self._resolution,) * 2, mode=mode, antialias=self._antialiased, align_corners=False)
+        x = (x.clamp(0, 1) - self._mean) / self._std
+        return Detected(self._network(x.to(self._device)).to("cpu", torch.float32))
+
+
+class _GivenTo(nn.Module):
+    """x -> what a layer of a network is given."""
+
+    def __init__(self, network: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.network, self._seen = network, list[Tensor]()
+        layer.register_forward_pre_hook(lambda _, inputs: self._seen.append(inputs[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.network(x)
+        return self._seen.pop()
+
+
+class _EmbeddingOf(nn.Module):
+    """x -> the embedding of an image: pooled, and projected where the model says so."""
+
+    def __init__(self, model: nn.Module, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.projection = tower, getattr(model, "visual_projection", nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.projection(self.tower(pixel_values=x).pooler_output)
+        return pooled
+
+
+def _revision(model: Any) -> str:
+    return str(getattr(model.config, "_commit_hash", None))
