@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -12,11 +19,13 @@ import pandas
 import pytest
 import torch
 
+from image_diffusion.codecs.text.hashed import HashedText
 from image_diffusion.core.config import dump
 from image_diffusion.core.files import read_json, write_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
 from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.tracking.models import write_pyfunc, zip_package
 from image_diffusion.tracking.plan import FinalWeights
 from image_diffusion.tracking.pyfunc import _load_pyfunc, signature
@@ -66,6 +75,76 @@ def test_without_labels_seeds_get_those_of_the_sample_stage(folder: Path) -> Non
 def test_a_label_that_is_no_class_is_told(folder: Path) -> None:
     with pytest.raises(ValueError, match="names the class 2; the model knows 0 to 1: dark, light"):
         _load_pyfunc(str(folder)).predict(pandas.DataFrame({"seed": [0], "label": [2]}))  # type: ignore[arg-type]
+
+
+def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> None:
+    model = _load_pyfunc(str(folder))
+    numbered = model.predict(pandas.DataFrame({"seed": [3, 4], "label": [1, 0]}))  # type: ignore[arg-type]
+    named = pandas.DataFrame({"seed": [3, 4], "class": ["light", "dark"]})
+    assert np.array_equal(model.predict(named), numbered)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Give one of the two"):
+        model.predict(named.assign(label=[1, 0]))  # type: ignore[arg-type]
+    taken = signature(folder)
+    assert taken is not None and [each.name for each in taken.inputs] == ["seed", "label", "class"]
+
+
+def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
+    system = DiTSystem.model_validate(
+        {"condition": {"type": "text"}, "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
+    )
+    encoder = HashedText().build(torch.device("cpu"), 4)
+    spec = DataSpec(channels=3, resolution=8, conditions={"text": (5, HashedText().dim)})
+    pairs = {"encoder": dump(HashedText()), "num_tokens": 4, "text": encoder.identity}
+    described = read_json(folder / "model.json") | {"system": dump(system), "spec": dump(spec), "pairs": pairs}
+    network = system.build_network(spec)
+    torch.nn.init.normal_(network.final_layer.linear.weight)
+    save_weights(folder, network.state_dict(), described)
+    taken = signature(folder)
+    assert taken is not None and [(each.name, each.required) for each in taken.inputs] == [
+        ("seed", True),
+        ("prompt", True),
+    ]
+    model = _load_pyfunc(str(folder))
+    both = model.predict(pandas.DataFrame({"seed": [1, 1], "prompt": ["a dog", "a cat"]}))  # type: ignore[arg-type]
+    alone = model.predict(pandas.DataFrame({"seed": [1], "prompt": ["a cat"]}))  # type: ignore[arg-type]
+    np.testing.assert_allclose(both[1], alone[0], atol=1)
+
+
+@pytest.mark.slow
+def test_it_is_served(folder: Path, tmp_path: Path) -> None:
+    files, taken = {path.name: path for path in folder.iterdir()}, signature(folder)
+    assert taken is not None
+    write_pyfunc(tmp_path / "model", "m-1", FinalWeights("key", "tiny", "run", 10, 0, {}, files), taken)
+    (tmp_path / "model/data").mkdir(exist_ok=True)
+    folder.rename(tmp_path / "model/data/model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", "model", "--env-manager", "local"]
+    with (tmp_path / "served.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--port", port], cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + 240
+        while server.poll() is None and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5)
+                break
+            time.sleep(0.3)
+        asked = {"dataframe_split": {"columns": ["seed", "class"], "data": [[5, "light"], [6, "dark"]]}}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            images = np.array(json.load(answer)["predictions"])
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    here = _load_pyfunc(str(tmp_path / "model/data/model"))
+    expected = here.predict(pandas.DataFrame({"seed": [5, 6], "class": ["light", "dark"]}))  # type: ignore[arg-type]
+    assert images.shape == (2, 8, 8, 3)
+    np.testing.assert_allclose(images, expected, atol=1)
 
 
 def test_a_codec_takes_images(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ OF_OTHERS = {
     "git": "needs a network",
     "apt-get": "needs a package registry and root",
     "eval": "sets variables for a cluster that tests/slurm starts",
+    "export": "sets a variable",
+    "mlflow": "serves a model, as tests/unit/test_track_models.py does",
+    "curl": "asks the model that is served",
 }
 """Programs of a code block that are not ours, and why they are not run."""
 

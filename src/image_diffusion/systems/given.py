@@ -308,14 +308,22 @@ class ToJudge:
 
 
 @dataclass(frozen=True)
+class Column:
+    """A column of a table that a served model takes. required: whether it has to be given."""
+
+    kind: Literal["long", "string"]
+    required: bool = False
+
+
+@dataclass(frozen=True)
 class Served:
     """What a model takes and gives where it is served.
 
-    columns: of a table, by name, int64, and whether they have to be given; or images: the shape of one that is taken,
-    [H, W, C]. Either way it gives uint8 images [N, H, W, C].
+    columns: of a table, by name; or images: the shape of one that is taken, [H, W, C]. Either way it gives uint8 images
+    [N, H, W, C].
     """
 
-    columns: dict[str, bool] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
     images: tuple[int, int, int] | None = None
 
 

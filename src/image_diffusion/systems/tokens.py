@@ -196,7 +196,7 @@ class TokensSystem(System):
         return judge_tokens(self, given)
 
     def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        return image_columns(classes) if not spec.conditions else None
+        return image_columns(self, spec, classes)
 
     def predictor(
         self, model: Model, settings: TokenSampleConfig, codec: Callable[[], Codec], weaker: Model | None

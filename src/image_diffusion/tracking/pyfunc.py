@@ -1,7 +1,7 @@
-"""A trained model as MLflow serves it: seeds and labels -> images; of a codec, images -> what it leaves of them.
+"""A trained model as MLflow serves it: seeds with classes or prompts -> images; of a codec, images -> what it leaves.
 
     model = mlflow.pyfunc.load_model("models:/image-diffusion.digits-32.inpipe_fd@best")
-    images = model.predict(pandas.DataFrame({"seed": [0, 1, 2], "label": [3, 3, 7]}))    # uint8 [3, H, W, C]
+    images = model.predict(pandas.DataFrame({"seed": [0, 1, 2], "class": ["3", "3", "7"]}))    # uint8 [3, H, W, C]
 
 MLflow calls `_load_pyfunc`; nothing is pickled. The folder it names holds weights.safetensors and model.json as `train`
 wrote them, sample.yaml, and in `codec` and `weaker` the weights folders of the models that those need.
@@ -65,7 +65,7 @@ def signature(folder: Path) -> ModelSignature | None:
     served = system.served(parse(DataSpec, described["spec"], where), described["classes"])
     if served is None:
         return None
-    columns = [ColSpec("long", name, required=required) for name, required in served.columns.items()]
+    columns = [ColSpec(each.kind, name, required=each.required) for name, each in served.columns.items()]
     if served.images is not None:
         columns = [TensorSpec(np.dtype("uint8"), (-1, *served.images))]
     images = Schema([TensorSpec(np.dtype("uint8"), (-1, -1, -1, -1))])

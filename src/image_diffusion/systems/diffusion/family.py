@@ -209,8 +209,7 @@ class DiffusionSystem(System):
         return write_diffusion(self, model, codec, folder)
 
     def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        alone = self.low_resolution is None and not spec.conditions
-        return image_columns(classes) if alone else None
+        return image_columns(self, spec, classes)
 
     def predictor(
         self, model: Model, settings: SampleConfig, codec: Callable[[], Codec], weaker: Model | None

@@ -16,13 +16,13 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.shards import Shards
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
 from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling import SampleConfig, requested_labels
-from image_diffusion.systems.given import Model, Preview, Served, ToPreview, ToSample
+from image_diffusion.systems.given import Column, Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
 
 if TYPE_CHECKING:
@@ -190,9 +190,15 @@ def preview_images(system: MakesImages, given: ToPreview) -> Preview:
     return draw
 
 
-def image_columns(classes: list[str]) -> Served:
-    """Seeds and, of a model with classes, labels."""
-    return Served(columns={"seed": True} | ({"label": False} if classes else {}))
+def image_columns(system: MakesImages, spec: DataSpec, classes: list[str]) -> Served | None:
+    """Seeds and, of a model with classes, their numbers or names, of one that is told words prompts; None of one that
+    is told anything else."""
+    if system.low_resolution is not None or spec.conditions.keys() - {TEXT}:
+        return None
+    seed = {"seed": Column("long", required=True)}
+    if spec.conditions:
+        return Served(columns=seed | {"prompt": Column("string", required=True)})
+    return Served(columns=seed | ({"label": Column("long"), "class": Column("string")} if classes else {}))
 
 
 class Images:
@@ -201,20 +207,36 @@ class Images:
     def __init__(
         self, system: MakesImages, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
     ) -> None:
-        self._generator = _generator(system, model, settings, codec, weaker, Asked())
-        self._settings, self._classes = settings, model.classes
+        self._system, self._model, self._settings = system, model, settings
+        self._codec, self._weaker = codec, weaker
+        self._generator: Generates | None = None
 
     def __call__(self, rows: pandas.DataFrame) -> NDArray[np.uint8]:
-        """Images, uint8 [N, H, W, C]. rows: "seed" and, of a model with classes, "label", the number of the class;
-        without it the classes that `sample` would give the seeds."""
+        """Images, uint8 [N, H, W, C]. rows: the columns of `image_columns`; without a class those that `sample` would
+        give the seeds. Raises ValueError for a class that does not exist, and for one given in two ways."""
         seeds = torch.tensor(rows["seed"].to_numpy(np.int64))
-        wanted: str | list[int | str] = self._settings.labels
-        if "label" in rows:
-            wanted = [int(label) for label in rows["label"]]
-        labels = requested_labels(wanted, len(seeds), self._classes, seeds, self._settings.seed)
-        size = self._settings.batch_size
-        parts = zip(seeds.split(size), [None] * len(seeds) if labels is None else labels.split(size), strict=False)
-        return torch.cat([self._generator(*part) for part in parts]).permute(0, 2, 3, 1).contiguous().numpy()
+        settings, asked, labels = self._settings, Asked(), None
+        if "prompt" in rows:
+            settings = settings.model_copy(update={"prompts": tuple(map(str, rows["prompt"]))})
+            asked = self._system.asked(settings, self._model.pairs, len(seeds))
+        else:
+            labels = requested_labels(self._wanted(rows), len(seeds), self._model.classes, seeds, settings.seed)
+        if self._generator is None:
+            self._generator = _generator(self._system, self._model, settings, self._codec, self._weaker, asked)
+        images = [
+            self._generator(seeds[part], None if labels is None else labels[part], None, asked.of(part))
+            for part in torch.arange(len(seeds)).split(settings.batch_size)
+        ]
+        return torch.cat(images).permute(0, 2, 3, 1).contiguous().numpy()
+
+    def _wanted(self, rows: pandas.DataFrame) -> str | list[int | str]:
+        """The classes that are asked for, as the section `sample` has them."""
+        given = [name for name in ("label", "class") if name in rows]
+        if len(given) > 1:
+            raise ValueError("A class is given by its number, label, and by its name, class. Give one of the two.")
+        if not given:
+            return self._settings.labels
+        return [int(each) if given == ["label"] else str(each) for each in rows[given[0]]]
 
 
 def _generator(
