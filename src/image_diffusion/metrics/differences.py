@@ -19,7 +19,7 @@ from image_diffusion.metrics.definitions import definition_of
 SMALLEST_SPREAD = 1e-3
 """Of the median variance: what a row is taken to have whose seeds agree to the last digit."""
 
-_RATIOS = ("fd", "fid", "fd_infinity", "fid_infinity")
+_RATIOS = ("fd", "fd_infinity", "spatial_fd", "class_fd", "reconstruction_fd")
 Verdict = Literal["better", "worse", "within noise"]
 
 
@@ -87,7 +87,8 @@ def higher_is_better(metric: str) -> bool:
 
 def is_ratio(metric: str) -> bool:
     """Whether values of a metric are compared as ratios: distances, whose noise grows with them."""
-    return any(metric == name or metric.endswith(f"_{name}") for name in _RATIOS)
+    found = definition_of(metric)
+    return found is not None and found.names in _RATIOS
 
 
 def differences(metric: str, base: Sequence[Measured], rows: Mapping[str, Sequence[Measured]]) -> dict[str, Difference]:
