@@ -328,6 +328,25 @@ def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
     assert f"attempt {second.id[:8]} of train is missing in its journal" in capsys.readouterr().err
 
 
+def test_an_attempt_belongs_to_those_it_goes_on_from(tmp_path: Path) -> None:
+    """Eight steps, shortened to six, begun anew where no checkpoint could be read, and lengthened again: the last
+    checkpoint of the first attempt is still there."""
+    tags = {"fingerprint": "a"}
+    with Journal.open(tmp_path, "train", tags=tags) as first:
+        for step in (2, 4, 6, 8):
+            first.metrics({"loss": 10.0 - step}, step=step)
+    with Journal.open(tmp_path, "train", 6, tags, after=[first.id]) as shortened:
+        shortened.metrics({"validation/loss": 4.0}, step=6)
+    with Journal.open(tmp_path, "train", tags=tags) as anew:
+        anew.metrics({"loss": 8.0}, step=2)
+    with Journal.open(tmp_path, "train", 8, tags, after=[first.id]):
+        pass
+    other, history = read_journals(tmp_path / "train")
+    assert other.id == anew.id
+    assert history.id == first.id and history.damaged == [] and history.status == "finished"
+    assert history.series("loss") == ([2, 4, 6, 8], [8.0, 6.0, 4.0, 2.0])
+
+
 def test_the_journal_of_another_run_is_not_taken_for_that_of_the_weights(tmp_path: Path) -> None:
     for fingerprint in ("a", "b"):
         with Journal.open(tmp_path, "train", tags={"fingerprint": fingerprint}) as journal:

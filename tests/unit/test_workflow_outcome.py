@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files import write_json
-from image_diffusion.workflow.outcome import outcome
+from image_diffusion.workflow.outcome import outcome, remove_left_parts
 from plans import a_plan, plans_of
 
 
@@ -33,3 +33,14 @@ def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None
         ["guessed", "inpipe_fd", "not", "to", "rely", "on", "none", "not", "made"],
     ]
     assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
+
+
+def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("mine"))
+    for name in ("mine", "theirs"):
+        (tmp_path / name / "samples").mkdir(parents=True)
+        for file in ("part-0-of-2.npz", "samples.npz"):
+            (tmp_path / name / "samples" / file).touch()
+    remove_left_parts(plans, tmp_path)
+    assert [path.name for path in sorted((tmp_path / "mine/samples").iterdir())] == ["samples.npz"]
+    assert len(list((tmp_path / "theirs/samples").iterdir())) == 2

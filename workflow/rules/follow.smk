@@ -6,7 +6,7 @@ from pathlib import Path
 from image_diffusion.workflow.environment import package_beside
 from image_diffusion.workflow.following import Following
 from image_diffusion.workflow.ledgers import show_what_there_is
-from image_diffusion.workflow.outcome import outcome
+from image_diffusion.workflow.outcome import outcome, remove_left_parts
 from image_diffusion.workflow.ownership import hold
 from image_diffusion.workflow.queue import orphans, settle, tell_of_unseen_jobs
 from image_diffusion.workflow.request import request
@@ -26,6 +26,9 @@ onstart:
 
 onsuccess:
     following.end()
+    asked = workflow.dag_settings
+    if not (set(asked.targets) - plans.by_name.keys() or asked.until or asked.omit_from):
+        remove_left_parts(plans, Path(results))
     print(outcome(plans, Path(results)), file=sys.stderr)
 
 

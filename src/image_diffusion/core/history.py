@@ -111,16 +111,17 @@ def read_journals(folder: Path) -> list[History]:
     """The merged history of every run whose attempts lie in `folder`, the one that was worked on last at the end.
 
     Attempts are in the order of their numbers, which were given one by one: no clock and no name decides. An attempt
-    belongs to the run with its fingerprint or parameters; but one that starts from the beginning after that run
-    finished is a run of its own. A line that a crash cut off, at the end of a file, is left out. A damaged one is
-    left out and told, and with the first line all of an attempt.
+    belongs to the run with its fingerprint or parameters, of several to that of the attempts it goes on from; but one
+    that starts from the beginning after that run finished is a run of its own. A line that a crash cut off, at the end
+    of a file, is left out. A damaged one is left out and told, and with the first line all of an attempt.
     """
     runs: list[list[_Attempt]] = []
     for path in sorted(folder.glob("attempt-*.jsonl"), key=attempt_number):
         attempt = _read_attempt(path)
         if attempt is None:
             continue
-        same = next((run for run in reversed(runs) if run[-1].run == attempt.run), None)
+        alike = [run for run in reversed(runs) if run[-1].run == attempt.run]
+        same = next((run for run in alike if any(each.id in attempt.after for each in run)), next(iter(alike), None))
         if same is not None and (attempt.resumed is not None or not same[-1].finished):
             runs.remove(same)  # and put at the end
             runs.append([*same, attempt])
@@ -150,6 +151,15 @@ class _Attempt:
     damaged: list[str] = field(default_factory=list)
     end: dict[str, Any] | None = None
     last_time: int = 0
+
+    @property
+    def id(self) -> str:
+        return str(self.header["id"])
+
+    @property
+    def after(self) -> set[str]:
+        """The attempts that led to the checkpoint that this one began with."""
+        return set(self.header.get("after", ()))
 
     @property
     def run(self) -> str:
@@ -223,17 +233,22 @@ def _record(line: bytes, sealed: bool) -> dict[str, Any]:
 
 
 def _merge(attempts: list[_Attempt]) -> History:
-    """Attempts of one run, in order -> one history. Each attempt holds up to the lowest step resumed from after it."""
+    """Attempts of one run, in order -> one history. Each attempt holds up to the lowest step resumed from after it; of
+    those that the last goes on from, up to the lowest resumed from among them, whatever began elsewhere since."""
+    on_the_way = {attempts[-1].id, *attempts[-1].after} if attempts[-1].after else {each.id for each in attempts}
     limits: list[float] = []
-    limit = math.inf
+    limit = limit_on_the_way = math.inf
     for attempt in reversed(attempts):
-        limits.insert(0, limit)
-        limit = min(limit, -math.inf if attempt.resumed is None else attempt.resumed)
+        limits.insert(0, limit_on_the_way if attempt.id in on_the_way else limit)
+        resumed = -math.inf if attempt.resumed is None else attempt.resumed
+        limit = min(limit, resumed)
+        if attempt.id in on_the_way:
+            limit_on_the_way = min(limit_on_the_way, resumed)
     points, superseded = _held([attempt.points for attempt in attempts], limits)
     images, superseded_images = _held([attempt.images for attempt in attempts], limits)
     first, last = attempts[0], attempts[-1]
-    ids = {attempt.header["id"] for attempt in attempts}
-    lost = sorted({each for attempt in attempts for each in attempt.header.get("after", ()) if each not in ids})
+    ids = {attempt.id for attempt in attempts}
+    lost = sorted({each for attempt in attempts for each in attempt.after} - ids)
     for each in lost:
         stage = first.header["stage"]
         tell_once(f"warning: attempt {each[:8]} of {stage} is missing in its journal: what it logged is left out.")
@@ -244,7 +259,7 @@ def _merge(attempts: list[_Attempt]) -> History:
     ended = None if last.alive and last.end is None else last.last_time
     status: Status = last.end["status"] if last.end else ("running" if last.alive else "killed")
     return History(
-        id=first.header["id"],
+        id=first.id,
         stage=first.header["stage"],
         starts=[attempt.header["time"] for attempt in attempts],
         ended=ended,

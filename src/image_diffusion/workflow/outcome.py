@@ -45,3 +45,11 @@ def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
         " to ".join(f"{bound:.4g}" for bound in interval) if interval else "none",
         str(page) if page.is_file() else "not made",
     )
+
+
+def remove_left_parts(plans: Plans, results: Path) -> None:
+    """Remove parts of samples that a killed command has left, and that nobody joins: the experiment was changed back.
+    Only once everything of these experiments is made."""
+    for name in plans.by_name:
+        for part in (results / name / "samples").glob("part-*-of-*.npz"):
+            part.unlink(missing_ok=True)
