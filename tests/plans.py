@@ -43,6 +43,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "codec_files": [],
         "decoder_files": [],
         "sweep": {},
+        "beyond_defaults": [],
         "export": "none",
         "resources": RESOURCES,
         "configs": {stage: f"results/{name}/config/{stage}.yaml" for stage in ("train", "sample", "evaluate", "export")}

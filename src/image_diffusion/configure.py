@@ -21,7 +21,7 @@ from image_diffusion.codecs.pretrained import files_of
 from image_diffusion.codecs.tokens import tokens_of
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core import command
-from image_diffusion.core.config import Config, dump, to_yaml
+from image_diffusion.core.config import Config, beyond_defaults, dump, to_yaml
 from image_diffusion.core.files import digest, to_json, write_if_changed
 from image_diffusion.core.types import SamplesOf, WeightsOf
 from image_diffusion.data.captions import TableCaptions
@@ -271,6 +271,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "export": experiment.export.format,
         "resources": dump(experiment.resources),
         "configs": {stage: str(path) for stage, (path, _) in stages.items()},
+        "beyond_defaults": sorted(beyond_defaults(experiment)),
     }
     write_if_changed(own / "plan.json", to_json(plan))
 

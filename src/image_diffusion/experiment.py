@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import Config, beyond_defaults, changed, dump, parse, read_yaml, told
+from image_diffusion.core.config import Config, changed, dump, parse, read_yaml, told
 from image_diffusion.core.inherited import BASE, read_inherited
 from image_diffusion.core.shapes import shapes_only
 from image_diffusion.data.config import DataConfig
@@ -243,25 +243,6 @@ def parse_experiment(raw: Any, where: str) -> Experiment:
     kind = kinds.get(wanted, Experiment) if isinstance(wanted, str) else Experiment
     experiment: Experiment = parse(kind, raw, where)
     return experiment
-
-
-def beyond_recipe(sections: Mapping[str, Any]) -> set[str]:
-    """The dotted keys in which sections, as stages run with them, differ from what their system does by itself.
-
-    sections: plain data by name, `system` among them. Raises ValueError for what is not a section of this version.
-    """
-    wanted = sections["system"]["type"]
-    kind = next((experiment_of(each) for each in SYSTEMS if name_of(each) == wanted), Experiment)
-    found: set[str] = set()
-    for name in sections.keys() & kind.model_fields.keys():
-        field = kind.model_fields[name]
-        value, default = parse(field.annotation, sections[name], name), field.get_default(call_default_factory=True)
-        if isinstance(value, Config):
-            same = type(default) is type(value)
-            found |= {f"{name}.{key}" for key in beyond_defaults(value, default if same else None)}
-            if not same and isinstance(default, Config):
-                found.add(f"{name}.type")
-    return found
 
 
 def schema() -> dict[str, Any]:

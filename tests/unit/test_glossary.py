@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from image_diffusion.core.definitions import definition_of, definitions
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.sources.painted import Attributes
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.definitions import definition_of, definitions
 from image_diffusion.metrics.differences import higher_is_better
 from image_diffusion.metrics.evaluation import RealImages
 from image_diffusion.metrics.features import Detected

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from image_diffusion.core.config import Config, beyond_defaults, dump
-from image_diffusion.experiment import beyond_recipe, load_experiment, parse_experiment
+from image_diffusion.core.config import Config, beyond_defaults
+from image_diffusion.experiment import parse_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,12 +58,11 @@ def test_a_part_of_another_type_is_compared_with_its_own_defaults() -> None:
 @pytest.mark.parametrize("system", ["dit", "iddpm", "rin"])
 def test_a_recipe_that_names_its_system_alone_differs_in_its_data_alone(system: str) -> None:
     raw = {"data": {"name": "d", "source": {"type": "digits"}, "resolution": 32}, "train": {"steps": 2}}
-    experiment = parse_experiment(raw | {"system": {"type": system}}, "x")
-    sections = {name: each for name, each in dump(experiment).items() if each is not None}
-    changed = beyond_recipe(sections)
+    changed = beyond_defaults(parse_experiment(raw | {"system": {"type": system}}, "x"))
     assert {key for key in changed if not key.startswith("data.")} == {"train.steps"}
-    sections["train"]["grad_clip"] = 0.25
-    assert beyond_recipe(sections) - changed == {"train.grad_clip"}
+    raw["train"]["grad_clip"] = 0.25
+    more = beyond_defaults(parse_experiment(raw | {"system": {"type": system}}, "x"))
+    assert more - changed == {"train.grad_clip"}
 
 
 def test_lines_under_a_changed_key_are_marked(scripts: ModuleType) -> None:
@@ -82,9 +81,3 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> No
 
 def test_a_short_curve_is_drawn_as_it_is_and_a_nan_leaves_a_gap(scripts: ModuleType) -> None:
     assert scripts.curve([1, 2, 3], [0.5, math.nan, 2.0]) == {"x": [1, 2, 3], "y": [0.5, None, 2.0]}
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "config/experiments").glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_is_beyond_its_recipe_is_told_of_every_experiment(path: Path) -> None:
-    experiment = load_experiment(path)
-    assert "data.name" in beyond_recipe({name: each for name, each in dump(experiment).items() if each is not None})

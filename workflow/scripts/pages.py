@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from PIL import Image
 
-from image_diffusion.metrics.definitions import definition_of
+from image_diffusion.core.definitions import definition_of
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "pages"
 MOST_POINTS = 1000

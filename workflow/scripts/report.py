@@ -15,16 +15,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from markupsafe import Markup
 from pages import curve, render, source_of, strips
 
 from image_diffusion.core import command
+from image_diffusion.core.definitions import definition_of
 from image_diffusion.core.files import digest, read_json, write_page
 from image_diffusion.core.history import History, of_weights, read_journal
 from image_diffusion.data.datasheet import body
-from image_diffusion.experiment import beyond_recipe
-from image_diffusion.metrics.definitions import definition_of
 from image_diffusion.tracking.card import headline_of, sentence
 
 QUARANTINED = 50
@@ -74,7 +72,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         model=plain(experiment / "train" / "model.json"),
         runtimes=runtimes(benchmarks / "datasets" / data.parent.name, benchmarks / experiment.name),
         provenance=provenance(data.parent / "journal", experiment / "journal"),
-        configurations=configurations(plan.get("configs", {})),
+        configurations=configurations(plan),
     )
 
 
@@ -253,17 +251,15 @@ def plain(path: Path) -> dict[str, Any] | None:
     return {key: value for key, value in read_json(path).items() if isinstance(value, str | int | float)}
 
 
-def configurations(paths: Mapping[str, str]) -> dict[str, list[tuple[str, bool]]]:
-    """What every stage ran with: lines, and whether each differs from what the system does by itself. paths: of the
-    files, by stage."""
-    texts = {stage: Path(path).read_text(encoding="utf-8") for stage, path in paths.items() if Path(path).is_file()}
-    read = {stage: yaml.safe_load(text) or {} for stage, text in texts.items()}
-    sections = {"data": read.pop("crop", {})} | {key: value for each in read.values() for key, value in each.items()}
-    try:
-        changed = beyond_recipe(sections)
-    except (ValueError, KeyError):  # of another version: shown as it is
-        changed = set()
-    return {stage: list(marked(text, changed, ("data",) if stage == "crop" else ())) for stage, text in texts.items()}
+def configurations(plan: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
+    """What every stage ran with: lines, and whether each differs from what the system does by itself."""
+    paths = {stage: Path(path) for stage, path in plan.get("configs", {}).items()}
+    changed = set(plan.get("beyond_defaults", ()))
+    return {
+        stage: list(marked(path.read_text(encoding="utf-8"), changed, ("data",) if stage == "crop" else ()))
+        for stage, path in paths.items()
+        if path.is_file()
+    }
 
 
 def marked(text: str, changed: set[str], prefix: tuple[str, ...]) -> Iterator[tuple[str, bool]]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from image_diffusion.metrics.definitions import definition_of
+from image_diffusion.core.definitions import definition_of
 
 SMALLEST_SPREAD = 1e-3
 """Of the median variance: what a row is taken to have whose seeds agree to the last digit."""

@@ -102,6 +102,8 @@ class Plan:
     """What it asks a machine for: its section resources."""
     configs: dict[str, str]
     """The resolved configuration of each stage it goes through."""
+    beyond_defaults: list[str]
+    """The dotted keys in which it differs from what its system does by itself, for its page."""
 
     @property
     def learns_from_pairs(self) -> str | None:
