@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from image_diffusion.core.config import load
+from image_diffusion.core.files import write_json
 from image_diffusion.experiment import load_experiment
 from image_diffusion.metrics.cited import Cited, beside
 from image_diffusion.metrics.config import EvaluateConfig
@@ -81,12 +82,15 @@ def test_what_is_cited_does_not_change_the_protocol() -> None:
     assert _told(EvaluateConfig(published=(FID,))) == _told(EvaluateConfig())
 
 
-def test_the_page_shows_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "workflow/scripts"))
     monkeypatch.delitem(sys.modules, "report", raising=False)
     import report
 
-    shown = "".join(report.published(beside([FID], {"fid": entry(2.25, 1.85, [1.75, 1.95])})))
-    for part in ("2.27", "2.15 to 2.35", "yes", "Longer. From: a paper."):
-        assert part in shown
-    assert not list(report.published([]))
+    ours = entry(2.25, 1.85, [1.75, 1.95]) | {"n": 50, "note": None}
+    judged = {"metrics": {"fid": ours}, "protocol": {}}
+    for published, shown in ((beside([FID], {"fid": ours}), True), ([], False)):
+        write_json(tmp_path / "x" / "metrics.json", judged | {"published": published})
+        page = report.page(tmp_path / "x", tmp_path / "d" / "crops", tmp_path / "b")
+        for part in ("What others published", "2.27", "2.15 to 2.35", "<td>yes</td>", "Longer. From: a paper."):
+            assert (part in page) == shown

@@ -22,7 +22,8 @@ HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % inter
 
 @dataclass
 class Line:
-    """What is shown of an experiment. metrics: values with their intervals, as text."""
+    """What is shown of an experiment. metrics: values that are not doubted, with their intervals, as
+    text."""
 
     name: str
     system: str
@@ -48,7 +49,7 @@ def line(name: str, results: Path, benchmarks: Path) -> Line:
     shown = {
         key: f"{entry['value']:.4g}" + (f" [{interval(entry['interval'])}]" if entry.get("interval") else "")
         for key, entry in metrics.items()
-        if entry["value"] is not None
+        if entry["value"] is not None and not entry.get("doubt")
     }
     return Line(
         name=name,
