@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from image_diffusion.core.config import Config, beyond_defaults
+from image_diffusion.core.files import write_json
 from image_diffusion.experiment import parse_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +83,14 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes(scripts: ModuleType) -> No
 
 def test_a_short_curve_is_drawn_as_it_is_and_a_nan_leaves_a_gap(scripts: ModuleType) -> None:
     assert scripts.curve([1, 2, 3], [0.5, math.nan, 2.0]) == {"x": [1, 2, 3], "y": [0.5, None, 2.0]}
+
+
+def test_rows_of_classes_have_the_names_of_those_that_were_drawn(scripts: ModuleType, tmp_path: Path) -> None:
+    write_json(tmp_path / "data" / "manifest.json", {"classes": ["cat", "dog", "owl"]})
+    experiment = tmp_path / "mine"
+    assert scripts.class_names(experiment, tmp_path / "data") == []
+    (experiment / "samples").mkdir(parents=True)
+    np.savez(experiment / "samples" / "samples.npz", np.zeros((3, 2, 2, 3), np.uint8), np.array([2, 2, 0]))
+    assert scripts.class_names(experiment, tmp_path / "data") == ["cat", "owl"]
+    np.savez(experiment / "samples" / "samples.npz", np.zeros((3, 2, 2, 3), np.uint8))
+    assert scripts.class_names(experiment, tmp_path / "data") == []

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 from pages import curve, render, source_of, strips
 
@@ -27,6 +28,8 @@ from image_diffusion.tracking.card import headline_of, sentence
 
 QUARANTINED = 50
 CLASSES = "evaluation/classes.png"
+MOST_CLASSES = 100
+"""Rows that this picture has."""
 PICTURES = {
     "samples/grid.png": "Samples",
     "samples/steps.png": "From noise to image",
@@ -109,14 +112,13 @@ def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
 
 def class_names(experiment: Path, data: Path) -> list[str]:
     """Of the classes that were drawn, a row each in the picture of classes; none where that cannot be told."""
-    made, known = experiment / "samples" / "samples.json", data / "manifest.json"
+    made, known = experiment / "samples" / "samples.npz", data / "manifest.json"
     if not made.is_file() or not known.is_file():
         return []
-    classes, labels = read_json(known).get("classes") or [], read_json(made).get("labels")
-    drawn = (
-        sorted({label for label in labels if label is not None}) if isinstance(labels, list) else range(len(classes))
-    )
-    return [classes[label] for label in drawn if label < len(classes)]
+    classes = read_json(known).get("classes") or []
+    with np.load(made) as arrays:
+        drawn = np.unique(arrays["arr_1"])[:MOST_CLASSES].tolist() if "arr_1" in arrays else []
+    return [classes[label] for label in drawn] if all(label < len(classes) for label in drawn) else []
 
 
 def metrics(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -19,7 +20,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CLIP = "openai/clip-vit-large-patch14-336"
 
 
-class EncoderConfig(Config):
+class EncoderConfig(Config, ABC):
     """What both have in common."""
 
     resize: Literal["antialiased", "legacy"] = "antialiased"
@@ -29,9 +30,9 @@ class EncoderConfig(Config):
     """That side, in pixels; unset: the network's own."""
 
     @property
+    @abstractmethod
     def suffix(self) -> str:
         """What the names of its metrics end with."""
-        raise NotImplementedError
 
     def metric_name(self, metric: str) -> str:
         """What a metric is called on this detector."""
