@@ -20,6 +20,7 @@ from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import FlowMap, image_streams, initial_noise
+from image_diffusion.training.parts import HasTeacher
 
 MEAN, STD = 0.7, 0.5
 SPEC = DataSpec(channels=1, resolution=2, num_classes=3)
@@ -166,3 +167,56 @@ def test_what_does_not_go_together_is_told_before_any_work(
 def test_objective_mean_flow_needs_the_flow_process() -> None:
     with pytest.raises(ValueError, match=r"mean_flow needs the flow process\. Set process\.type to flow"):
         MeanFlow().build(Discrete().build(), SPEC)
+
+
+def test_a_teacher_s_average_velocity_leaves_no_error() -> None:
+    """Distilled from the exact flow, the exact map is the fixed point in every sample, not on average alone."""
+    objective = MeanFlow(direction="teacher", interval_probability=1.0, weight_power=0.0).build(Flow().build(), SPEC)
+    assert isinstance(objective, HasTeacher) and objective.has_teacher
+    objective.learn_from(exact)
+    losses = objective(exact, batch(500))
+    assert losses.loss.max() < 1e-8
+
+
+def test_a_teacher_is_guided_in_place_of_the_network() -> None:
+    def teacher(x: Tensor, t: Tensor, /, label: Tensor, interval: Tensor | None = None) -> Tensor:
+        return (label + 1).float().view(-1, 1, 1, 1).expand_as(x)
+
+    config = MeanFlow(direction="teacher", guidance_scale=3.0, label_drop_probability=0.3, interval_probability=1e-9)
+    objective, given = config.build(Flow().build(), SPEC), batch(400)
+    objective.learn_from(teacher)
+    mse = objective(lambda x, t, **cond: torch.zeros_like(x), given).parts["mse"]
+    dropped = given.streams.event("label_drop", 0.3)
+    told = (given.cond["label"] + 1).float()
+    torch.testing.assert_close(mse, torch.where(dropped, torch.tensor(4.0), 3 * told - 2 * 4).square())
+
+
+def test_intervals_say_nothing_at_first() -> None:
+    torch.manual_seed(0)
+    network = DiTConfig(**DIT).build(DataSpec(channels=4, resolution=16, num_classes=10), interval=True)
+    for name, parameter in network.named_parameters():
+        if not name.startswith("interval_embedder"):
+            torch.nn.init.normal_(parameter, std=0.05)
+    x, t, label = torch.randn(2, 4, 16, 16), torch.rand(2), torch.arange(2)
+    assert torch.equal(network(x, t, label=label, interval=t), network(x, t, label=label))
+
+
+def test_steps_are_those_of_diffusers_scheduler() -> None:
+    from diffusers import FlowMapEulerDiscreteScheduler
+
+    process, streams = Flow(shift=3.0, time_scale=1000), image_streams(torch.arange(4))
+    sampler, noise = FlowMap(num_steps=4), initial_noise(streams, (1, 2, 2))
+    grid = sampler.grid(process)
+    ours = sampler(NetworkDenoiser(_slow, process.build(), grid, "velocity"), grid, noise, streams)
+    scheduler = FlowMapEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0)
+    scheduler.set_timesteps(4)
+    x, ends = noise, [*scheduler.timesteps[1:], torch.zeros((), dtype=torch.float64)]
+    for t, r in zip(scheduler.timesteps, ends, strict=True):
+        x = scheduler.step(_slow(x, t.expand(4), interval=(t - r).expand(4)), t, x).prev_sample
+    torch.testing.assert_close(ours, x, rtol=0, atol=1e-5)
+
+
+def _slow(x: Tensor, t: Tensor, /, interval: Tensor | None = None, **cond: Tensor) -> Tensor:
+    """The exact network, told times that count to 1,000."""
+    assert interval is not None
+    return exact(x, t.float() / 1000, interval=interval.float() / 1000)

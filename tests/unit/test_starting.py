@@ -109,11 +109,14 @@ def crops(tmp_path: Path) -> Path:
     return crops_of_twelve(tmp_path)
 
 
-def trained(tmp_path: Path, crops: Path, network: dict[str, Any], **train: Any) -> dict[str, torch.Tensor]:
+def trained(
+    tmp_path: Path, crops: Path, network: dict[str, Any], system: dict[str, Any] | None = None, **train: Any
+) -> dict[str, torch.Tensor]:
     tmp_path.mkdir(exist_ok=True)
     config = tmp_path / "train.yaml"
     settings = {"steps": 1, "global_batch": 4, "validate_every_steps": None, "grid_every_steps": None, "weights": "raw"}
-    stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": {"type": "dit", "network": network}, "preview": {}}
+    described = {"type": "dit", "network": network, **(system or {})}
+    stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": described, "preview": {}}
     config.write_text(to_yaml({**stage, "train": settings | train}))
     training = prepare_training(config, crops / "manifest.json", None)
     run(training.build, training.stage.train, training.model, training.data, tmp_path / "train")
@@ -175,6 +178,28 @@ def test_what_is_frozen_stays_as_it_is(tmp_path: Path, crops: Path) -> None:
     assert (
         "freeze" not in TrainConfig(steps=1).identity() and "freeze" in TrainConfig(steps=1, freeze=("a",)).identity()
     )
+
+
+def test_a_flow_is_distilled_into_its_map_and_a_cut_changes_nothing(
+    tmp_path: Path, crops: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The teacher is the network as the training began, however often that goes on: not as it went on."""
+    network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
+    flow: dict[str, Any] = {"process": {"type": "flow"}, "objective": {"type": "flow_matching"}}
+    objective = {"type": "mean_flow", "direction": "teacher", "interval_probability": 1.0}
+    constant = {"schedule": {"type": "constant"}, "optimizer": {"type": "adam", "lr": 0.05}}
+    teacher = trained(tmp_path / "flow", crops, network, flow, **constant)
+    student: dict[str, Any] = {**constant, "init_from": str(tmp_path / "flow/train")}
+    at_once = trained(tmp_path / "at_once", crops, network, {**flow, "objective": objective}, **student, steps=4)
+    assert "interval_embedder.mlp.0.weight" in (told := capsys.readouterr().out)
+    assert told.count("new: the weights lack the layer") == 4
+    assert not torch.equal(at_once["x_embedder.proj.weight"], teacher["x_embedder.proj.weight"])
+    for steps in (2, 4):
+        in_two = trained(tmp_path / "two", crops, network, {**flow, "objective": objective}, **student, steps=steps)
+    assert all(torch.equal(tensor, at_once[name]) for name, tensor in in_two.items())
+    del student["init_from"]
+    with pytest.raises(ValueError, match="direction is teacher, but the network begins with random weights"):
+        trained(tmp_path / "none", crops, network, {**flow, "objective": objective}, **student)
 
 
 def experiments(folder: Path, **network: Any) -> Path:

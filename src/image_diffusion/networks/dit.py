@@ -271,7 +271,7 @@ class DiT(nn.Module):
 
     def _initialise(self) -> None:
         """Xavier for every Linear, N(0, 0.02) for time and class tokens, zero for whatever ends a residual branch: the
-        output is 0."""
+        output is 0. Intervals say nothing at first."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -286,6 +286,8 @@ class DiT(nn.Module):
                 nn.init.normal_(parameter, std=self.config.label_init_std)
             elif "adaLN_modulation" in name or name == "final_layer.linear.weight" or name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        if hasattr(self, "interval_embedder"):
+            nn.init.zeros_(self.interval_embedder.mlp[-1].weight)
 
 
 class Block(nn.Module):

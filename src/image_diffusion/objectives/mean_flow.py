@@ -2,7 +2,9 @@
 
 Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447: the identity u = v - (t - r) du/dt,
 its weights and its guidance, which training takes in. Improved form: Geng et al. 2025, "Improved mean flows: On the
-challenges of fastforward generative models", arXiv:2512.02012.
+challenges of fastforward generative models", arXiv:2512.02012. With a teacher it is Eulerian distillation of a flow into its map: Boffi et al.
+2024, "Flow map matching", arXiv:2406.07507; Sabour et al. 2025, "Align your flow", arXiv:2506.14603, who show that
+consistency distillation is the case r = 0.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ class MeanFlow(Config):
     type: Literal["mean_flow"] = "mean_flow"
     interval_probability: float = Field(0.25, gt=0, le=1)
     """How often there is an interval; otherwise r = t, and it is flow matching."""
-    direction: Literal["sampled", "predicted"] = "sampled"
-    """Along which velocity the derivative is taken: that of the sample, or what the network says (the improved form,
-    for one more call of it)."""
+    direction: Literal["sampled", "predicted", "teacher"] = "sampled"
+    """Along which velocity the derivative is taken: that of the sample; what the network says (the improved form, for
+    one more call of it); or what the network said when training began (`train.init_from`), which is then also what is
+    learned in place of the sample's: the model is distilled, for one call of its old self."""
     weight_power: float = Field(1.0, ge=0)
     """The squared error is divided by itself to this power, its gradient then not being the larger for it; 0: never."""
     guidance_scale: float = Field(1.0, ge=1, allow_inf_nan=False)
@@ -79,6 +82,16 @@ class MeanFlowObjective:
     def __init__(self, config: MeanFlow, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+        self._teacher: Network | None = None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether it learns from the network as it is when training begins."""
+        return self._config.direction == "teacher"
+
+    def learn_from(self, teacher: Network) -> None:
+        """Learn from this network, which stays as it is."""
+        self._teacher = teacher
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw two times and noise for each sample."""
@@ -87,10 +100,14 @@ class MeanFlowObjective:
         noise, x = batch.streams.normal("noise", tuple(batch.x.shape[1:])), batch.x
         alpha, sigma = broadcast(self._process.levels(t), x)
         x_t, v, cond = alpha * x + sigma * noise, noise - x, self._drop_labels(batch, network)
+        time = self._process.network_time(t)
+        if self._teacher is not None:
+            with torch.no_grad():
+                v = self._teacher(x_t, time, **cond).to(x.dtype)
         if self._config.guidance_scale != 1:
-            v = self._guided(network, batch, x_t, t, v)
+            v = self._guided(self._teacher or network, batch, x_t, t, v)
         r = torch.where(interval, r, t)
-        predicted = network(x_t, self._process.network_time(t), **cond, interval=self._process.network_time(t - r))
+        predicted = network(x_t, time, **cond, interval=self._process.network_time(t - r))
         target = self._target(network, x_t, r, t, v, cond)
         squares = (predicted.to(x.dtype) - target).square().flatten(1)
         weight = (squares.detach().sum(1) + 1e-3) ** -self._config.weight_power

@@ -84,6 +84,7 @@ class DiTSystem(DiffusionSystem):
     exports: ClassVar[tuple[str, ...]] = ("diffusers", "pipeline")
     class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
     positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
+    new_layers: ClassVar[tuple[str, ...]] = ("interval_embedder.",)
 
     @property
     def reads_beside(self) -> str | None:

@@ -65,6 +65,8 @@ def fitted(
         given = tensors.get(name)
         if name in system.class_rows and given is None:
             differs(name, "new: the weights know no classes")
+        elif given is None and name.startswith(system.new_layers):
+            differs(name, "new: the weights lack the layer")
         elif given is not None and name in system.class_rows and given.shape[1:] == tensor.shape[1:]:
             found[name], told = _rows(given, tensor, ours, theirs)
             if told:

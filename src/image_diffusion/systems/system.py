@@ -71,6 +71,9 @@ class System(Config, ABC):
     when a training starts from its weights."""
     positions: ClassVar[tuple[str, ...]] = ()
     """Tensors [1, N, D] of its network with a row for each place of a square grid: interpolated for another one."""
+    new_layers: ClassVar[tuple[str, ...]] = ()
+    """How names of tensors begin that the weights need not have from which a training starts: they start as in a new
+    network, in which they say nothing yet."""
 
     samples: ClassVar[SampleFiles] = ImageFiles()
     """What the stage `sample` makes with it, where it has a section `sample`."""

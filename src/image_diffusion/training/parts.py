@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -55,6 +56,20 @@ class AddsLayers(Protocol):
 
     def add_layers(self, network: nn.Module) -> None:
         """Give the network these layers."""
+        ...
+
+
+@runtime_checkable
+class HasTeacher(Protocol):
+    """An objective that may learn from the network as it is when training begins."""
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether it does."""
+        ...
+
+    def learn_from(self, teacher: Network) -> None:
+        """Learn from this network, which stays as it is."""
         ...
 
 
@@ -131,6 +146,8 @@ class Parts:
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)
         self.network.to(memory_format=layout)
+        if isinstance(task.objective, HasTeacher) and task.objective.has_teacher:
+            task.objective.learn_from(_teacher(self.network, config))
         self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device)
@@ -330,6 +347,18 @@ def _sharded(network: nn.Module, world: World) -> Flat:
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
     return ShardedFlat(network, world)
+
+
+def _teacher(network: nn.Module, config: TrainConfig) -> Network:
+    """A network that stays as this one is now."""
+    if config.init_from is None:
+        raise ValueError(
+            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
+    teacher = deepcopy(network).eval().requires_grad_(False)
+    if config.compile:
+        compile_by_block(teacher)
+    return cast("Network", teacher)
 
 
 def check_pairs(config: TrainConfig, world: World) -> None:

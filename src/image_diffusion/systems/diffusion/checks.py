@@ -29,6 +29,10 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
             f"system.objective.type is {system.objective.type}, but the network of the system {system.type} takes no "
             "intervals. Use the system dit, or another objective."
         )
+    if getattr(system.objective, "direction", None) == "teacher" and experiment.train.init_from is None:
+        raise ValueError(
+            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
     check_sweep(experiment.section("sweep"), sample, system, experiment.train)
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
