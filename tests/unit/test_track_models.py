@@ -28,7 +28,7 @@ from image_diffusion.systems.autoencoder import AutoencoderSystem
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.tracking.models import write_pyfunc, zip_package
 from image_diffusion.tracking.plan import FinalWeights
-from image_diffusion.tracking.pyfunc import _load_pyfunc, signature
+from image_diffusion.tracking.pyfunc import _load_pyfunc, usage
 from tiny_models import write_model
 
 USE = """
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) -> None:
     files = {path.name: path for path in folder.iterdir()}
-    taken = signature(folder)
+    taken = usage(folder)
     assert taken is not None
     write_pyfunc(tmp_path / "model", "m-1", FinalWeights("key", "tiny", "run", 10, 0, {}, files), taken)
     (tmp_path / "model/data").mkdir(exist_ok=True)
@@ -84,8 +84,8 @@ def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> Non
     assert np.array_equal(model.predict(named), numbered)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Give one of the two"):
         model.predict(named.assign(label=[1, 0]))  # type: ignore[arg-type]
-    taken = signature(folder)
-    assert taken is not None and [each.name for each in taken.inputs] == ["seed", "label", "class"]
+    taken = usage(folder)
+    assert taken is not None and [each.name for each in taken.signature.inputs] == ["seed", "label", "class"]
 
 
 def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
@@ -99,8 +99,8 @@ def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
     network = system.build_network(spec)
     torch.nn.init.normal_(network.final_layer.linear.weight)
     save_weights(folder, network.state_dict(), described)
-    taken = signature(folder)
-    assert taken is not None and [(each.name, each.required) for each in taken.inputs] == [
+    taken = usage(folder)
+    assert taken is not None and [(each.name, each.required) for each in taken.signature.inputs] == [
         ("seed", True),
         ("prompt", True),
     ]
@@ -111,8 +111,8 @@ def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_served(folder: Path, tmp_path: Path) -> None:
-    files, taken = {path.name: path for path in folder.iterdir()}, signature(folder)
+def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path) -> None:
+    files, taken = {path.name: path for path in folder.iterdir()}, usage(folder)
     assert taken is not None
     write_pyfunc(tmp_path / "model", "m-1", FinalWeights("key", "tiny", "run", 10, 0, {}, files), taken)
     (tmp_path / "model/data").mkdir(exist_ok=True)
@@ -132,9 +132,9 @@ def test_it_is_served(folder: Path, tmp_path: Path) -> None:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5)
                 break
             time.sleep(0.3)
-        asked = {"dataframe_split": {"columns": ["seed", "class"], "data": [[5, "light"], [6, "dark"]]}}
+        asked = (tmp_path / "model/serving_input_example.json").read_bytes()
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{port}/invocations", asked, {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
             images = np.array(json.load(answer)["predictions"])
@@ -142,7 +142,7 @@ def test_it_is_served(folder: Path, tmp_path: Path) -> None:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
     here = _load_pyfunc(str(tmp_path / "model/data/model"))
-    expected = here.predict(pandas.DataFrame({"seed": [5, 6], "class": ["light", "dark"]}))  # type: ignore[arg-type]
+    expected = here.predict(pandas.DataFrame({"seed": [0, 1], "class": ["dark", "light"]}))  # type: ignore[arg-type]
     assert images.shape == (2, 8, 8, 3)
     np.testing.assert_allclose(images, expected, atol=1)
 
@@ -156,15 +156,15 @@ def test_a_codec_takes_images(tmp_path: Path) -> None:
     images = torch.arange(2 * 8 * 8 * 3).reshape(2, 8, 8, 3).to(torch.uint8).numpy()
     decoded = _load_pyfunc(str(tmp_path)).predict(images)  # type: ignore[arg-type]
     assert (decoded.shape, decoded.dtype) == (images.shape, np.uint8)
-    taken = signature(tmp_path)
-    assert taken is not None and taken.inputs.inputs[0].shape == (-1, 8, 8, 3)
+    taken = usage(tmp_path)
+    assert taken is not None and taken.signature.inputs.inputs[0].shape == (-1, 8, 8, 3)
 
 
-def test_a_network_that_enlarges_has_no_signature(folder: Path) -> None:
+def test_a_network_that_enlarges_is_not_served(folder: Path) -> None:
     content = read_json(folder / "model.json")
     content["system"] = {"type": "iddpm", "network": {"low_resolution": 4}}
     write_json(folder / "model.json", content)
-    assert signature(folder) is None
+    assert usage(folder) is None
 
 
 def test_the_same_code_gives_the_same_zip(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447: the identity u = v - (t - r) du/dt,
 its weights and its guidance, which training takes in. Improved form: Geng et al. 2025, "Improved mean flows: On the
-challenges of fastforward generative models", arXiv:2512.02012. With a teacher it is Eulerian distillation of a flow into its map: Boffi et al.
-2024, "Flow map matching", arXiv:2406.07507; Sabour et al. 2025, "Align your flow", arXiv:2506.14603, who show that
-consistency distillation is the case r = 0.
+challenges of fastforward generative models", arXiv:2512.02012. With a teacher it is Eulerian distillation of a flow
+into its map: Boffi et al. 2024, "Flow map matching", arXiv:2406.07507; Sabour et al. 2025, "Align your flow",
+arXiv:2506.14603, where consistency distillation is the case r = 0.
 """
 
 from __future__ import annotations

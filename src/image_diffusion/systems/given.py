@@ -309,10 +309,12 @@ class ToJudge:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table that a served model takes. required: whether it has to be given."""
+    """A column of a table that a served model takes. required: whether it has to be given. example: what one may hold;
+    none where the column is not part of the example."""
 
     kind: Literal["long", "string"]
     required: bool = False
+    example: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True)

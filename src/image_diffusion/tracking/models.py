@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlflow.pyfunc
 from mlflow.entities import LoggedModelInput, LoggedModelOutput, LoggedModelStatus
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model, ModelSignature
+from mlflow.models import Model
 
 import image_diffusion
 from image_diffusion.tracking.connection import KEY, Connection, locked
 from image_diffusion.tracking.plan import FinalWeights
+
+if TYPE_CHECKING:
+    from image_diffusion.tracking.pyfunc import Usage
 
 BEST = "best"
 _VERSIONS = "mlflow.modelVersions"
@@ -149,11 +152,11 @@ class Models:
     def _send_files(self, model_id: str, weights: FinalWeights) -> None:
         """Send what lies in the folder of a logged model. Sent again, every file replaces itself."""
         # It imports PyTorch, which a tracker has no other use for.
-        from image_diffusion.tracking.pyfunc import signature
+        from image_diffusion.tracking.pyfunc import usage
 
         usable = None
         try:
-            usable = signature(weights.files["model.json"].parent)
+            usable = usage(weights.files["model.json"].parent)
         except ValueError as error:  # of another version of this package
             served = f"no: {error}"
         else:
@@ -172,14 +175,18 @@ class Models:
         self._write(self._client.set_logged_model_tags, model_id, {"pyfunc": served})
 
 
-def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, signature: ModelSignature) -> None:
+def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usage) -> None:
     """Write everything of an MLflow model but the files that it is made of, into a folder that does not exist.
 
     The package goes with it, as a zip, so that the model can be loaded where the package is not installed.
     """
     made = datetime.fromtimestamp(weights.made / 1000, UTC)
     model = Model(
-        run_id=weights.run_id, utc_time_created=str(made), model_uuid=model_id, model_id=model_id, signature=signature
+        run_id=weights.run_id,
+        utc_time_created=str(made),
+        model_uuid=model_id,
+        model_id=model_id,
+        signature=usable.signature,
     )
     with tempfile.TemporaryDirectory() as temporary:
         (data := Path(temporary) / "model").mkdir()
@@ -193,6 +200,7 @@ def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, signature: 
             code_paths=[str(each) for each in sorted(code.iterdir())],
             mlflow_model=model,
             pip_requirements=requirements(),
+            input_example=usable.example,
         )
 
 

@@ -9,10 +9,12 @@ wrote them, sample.yaml, and in `codec` and `weaker` the weights folders of the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.config import parse
@@ -26,6 +28,7 @@ from image_diffusion.systems.system import System
 from image_diffusion.training.model import load_codec, load_model
 
 if TYPE_CHECKING:
+    import pandas
     from mlflow.models import ModelSignature
 
 
@@ -54,9 +57,18 @@ def _load_pyfunc(path: str) -> Answers:
     return Answers(system.predictor(model, settings, codec, weaker))
 
 
-def signature(folder: Path) -> ModelSignature | None:
-    """What the model in a weights folder takes and gives; None for one that makes nothing of seeds or images alone,
-    such as a network that enlarges images."""
+@dataclass(frozen=True)
+class Usage:
+    """What a model takes and gives, and an example of what it takes."""
+
+    signature: ModelSignature
+    example: pandas.DataFrame | NDArray[np.uint8]
+
+
+def usage(folder: Path) -> Usage | None:
+    """How the model in a weights folder is used; None for one that makes nothing of seeds or images alone, such as a
+    network that enlarges images."""
+    import pandas
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
@@ -66,7 +78,9 @@ def signature(folder: Path) -> ModelSignature | None:
     if served is None:
         return None
     columns = [ColSpec(each.kind, name, required=each.required) for name, each in served.columns.items()]
+    example: Any = pandas.DataFrame({name: each.example for name, each in served.columns.items() if each.example})
     if served.images is not None:
         columns = [TensorSpec(np.dtype("uint8"), (-1, *served.images))]
+        example = np.zeros((1, *served.images), np.uint8)
     images = Schema([TensorSpec(np.dtype("uint8"), (-1, -1, -1, -1))])
-    return ModelSignature(inputs=Schema(columns), outputs=images)
+    return Usage(ModelSignature(inputs=Schema(columns), outputs=images), example)

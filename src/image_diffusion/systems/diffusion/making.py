@@ -165,8 +165,12 @@ def ten_of(steps: list[Tensor]) -> list[Tensor]:
     return [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
 
 
+_APART, _OF_EACH = 8, 4  # pictures beside the grid, and images in each
+
+
 def preview_images(system: MakesImages, given: ToPreview) -> Preview:
-    """Draws `step-NNNNNNN.png` and the same images as .npz. Raises ValueError for a class that does not exist."""
+    """Draws `step-NNNNNNN.png`, the same images as .npz, and of the first eight classes or prompts a picture each,
+    whose name is the same in all runs. Raises ValueError for a class that does not exist."""
     settings, classes = given.settings, given.training.classes
     seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
     beside = given.training.beside
@@ -177,6 +181,10 @@ def preview_images(system: MakesImages, given: ToPreview) -> Preview:
     if system.low_resolution is not None:
         low_res, labels = small_held_out(given.held_out, system.low_resolution, seeds)
 
+    of_class = [classes[label] for label in labels.tolist()] if classes and labels is not None else []
+    named = asked.titles or of_class
+    apart = {name: [i for i, other in enumerate(named) if other == name] for name in dict.fromkeys(named)}
+
     def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
         generator = system.generator(network, given.spec, given.codec(), settings, null=asked.null)
         images = generator(
@@ -185,7 +193,12 @@ def preview_images(system: MakesImages, given: ToPreview) -> Preview:
         path = folder / f"step-{step:07d}.png"
         save_samples(path.with_suffix(".npz"), images, labels)
         save_picture(image_grid(images, grid_columns(len(images), len(classes)), asked.titles), path)
-        return {"preview": path}
+        pictures = {"preview": path}
+        for number, (name, rows) in enumerate(list(apart.items())[:_APART]):
+            path = folder / f"step-{step:07d}-{number}.png"
+            save_picture(image_grid(images[rows[:_OF_EACH]], _OF_EACH // 2), path)
+            pictures[f"preview/{name}"] = path
+        return pictures
 
     return draw
 
@@ -195,10 +208,12 @@ def image_columns(system: MakesImages, spec: DataSpec, classes: list[str]) -> Se
     is told anything else."""
     if system.low_resolution is not None or spec.conditions.keys() - {TEXT}:
         return None
-    seed = {"seed": Column("long", required=True)}
+    seed = {"seed": Column("long", required=True, example=(0, 1))}
     if spec.conditions:
-        return Served(columns=seed | {"prompt": Column("string", required=True)})
-    return Served(columns=seed | ({"label": Column("long"), "class": Column("string")} if classes else {}))
+        prompts = ("a white square on black", "a black square on white")
+        return Served(columns=seed | {"prompt": Column("string", required=True, example=prompts)})
+    named = Column("string", example=(classes[0], classes[-1])) if classes else None
+    return Served(columns=seed | ({"label": Column("long"), "class": named} if named else {}))
 
 
 class Images:

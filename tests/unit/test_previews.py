@@ -1,0 +1,42 @@
+"""What a training draws now and then: a grid, the images themselves, and a picture for each class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from crops import crops_of_twelve
+from image_diffusion.core.config import to_yaml
+from image_diffusion.train import prepare_training
+from image_diffusion.training.distributed import World
+
+
+def test_every_class_has_a_picture_of_its_own_with_the_same_key_at_every_step(tmp_path: Path) -> None:
+    crops = crops_of_twelve(tmp_path)
+    system = {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
+    preview = {"num_samples": 15, "sampler": {"type": "ddim", "num_steps": 2}}
+    stage = {
+        "experiment": "x",
+        "codec": {"type": "rgb"},
+        "system": system,
+        "train": {"steps": 1, "global_batch": 4},
+        "preview": preview,
+    }
+    (tmp_path / "train.yaml").write_text(to_yaml(stage))
+    training = prepare_training(tmp_path / "train.yaml", crops / "manifest.json", None)
+    task = training.build(World(0, 1, torch.device("cpu")))
+    assert task.grid is not None
+    first, second = (task.grid(task.network.eval(), step, tmp_path) for step in (0, 200))
+    classes = training.model["classes"]
+    assert list(first) == list(second) == ["preview", *(f"preview/{name}" for name in classes)] and len(classes) == 3
+    assert not set(first.values()) & set(second.values())
+    images = np.load(tmp_path / "step-0000000.npz")["arr_0"]
+    labels = np.load(tmp_path / "step-0000000.npz")["arr_1"]
+    for number, name in enumerate(classes):
+        with Image.open(str(first[f"preview/{name}"])) as picture:
+            shown = np.asarray(picture)
+        assert shown.shape == (132, 132, 3), "four images, enlarged to 64 pixels"
+        assert np.array_equal(shown[:64:4, :64:4], images[labels == number][0])
