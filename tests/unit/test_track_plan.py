@@ -109,7 +109,8 @@ def test_a_damaged_manifest_of_another_experiment_stops_nothing(
 ) -> None:
     for name in ("crops", "tokens"):
         (tmp_path / name).mkdir()
-        write_json(tmp_path / name / "manifest.json", {"shards": [], "kind": name})
+        content = {"shards": [], "kind": name, "num_samples": 1, "classes": [], "shape": [3, 8, 8]}
+        write_json(tmp_path / name / "manifest.json", content)
     assert [each.name for each in data_sets(tmp_path)] == [f"{tmp_path.name}/crops", f"{tmp_path.name}/tokens"]
     (tmp_path / "tokens/manifest.json").write_text("{")
     assert [each.name for each in data_sets(tmp_path)] == [f"{tmp_path.name}/crops"]

@@ -105,16 +105,31 @@ class Browser:
             count = self.evaluate(seen)
             if not missing and count >= pictures:
                 return text
-            assert time.monotonic() < until, f"missing {missing}, {count} pictures; the page says: {text[:3000]}"
+            assert time.monotonic() < until, f"missing {missing}, {count} pictures; the page says: {text[-3000:]}"
             time.sleep(0.2)
+
+    def click(self, text: str) -> None:
+        """Click the first link, tab or button that begins with this text."""
+        found = (
+            "(() => { const all = [...document.querySelectorAll('a, button, [role=tab], [role=button]')];"
+            f"const it = all.find(e => e.innerText && e.innerText.trim().startsWith({json.dumps(text)}));"
+            "it.scrollIntoView({block: 'center'});"
+            "const box = it.getBoundingClientRect();"
+            "return JSON.stringify([box.x + box.width / 2, box.y + box.height / 2]); })()"
+        )
+        self.wait_for(text)
+        x, y = json.loads(self.evaluate(found))
+        self._press(x, y)
+
+    def _press(self, x: float, y: float) -> None:
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def slide_to_end(self) -> None:
         """Click the right end of the first slider on the page: it goes to its last step."""
         root = "document.querySelector('[role=slider]').parentElement.parentElement.getBoundingClientRect()"
         box = json.loads(self.evaluate(f"JSON.stringify({root})"))
-        where = {"x": box["right"] - 2, "y": box["y"] + box["height"] / 2, "button": "left", "clickCount": 1}
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, **where)
+        self._press(box["right"] - 2, box["y"] + box["height"] / 2)
 
     def screenshot(self, path: Path) -> None:
         time.sleep(1.0)  # charts are drawn after their titles

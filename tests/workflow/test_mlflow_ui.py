@@ -22,7 +22,9 @@ import pytest
 from browser import CHROMIUM, Browser
 from PIL import Image
 
+from image_diffusion.core.files import read_json, write_json
 from image_diffusion.core.journal import Journal
+from image_diffusion.data.records import content_digest
 from image_diffusion.tracking import views
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
@@ -33,11 +35,20 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"), pytest.mark.slow]
 
 
+MANIFEST: dict[str, Any] = {
+    "kind": "crops",
+    "num_samples": 1234,
+    "classes": ["dark", "light"],
+    "shape": [3, 64, 64],
+    "shards": [],
+}
+
+
 def make_experiment(results: Path, name: str, decay: float) -> Path:
     """An experiment with curves, grids that get clearer, machine readings, weights and an evaluation."""
     experiment, rng = results / name, np.random.default_rng(0)
     (experiment / "train").mkdir(parents=True)
-    with Journal.open(experiment / "journal", "train", tags={"manifest_digest": "none"}) as journal:
+    with Journal.open(experiment / "journal", "train", tags={"manifest_digest": content_digest(MANIFEST)}) as journal:
         journal.params({"train": {"steps": 400, "lr": decay}, "network": {"type": "dit", "depth": 4}})
         for step in range(1, 401):
             loss = 0.1 + np.exp(-decay * step) + 0.02 * rng.normal()
@@ -55,6 +66,9 @@ def make_experiment(results: Path, name: str, decay: float) -> Path:
     with Journal.open(experiment / "journal", "evaluate") as journal:
         journal.params({"seed": 0})
         journal.metrics({"fid": 5 / decay, "recall": 0.5}, step=400)
+    weights = {"sha256": read_json(experiment / "train/model.json")["sha256"]}
+    judged = {"fid": {"value": 5 / decay, "interval": [4 / decay, 6 / decay]}}
+    write_json(experiment / "metrics.json", {"metrics": judged, "protocol": {"weights": weights}})
     return experiment
 
 
@@ -62,9 +76,11 @@ def make_experiment(results: Path, name: str, decay: float) -> Path:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The user interface as `make ui` starts it, showing two experiments."""
     folder = tmp_path_factory.mktemp("ui")
+    data = folder / "results/datasets/shapes-64"
+    write_json(data / "crops/manifest.json", MANIFEST)
     for name, decay in (("small", 0.01), ("large", 0.02)):
         experiment = make_experiment(folder / "results", name, decay)
-        Tracker(f"sqlite:///{folder / 'mlflow.db'}", "shapes").send(Request(experiment))
+        Tracker(f"sqlite:///{folder / 'mlflow.db'}", "shapes").send(Request(experiment, [data]))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -142,6 +158,25 @@ def test_run_page(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{page}/artifacts?workflowType=machine_learning")
     browser.wait_for("images", "train")
     browser.screenshot(shots / "6-run-files.png")
+
+
+def test_the_best_run_its_samples_by_step_and_its_data_are_three_clicks_away(
+    address: str, browser: Browser, shots: Path
+) -> None:
+    """From the link that `make ui` prints: the smaller distance in the table is that of `large`."""
+    browser.open(f"{address}/#/experiments/1/runs{views.LINK}")
+    seen = browser.wait_for("small", "large", "evaluate/fid", "250", "500", "shapes-64")
+    assert seen.index("evaluate/fid") < seen.index("250"), "a column that says which is better"
+    browser.click("large")
+    browser.wait_for("Number 1 of 2 runs on this data", "better than small", "shapes-64/crops")
+    browser.click("shapes-64/crops")
+    browser.wait_for("samples: 1234", "classes: 2", "shape: 3 x 64 x 64")
+    browser.screenshot(shots / "9-data.png")
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape", windowsVirtualKeyCode=27)
+    browser.click("Model metrics")
+    browser.wait_for("samples/ema", "loss/mean")
+    browser.slide_to_end()
+    browser.wait_for("samples/ema", pictures=1)
 
 
 def test_models_and_the_best_one(address: str, browser: Browser, shots: Path) -> None:

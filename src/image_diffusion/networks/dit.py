@@ -286,8 +286,8 @@ class DiT(nn.Module):
                 nn.init.normal_(parameter, std=self.config.label_init_std)
             elif "adaLN_modulation" in name or name == "final_layer.linear.weight" or name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        if hasattr(self, "interval_embedder"):
-            nn.init.zeros_(self.interval_embedder.mlp[-1].weight)
+            if name == "interval_embedder.mlp.2.weight":
+                nn.init.zeros_(parameter)
 
 
 class Block(nn.Module):

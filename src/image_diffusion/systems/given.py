@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.config import Config
-from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.core.types import DataSpec, SamplesOf, WeightsOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards import Shards
 
@@ -54,6 +54,11 @@ class TrainSettings(Protocol):
     @property
     def grid_every_steps(self) -> int | None:
         """Steps from one preview to the next; None: there are none."""
+        ...
+
+    @property
+    def init_from(self) -> WeightsOf | str | None:
+        """Weights to start from; None: random ones."""
         ...
 
     def keeps(self, step: int) -> bool:

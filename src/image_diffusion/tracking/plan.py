@@ -83,11 +83,13 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Shards that a run may have used: their name, the digest of their manifest, their folder."""
+    """Shards that a run may have used: their name, the digest of their manifest, their folder, and what a person reads
+    of them: counts of samples and classes, the shape of a sample."""
 
     name: str
     digest: str
     folder: Path
+    profile: Mapping[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -267,11 +269,16 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
     """
     for manifest in sorted(folder.glob("*/manifest.json")):
         try:
-            found = content_digest(read_json(manifest))
+            content = read_json(manifest)
         except ValueError as error:
             tell_once(f"warning: {error} It is not shown.")
             continue
-        yield DataSet(f"{folder.name}/{manifest.parent.name}", found, manifest.parent.resolve())
+        profile = {
+            "samples": content["num_samples"],
+            "classes": len(content.get("classes", ())),
+            "shape": " x ".join(map(str, content["shape"])),
+        }
+        yield DataSet(f"{folder.name}/{manifest.parent.name}", content_digest(content), manifest.parent.resolve(), profile)
 
 
 def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:

@@ -34,7 +34,7 @@ from image_diffusion.core.history import Image, Point
 from image_diffusion.tracking import views
 from image_diffusion.tracking.card import Headline
 from image_diffusion.tracking.connection import KEY, NOTE, Connection
-from image_diffusion.tracking.plan import TRACE
+from image_diffusion.tracking.plan import TRACE, DataSet
 
 T = TypeVar("T")
 _Identity = tuple[str, int, int, str, str | None]  # of a point
@@ -205,12 +205,13 @@ class Runs:
                 self._upload(run_id, link, folder)
             self.send_tags(run_id, {tag: sha256})
 
-    def send_dataset(self, run_id: str, name: str, digest: str, source: str, context: str) -> None:
-        """Note which data a run used. digest: sha256 in hexadecimal, of which MLflow keeps a part."""
+    def send_dataset(self, run_id: str, used: DataSet, context: str) -> None:
+        """Note which data a run used. MLflow keeps a part of the digest."""
+        source, profile = json.dumps({"uri": str(used.folder)}), json.dumps(dict(used.profile))
         with self._told():
-            data = Dataset(name, digest[:_DIGEST_CHARS], "local", json.dumps({"uri": source}))
+            data = Dataset(used.name, used.digest[:_DIGEST_CHARS], "local", source, None, profile)
             inputs = self._known[run_id].inputs.dataset_inputs
-            if any((each.dataset.name, each.dataset.digest) == (name, data.digest) for each in inputs):
+            if any((each.dataset.name, each.dataset.digest) == (data.name, data.digest) for each in inputs):
                 return
             entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
             self._write(self._client.log_inputs, run_id, datasets=[entry])

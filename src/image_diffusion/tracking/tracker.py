@@ -109,7 +109,7 @@ def send(
         runs.send_tags(run_id, tags)
         runs.send_params(run_id, each.params)
         for item in used:
-            runs.send_dataset(run_id, item.name, item.digest, str(item.folder), history.stage)
+            runs.send_dataset(run_id, item, history.stage)
         model_id = model[1] if model is not None and each.latest and model[0] == each.parent else None
         if model_id is not None:
             models.use(run_id, model_id)
