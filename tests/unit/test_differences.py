@@ -96,13 +96,13 @@ def test_the_interval_over_seeds_covers_the_mean_of_many_trainings(metric: str, 
     draw = np.random.default_rng(3)
     hits_seeds, hits_samples = [], []
     for _ in range(1000):
-        trained = 1 + 0.1 * draw.normal(size=seeds)  # what each training is worth
+        trained = 0.5 + 0.1 * draw.normal(size=seeds)  # what each training is worth
         values = trained + 0.05 * draw.normal(size=seeds)  # and what its images say of that
         log = metric == "inpipe_fd"
         each = [Measured(math.exp(v), 0.05 * math.exp(v)) if log else Measured(float(v), 0.05) for v in values]
         found = level(metric, each)
         assert found.over_seeds is not None and found.over_samples is not None
-        truth, of_these = (math.exp(x) if log else x for x in (1.0, float(trained.mean())))
+        truth, of_these = (math.exp(x) if log else x for x in (0.5, float(trained.mean())))
         hits_seeds.append(found.over_seeds[0] <= truth <= found.over_seeds[1])
         hits_samples.append(found.over_samples[0] <= of_these <= found.over_samples[1])
     assert 0.90 <= np.mean(hits_seeds) <= 0.98 and 0.90 <= np.mean(hits_samples) <= 0.98
@@ -112,3 +112,10 @@ def test_one_seed_tells_nothing_of_seeds() -> None:
     found = level("agreement", runs(0.8, deviation=0.03))
     assert found.over_seeds is None and found.over_samples == pytest.approx((0.8 - 1.96 * 0.03, 0.8 + 1.96 * 0.03))
     assert level("agreement", runs(0.8, 0.9)).over_samples is None
+
+
+def test_the_interval_of_a_share_ends_where_shares_do() -> None:
+    seeds = level("inpipe_recall", runs(0.01, 0.99)).over_seeds
+    assert seeds == (0.0, 1.0)
+    density = level("inpipe_density", runs(0.01, 0.99)).over_seeds
+    assert density is not None and density[0] < 0 and density[1] > 1

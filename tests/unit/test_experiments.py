@@ -48,6 +48,14 @@ def test_a_shipped_experiment_fits_the_schema_for_editors(path: Path) -> None:
     jsonschema.validate(yaml.safe_load(path.read_text()), schema())
 
 
+def test_a_detector_may_be_a_word_in_an_editor_too() -> None:
+    raw = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text())
+    for detectors in (["inpipe", "dinov2"], [{"type": "inpipe"}, "inception"]):
+        jsonschema.validate(raw | {"evaluate": {"detectors": detectors}}, schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(raw | {"evaluate": {"detectors": ["torchvision"]}}, schema())
+
+
 def test_the_schema_in_the_repository_is_that_of_the_code() -> None:
     written = (ROOT / "workflow" / "schemas" / "experiment.schema.json").read_text()
     assert written == to_json(schema()), (

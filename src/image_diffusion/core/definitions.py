@@ -32,6 +32,11 @@ class Definition:
     better: str
     source: str
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share of something, from 0 to 1."""
+        return self.meaning.startswith("Share ")
+
 
 @cache
 def definitions() -> tuple[Definition, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import SamplesOf
@@ -15,10 +15,21 @@ from image_diffusion.metrics.likelihood import LikelihoodConfig
 from image_diffusion.metrics.lpips import LpipsConfig
 
 
+def _by_type(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+NamedDetector = Annotated[
+    DetectorConfig,
+    BeforeValidator(_by_type, json_schema_input_type=DetectorConfig | Literal["inpipe", "inception", "dinov2"]),
+]
+"""A detector by its section, or by its type alone where that needs no key."""
+
+
 class EvaluateConfig(Config):
     """The detector, the reference, and what is measured."""
 
-    detectors: tuple[DetectorConfig, ...] = Field((InPipe(),), min_length=1)
+    detectors: tuple[NamedDetector, ...] = Field((InPipe(),), min_length=1)
     """What looks at the images, each by its section or, with its defaults, by its type alone. The names of the metrics
     say which it was; the first gives the headline."""
     reference: Literal["train", "validation"] = "train"
@@ -52,13 +63,6 @@ class EvaluateConfig(Config):
     """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
     batch_size: int = Field(256, ge=1)
     """Images the detector, or a codec that is judged, sees at a time; no result depends on it."""
-
-    @field_validator("detectors", mode="before")
-    @classmethod
-    def _by_type(cls, detectors: Any) -> Any:
-        if not isinstance(detectors, (list, tuple)):
-            return detectors
-        return [{"type": each} if isinstance(each, str) else each for each in detectors]
 
     @field_validator("detectors")
     @classmethod

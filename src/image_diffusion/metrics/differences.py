@@ -61,7 +61,7 @@ def level(metric: str, runs: Sequence[Measured]) -> Level:
     """What the runs of one row score. runs: one of each seed, at least one.
 
     Over seeds the interval is Student's, of the logarithms where values are compared as ratios; over samples it is from
-    the jackknife of each run.
+    the jackknife of each run. Those of shares are cut to [0, 1].
     """
     from scipy.special import stdtrit
 
@@ -69,9 +69,12 @@ def level(metric: str, runs: Sequence[Measured]) -> Level:
     scaled = [_scaled(each, log) for each in runs]
     mean, deviations = _mean(scaled), [each.deviation for each in scaled]
 
+    found = definition_of(metric)
+    least, most = (0.0, 1.0) if found is not None and found.is_share else (-math.inf, math.inf)
+
     def around(reach: float) -> tuple[float, float]:
         low, high = mean - reach, mean + reach
-        return (math.exp(low), math.exp(high)) if log else (low, high)
+        return (math.exp(low), math.exp(high)) if log else (max(low, least), min(high, most))
 
     seeds = around(float(stdtrit(n - 1, 0.975)) * math.sqrt(_variance(scaled) / n)) if n > 1 else None
     known = [each for each in deviations if each is not None]
