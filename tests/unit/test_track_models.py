@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,17 +19,20 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 from image_diffusion.codecs.text.hashed import HashedText
 from image_diffusion.core.config import dump
 from image_diffusion.core.files import read_json, write_json
+from image_diffusion.core.journal import Journal
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.weights import save_weights
 from image_diffusion.systems.autoencoder import AutoencoderSystem
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.tracking.models import write_pyfunc, zip_package
-from image_diffusion.tracking.plan import FinalWeights
+from image_diffusion.tracking.plan import FinalWeights, Request
 from image_diffusion.tracking.pyfunc import _load_pyfunc, usage
+from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 USE = """
@@ -165,6 +169,28 @@ def test_a_network_that_enlarges_is_not_served(folder: Path) -> None:
     content["system"] = {"type": "iddpm", "network": {"low_resolution": 4}}
     write_json(folder / "model.json", content)
     assert usage(folder) is None
+
+
+def test_the_checkpoints_of_a_sweep_are_models_with_what_was_measured_of_them(folder: Path, tmp_path: Path) -> None:
+    for step in (5, 10):
+        shutil.copytree(folder, tmp_path / f"sweep/checkpoint/{step}/weights")
+        content = read_json(folder / "model.json") | {"step": step, "sha256": f"{step:064d}"}
+        write_json(tmp_path / f"sweep/checkpoint/{step}/weights/model.json", content)
+    with Journal.open(tmp_path / "journal", "train") as journal:
+        journal.metrics({"loss": 1.0}, 10)
+    with Journal.open(tmp_path / "journal", "sweep-checkpoint") as journal:
+        for step in (5, 10):
+            journal.metrics({"fid": 100.0 / step}, step)
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for _ in range(2):
+        Tracker(store, "x").send(Request(tmp_path))
+    found = MlflowClient(store).search_logged_models(["1"])
+    swept = {each.name: each for each in found if "step" in each.name}
+    assert set(swept) == {f"{tmp_path.name} at step {step}" for step in (5, 10)} and len(found) == 3
+    for step in (5, 10):
+        model = swept[f"{tmp_path.name} at step {step}"]
+        assert [(each.key, each.value, each.step) for each in model.metrics] == [("fid", 100.0 / step, step)]
+        assert model.tags["step"] == str(step) and model.tags["pyfunc"] == "yes"
 
 
 def test_the_same_code_gives_the_same_zip(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class FinalWeights:
-    """The weights that a run ended with.
+    """The weights that a run ended with, or of a step before.
 
     key: says which ones; never changes. files: what is sent of them, by name in the model. made: milliseconds since
     1970.
@@ -186,7 +186,21 @@ def score_of(each: PlannedRun, metric: str) -> float | None:
 
 def final_weights(each: PlannedRun, run_id: str, request: Request) -> FinalWeights | None:
     """The weights that a training ended with, and what it takes to use them; None when they are not there."""
-    folder, sampling = request.experiment / "train", request.experiment / "config" / "sample.yaml"
+    return _weights(each, run_id, request, request.experiment / "train", request.experiment.name)
+
+
+def swept_weights(each: PlannedRun, run_id: str, request: Request) -> dict[int, FinalWeights]:
+    """Those of the earlier steps that a sweep over checkpoints judged, by step; none of any other run."""
+    if each.history.stage != "sweep-checkpoint" or not each.latest:
+        return {}
+    points = {int(path.name): path / "weights" for path in (request.experiment / "sweep" / "checkpoint").glob("[0-9]*")}
+    name = request.experiment.name
+    found = {step: _weights(each, run_id, request, points[step], f"{name} at step {step}") for step in sorted(points)}
+    return {step: weights for step, weights in found.items() if weights is not None}
+
+
+def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name: str) -> FinalWeights | None:
+    sampling = request.experiment / "config" / "sample.yaml"
     if not all((folder / name).is_file() for name in _WEIGHTS):
         return None
     content = read_json(folder / "model.json")
@@ -206,7 +220,7 @@ def final_weights(each: PlannedRun, run_id: str, request: Request) -> FinalWeigh
     others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # another sampler, another model
     key = "/".join([each.history.id, tags["sha256"], digest(others)])
     ended = each.history.ended or each.history.starts[0]
-    return FinalWeights(key, request.experiment.name, run_id, int(content["step"]), ended, tags, files)
+    return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)
 
 
 def _runs_in(folder: Path) -> list[PlannedRun]:
@@ -278,7 +292,9 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
             "classes": len(content.get("classes", ())),
             "shape": " x ".join(map(str, content["shape"])),
         }
-        yield DataSet(f"{folder.name}/{manifest.parent.name}", content_digest(content), manifest.parent.resolve(), profile)
+        yield DataSet(
+            f"{folder.name}/{manifest.parent.name}", content_digest(content), manifest.parent.resolve(), profile
+        )
 
 
 def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:

@@ -24,6 +24,7 @@ from image_diffusion.tracking.plan import (
     registered_name,
     request_of,
     score_of,
+    swept_weights,
     tags_of,
 )
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
@@ -114,6 +115,9 @@ def send(
         if model_id is not None:
             models.use(run_id, model_id)
         measured_on = (used[0].name, used[0].digest) if used else None
+        for step, weights in ({} if live else swept_weights(each, run_id, request)).items():
+            of_step = [point for point in each.points if point.step == step]
+            runs.send_points(run_id, of_step, each.superseded, models.log(weights), measured_on)
         runs.send_points(run_id, each.points, each.superseded, model_id, measured_on)
         runs.send_images(run_id, history.images)
         for file in small:
