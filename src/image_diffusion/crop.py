@@ -55,6 +55,7 @@ from image_diffusion.data.sources.listing import Item, Listing
 from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
+_GROUPS_A_SHARD = 32  # of images that are read together; their numbers in a shard then vary by a sixth
 _LOOK_S = 0.5  # between looks at what other processes have done
 _done: Synchronized[int] | None = None  # in a process of the pool: how many images all of them have done
 
@@ -235,11 +236,14 @@ def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
     return digest({"format": FORMAT, "crop": config.crop_identity(), "images": inputs})
 
 
-def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
-    """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other."""
+def _by_shard(items: Sequence[Item], num_shards: int) -> list[list[Item]]:
+    """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other. What is
+    best read together stays so where there are enough such groups to fill the shards evenly."""
     shards: list[list[Item]] = [[] for _ in range(num_shards)]
+    in_groups = len({item.together for item in items}) >= _GROUPS_A_SHARD * num_shards
     for item in items:
-        number = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "big")
+        key = item.together if in_groups and item.together else item.name
+        number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         shards[number % num_shards].append(item)
     return shards
 

@@ -26,12 +26,14 @@ class Item:
     """One image of a source.
 
     name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number
-    of its class, None without classes. address: where the source finds its bytes.
+    of its class, None without classes. address: where the source finds its bytes. together: what it has in common with
+    images that are best read one after another, where there are such.
     """
 
     name: str
     label: int | None
     address: tuple[str | int, ...]
+    together: str = ""
 
 
 @dataclass(frozen=True)
