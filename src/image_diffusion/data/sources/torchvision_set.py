@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from numbers import Integral
 from pathlib import Path
@@ -116,12 +118,22 @@ def _load(name: str, path: str, options: tuple[tuple[str, Any], ...], download: 
     can_download = "download" in inspect.signature(kind).parameters
     arguments = dict(options) | ({"download": download} if can_download or download else {})
     try:
-        return kind(path, **arguments)
+        with _alone(Path(path)) if download else nullcontext():
+            return kind(path, **arguments)
     except Exception as error:  # each set raises its own
         told = (
             "Put its files there, or set data.source.download to true; arguments of its own go into data.source.options"
         )
         raise ValueError(f"torchvision cannot open {name} in {path}: {_in_one_line(error)}. {told}.") from None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, no other process of ours downloads into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".download.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _targets(dataset: Any, name: str) -> list[int]:
