@@ -31,6 +31,7 @@ from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import describe
 from image_diffusion.data.alike import left_out, not_held_out, same_crops
+from image_diffusion.data.chosen import chosen
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.duplicates import grey, looks, pixel_hash, sharpness
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
@@ -80,7 +81,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     `max_bad_fraction` of its files give no crop.
     """
     files = config.source.files()
-    listing = config.source.listing()
+    listing, unwanted = chosen(config.source, config.source.listing(), config.keep)
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
@@ -92,16 +93,18 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
             written |= {record.shard} if is_new else set()
     spare = same_crops(records) if config.duplicates == "drop" else {}
     again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != _spare_of(items, spare)]
-    with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
-        for record, _ in _map(config, again, output, processes, spare, progress):
-            records[record.shard] = record
-            written.add(record.shard)
+    if again:
+        with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
+            for record, _ in _map(config, again, output, processes, spare, progress):
+                records[record.shard] = record
+                written.add(record.shard)
     bad = sorted(
         [Quarantined(path, reason) for path, reason in listing.rejected]
         + [each for record in records for each in record.quarantined],
         key=lambda each: each.path,
     )
-    write_quarantine(output / "quarantine.csv", sorted([*bad, *left_out(records, spare)], key=lambda each: each.path))
+    listed = [*bad, *unwanted, *left_out(records, spare)]
+    write_quarantine(output / "quarantine.csv", sorted(listed, key=lambda each: each.path))
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,7 +25,10 @@ from image_diffusion.data.sources.listing import (
     number_labels,
     plain_text,
     read_image,
+    values_in,
 )
+
+T = TypeVar("T")
 
 _CAPTIONS = (".txt", ".json")
 _NOT_DATA = {"__MACOSX", "Thumbs.db", "desktop.ini"}
@@ -130,18 +133,25 @@ class Folder(Config):
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """The captions beside the images, by the name of the image without its extension: the lines of `.txt`, or the
         key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
-        root, found = self._root(), dict[str, list[str]]()
+        return {stem: captions for stem, captions in self._beside(_CAPTIONS, captions_in) if captions}
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Keys of the `.json` beside the images, by the name of the image without its extension."""
+        return dict(self._beside((".json",), lambda data, _: values_in(data, names)))
+
+    def _beside(self, extensions: tuple[str, ...], read: Callable[[bytes, str], T]) -> Iterator[tuple[str, T]]:
+        """What is read of each file beside an image, with its name without the extension. Raises ValueError."""
+        root = self._root()
         for name in sorted(_beside_images(plain_text(name) for name in Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
+            if extension.lower() not in extensions:
+                continue
             try:
                 if (size := (Path(root) / name).stat().st_size) > LARGEST_TEXT:
                     raise ValueError(f"it has {size:,} bytes, and one has at most {LARGEST_TEXT:,}")
-                captions = captions_in((Path(root) / name).read_bytes(), extension[1:].lower())
+                yield stem, read((Path(root) / name).read_bytes(), extension[1:].lower())
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{root}/{name} is no caption: {error}. Repair or remove it.") from None
-            if captions:
-                found[stem] = captions
-        return found
+                raise ValueError(f"{root}/{name} cannot be read: {error}. Repair or remove it.") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""

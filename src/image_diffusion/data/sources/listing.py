@@ -84,6 +84,12 @@ def captions_in(data: bytes, extension: str) -> list[str]:
     return texts_of(content.get("caption")) if isinstance(content, dict) else []
 
 
+def values_in(data: bytes, names: Iterable[str]) -> dict[str, Any]:
+    """What a JSON file beside an image says under some keys; nothing of those that it lacks. Raises ValueError."""
+    content = json.loads(data)
+    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
+
+
 def texts_of(cell: Any) -> list[str]:
     """A text, a list of texts or nothing -> the texts that say something, without space around them."""
     found = cell if isinstance(cell, list | tuple) else [cell]

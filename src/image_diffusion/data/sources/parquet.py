@@ -87,6 +87,15 @@ class Parquet(Config):
             found |= {f"{name}/{row:09d}": [text for cell in told for text in texts_of(cell)] for row, told in rows}
         return found
 
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Columns of the files, by the name of the image."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, (path, _) in self.files().items():
+            cells = _columns(Path(path), names)
+            rows = enumerate(zip(*(cells[column] for column in names), strict=True))
+            found |= {f"{name}/{row:09d}": dict(zip(names, told, strict=True)) for row, told in rows}
+        return found
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The files, by their path from the folder on. Raises ValueError when there are none."""
         path = Path(self.path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -47,6 +47,14 @@ class Table(Config):
         """The captions in columns of the table, by path."""
         table = Path(self.path)
         return captions_of_rows(read_columns(table, self.path_column, *columns), self.path_column, columns)
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Columns of the table, by path."""
+        cells = read_columns(Path(self.path), self.path_column, *names)
+        rows = zip(*(cells[name] for name in names), strict=True)
+        return {
+            path: dict(zip(names, row, strict=True)) for path, row in zip(cells[self.path_column], rows, strict=True)
+        }
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The table, and every image in it that is there."""
