@@ -133,14 +133,17 @@ class Folder(Config):
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """The captions beside the images, by the name of the image without its extension: the lines of `.txt`, or the
         key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
-        return {stem: captions for stem, captions in self._beside(_CAPTIONS, captions_in) if captions}
+        return {stem: captions for stem, captions in self._beside("caption", _CAPTIONS, captions_in) if captions}
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Keys of the `.json` beside the images, by the name of the image without its extension."""
-        return dict(self._beside((".json",), lambda data, _: values_in(data, names)))
+        return dict(self._beside("JSON", (".json",), lambda data, _: values_in(data, names)))
 
-    def _beside(self, extensions: tuple[str, ...], read: Callable[[bytes, str], T]) -> Iterator[tuple[str, T]]:
-        """What is read of each file beside an image, with its name without the extension. Raises ValueError."""
+    def _beside(
+        self, what: str, extensions: tuple[str, ...], read: Callable[[bytes, str], T]
+    ) -> Iterator[tuple[str, T]]:
+        """What is read of each file beside an image, with its name without the extension. what: it should be. Raises
+        ValueError."""
         root = self._root()
         for name in sorted(_beside_images(plain_text(name) for name in Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
@@ -151,7 +154,7 @@ class Folder(Config):
                     raise ValueError(f"it has {size:,} bytes, and one has at most {LARGEST_TEXT:,}")
                 yield stem, read((Path(root) / name).read_bytes(), extension[1:].lower())
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{root}/{name} cannot be read: {error}. Repair or remove it.") from None
+                raise ValueError(f"{root}/{name} is no {what}: {error}. Repair or remove it.") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""
