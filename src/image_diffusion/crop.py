@@ -31,6 +31,7 @@ from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import describe
 from image_diffusion.data.alike import left_out, not_held_out, same_crops
+from image_diffusion.data.chosen import chosen
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.duplicates import grey, looks, pixel_hash, sharpness
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
@@ -55,6 +56,7 @@ from image_diffusion.data.sources.listing import Item, Listing
 from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
+_GROUPS_A_SHARD = 32  # of images that are read together; their numbers in a shard then vary by a sixth
 _LOOK_S = 0.5  # between looks at what other processes have done
 _done: Synchronized[int] | None = None  # in a process of the pool: how many images all of them have done
 
@@ -79,7 +81,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     `max_bad_fraction` of its files give no crop.
     """
     files = config.source.files()
-    listing = config.source.listing()
+    listing, unwanted = chosen(config.source, config.source.listing(), config.keep)
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
@@ -91,16 +93,18 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
             written |= {record.shard} if is_new else set()
     spare = same_crops(records) if config.duplicates == "drop" else {}
     again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != _spare_of(items, spare)]
-    with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
-        for record, _ in _map(config, again, output, processes, spare, progress):
-            records[record.shard] = record
-            written.add(record.shard)
+    if again:
+        with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
+            for record, _ in _map(config, again, output, processes, spare, progress):
+                records[record.shard] = record
+                written.add(record.shard)
     bad = sorted(
         [Quarantined(path, reason) for path, reason in listing.rejected]
         + [each for record in records for each in record.quarantined],
         key=lambda each: each.path,
     )
-    write_quarantine(output / "quarantine.csv", sorted([*bad, *left_out(records, spare)], key=lambda each: each.path))
+    listed = [*bad, *unwanted, *left_out(records, spare)]
+    write_quarantine(output / "quarantine.csv", sorted(listed, key=lambda each: each.path))
     _judge(config, output, bad, len(listing.items) + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
@@ -235,11 +239,14 @@ def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
     return digest({"format": FORMAT, "crop": config.crop_identity(), "images": inputs})
 
 
-def _by_shard(items: Iterable[Item], num_shards: int) -> list[list[Item]]:
-    """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other."""
+def _by_shard(items: Sequence[Item], num_shards: int) -> list[list[Item]]:
+    """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other. What is
+    best read together stays so where there are enough such groups to fill the shards evenly."""
     shards: list[list[Item]] = [[] for _ in range(num_shards)]
+    in_groups = len({item.together for item in items}) >= _GROUPS_A_SHARD * num_shards
     for item in items:
-        number = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "big")
+        key = item.together if in_groups and item.together else item.name
+        number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         shards[number % num_shards].append(item)
     return shards
 

@@ -22,7 +22,7 @@ from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.datasheet import body, describe_images
 from image_diffusion.data.duplicates import MOST, near_duplicates
-from image_diffusion.data.records import read_record
+from image_diffusion.data.records import read_record, read_unwanted
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.sheets import titled_rows
 
@@ -52,6 +52,7 @@ def write_datasheet(
         samples,
         [each for record in records for each in record.quarantined],
         [each for record in records for each in record.dropped],
+        read_unwanted(crops / "quarantine.csv"),
         pairs,
         every.held_out(),
         captions,

@@ -66,6 +66,27 @@ def test_a_zip_without_labels_goes_by_its_folders(tmp_path: Path) -> None:
     assert set(crops_of(tmp_path / "null", null).values()) == {"00000"}
 
 
+def test_a_folder_of_edm2(tmp_path: Path) -> None:
+    """The same files in a folder, which dataset_tool.py writes as well."""
+    labels = [[f"00000/img{number:08d}.png", label] for number, label in enumerate(LABELS)]
+    for name, data in as_edm2(labels).items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "labels"}
+    assert crops_of(tmp_path / "crops", source) == WITH_CLASSES
+    (tmp_path / "in/00000/stray.png").write_bytes(png(0))
+    listing = parse(Source, source, "here").listing()
+    assert listing.rejected == [("00000/stray.png", "no class in dataset.json")]
+    assert parse(Source, source, "here").known_classes() is None and listing.classes == ["3", "7", "10"]
+    for content, message in (('{"labels": null}', "says that there are no classes"), ("[]", "cannot be read")):
+        (tmp_path / "in/dataset.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            parse(Source, source, "here").listing()
+    (tmp_path / "in/dataset.json").unlink()
+    with pytest.raises(ValueError, match="data.source.classes is labels, but .*dataset.json does not exist"):
+        parse(Source, source, "here").listing()
+
+
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     labels = [[f"00000/img{number:08d}.png", 1] for number in range(11)] + [["gone.png", 2]]
     listing = parse(Source, write_zip(tmp_path / "a.zip", as_edm2(labels)), "here").listing()

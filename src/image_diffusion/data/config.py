@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from image_diffusion.core.config import Config
+from image_diffusion.data.rules import parse_rule
 from image_diffusion.data.sources import Source
 
 WHITE = (255, 255, 255)
@@ -42,6 +43,10 @@ class DataConfig(Config):
     duplicates: Literal["keep", "drop"] = "keep"
     """What becomes of images whose crops are the same byte for byte. drop: the first by name stays, whatever the class
     of the others; those are listed in quarantine.csv."""
+    keep: str | None = Field(default=None, max_length=1000)
+    """A rule over what is told beside the images: columns of a table, of Parquet or Hugging Face files, keys of a
+    `.json` beside each image. Images of which it does not hold, or which lack a value, are not read; they are listed in
+    quarantine.csv. Example: `aesthetic > 5 and width >= 256 and language in ("en", "de")`."""
     num_shards: int = Field(default=16, ge=1, le=99_999)
     """Number of shards. An image's path decides its shard, so changing one image rewrites one shard."""
 
@@ -54,6 +59,13 @@ class DataConfig(Config):
                 f"{str(value)!r} cannot name a data set. Use letters, digits, dots and underscores (a hyphen parts the "
                 f"name from the resolution in results/datasets/<name>-<resolution>): {fitting}."
             )
+        return value
+
+    @field_validator("keep")
+    @classmethod
+    def _is_a_rule(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_rule(value)
         return value
 
     @field_validator("background")

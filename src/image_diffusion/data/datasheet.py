@@ -36,15 +36,16 @@ def describe_images(
     samples: Sequence[Sample],
     quarantined: Sequence[Quarantined],
     dropped: Sequence[Sample],
+    unwanted: Sequence[Quarantined],
     pairs: Sequence[Scored] | None,
     is_held_out: NDArray[np.bool_],
     captions: Mapping[str, Sequence[str]] | None,
 ) -> dict[str, Any]:
     """The sheet, as plain data.
 
-    manifest: of the crops. samples: in their order. pairs: near duplicates by number, with their correlation; None
-    where the images are too alike to tell. is_held_out: of each sample. captions: those of an image, by its path or by
-    that without its extension; None where the source has none.
+    manifest: of the crops. samples: in their order. unwanted: by `data.keep`. pairs: near duplicates by number, with
+    their correlation; None where the images are too alike to tell. is_held_out: of each sample. captions: those of an
+    image, by its path or by that without its extension; None where the source has none.
     """
     sizes = np.array([sample.size for sample in samples], dtype=np.float64).reshape(-1, 2)
     short, long = sizes.min(1, initial=np.inf), sizes.max(1, initial=0)
@@ -66,6 +67,7 @@ def describe_images(
     every = [*sorted(exact), *near]
     found = _Findings(samples)
     found.add("unreadable", "files gave no crop", [f"{each.path}: {each.reason}" for each in quarantined])
+    found.add("not wanted", "images were left out by data.keep", [f"{each.path}: {each.reason}" for each in unwanted])
     found.add("left out", "images were left out as duplicates", [each.path for each in dropped])
     found.pairs("duplicate", "pairs of images give the same crop, byte for byte", sorted(exact))
     found.pairs("near duplicate", "pairs of images show the same picture", near)

@@ -19,6 +19,9 @@ from image_diffusion.data.tar import Layout
 FORMAT = 1
 """Version of the shards, records and manifests. Another version is written anew, and refused when read."""
 
+UNWANTED = "data.keep: "
+"""How the reason begins why an image was left out that nobody wanted."""
+
 INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
 """One entry a sample: its class (0 without classes) and the first eight bytes of its source's sha256."""
 
@@ -204,6 +207,15 @@ def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
     table.writerow(["path", "reason", "sha256"])
     table.writerows([each.path, each.reason, each.sha256] for each in bad)
     write_text(path, text.getvalue())
+
+
+def read_unwanted(path: Path) -> list[Quarantined]:
+    """Those of the table that `data.keep` left out. Raises ValueError when it is missing."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist. Run crop again.")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [Quarantined(row["path"], row["reason"], row["sha256"]) for row in csv.DictReader(file)]
+    return [each for each in rows if each.reason.startswith(UNWANTED)]
 
 
 def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[int]:

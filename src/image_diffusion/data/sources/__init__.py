@@ -9,11 +9,24 @@ from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.huggingface import HuggingFace
 from image_diffusion.data.sources.painted import PaintedDigits
+from image_diffusion.data.sources.parquet import Parquet
+from image_diffusion.data.sources.path_list import PathList
 from image_diffusion.data.sources.table import Table
+from image_diffusion.data.sources.torchvision_set import TorchvisionSet
 from image_diffusion.data.sources.webdataset import Webdataset
 from image_diffusion.data.sources.zip_archive import ZipArchive
 
 Source = Annotated[
-    Folder | Digits | PaintedDigits | Table | Webdataset | HuggingFace | ZipArchive | Embeddings,
+    Folder
+    | Digits
+    | PaintedDigits
+    | Table
+    | PathList
+    | Webdataset
+    | Parquet
+    | HuggingFace
+    | ZipArchive
+    | TorchvisionSet
+    | Embeddings,
     Field(discriminator="type"),
 ]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_in
+from image_diffusion.data.sources.labels_file import LABELS_FILE, LARGEST_LABELS, labelled, labels_in
 from image_diffusion.data.sources.listing import (
     LARGEST_TEXT,
     Item,
@@ -23,7 +25,10 @@ from image_diffusion.data.sources.listing import (
     number_labels,
     plain_text,
     read_image,
+    values_in,
 )
+
+T = TypeVar("T")
 
 _CAPTIONS = (".txt", ".json")
 _NOT_DATA = {"__MACOSX", "Thumbs.db", "desktop.ini"}
@@ -43,10 +48,11 @@ class Folder(Config):
     """Images in a folder."""
     path: str = Field(min_length=1)
     """The folder, absolute or relative to where the command runs."""
-    classes: Literal["folders", "names", "none"] = "folders"
+    classes: Literal["folders", "names", "labels", "none"] = "folders"
     """folders: the folder at the first level is the class. names: what a file's name begins with, up to the first
-    underscore, wherever it lies: cat_0001.jpg, as improved-diffusion has it. none: unconditional, however the files are
-    arranged."""
+    underscore, wherever it lies: cat_0001.jpg, as improved-diffusion has it. labels: dataset.json in
+    the folder tells them, as dataset_tool.py of StyleGAN3 and EDM2 writes it. none: unconditional, however the files
+    are arranged."""
     class_pattern: str | None = None
     """With names: a regular expression with one group, which is the class, searched in the path from the folder on.
     Example: `^[^/]+/(\\w+)-` for train/cat-0001.jpg."""
@@ -69,7 +75,7 @@ class Folder(Config):
 
     def listing(self) -> Listing:
         """Every file as an image, sorted by path. Raises ValueError when the folder is missing or empty."""
-        walk = _Walk(self._root())
+        walk = Walk(self._root())
         names = sorted((plain_text(relative), relative) for relative in walk.files())
         if not names:
             raise ValueError(
@@ -81,6 +87,9 @@ class Folder(Config):
         rejected = sorted(walk.rejected)
         if self.classes == "names":
             return self._by_name(names, rejected, walk.ignored)
+        if self.classes == "labels":
+            found = labelled([each for each in names if each[0] != LABELS_FILE], self._labels(), self.path, "folder")
+            return replace(found, rejected=sorted([*found.rejected, *rejected]), ignored=walk.ignored)
         in_folders = [name for name, _ in names if "/" in name]
         if self.classes == "none" or not in_folders:
             items = [Item(name, None, (relative,)) for name, relative in names]
@@ -108,7 +117,7 @@ class Folder(Config):
         """The folders at the first level that hold anything; None where the folder is not there yet."""
         if self.classes == "none":
             return []
-        if self.classes == "names":
+        if self.classes in ("names", "labels"):
             return None
         try:
             with os.scandir(self.path) as entries:
@@ -124,28 +133,50 @@ class Folder(Config):
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """The captions beside the images, by the name of the image without its extension: the lines of `.txt`, or the
         key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
-        root, found = self._root(), dict[str, list[str]]()
-        for name in sorted(_beside_images(plain_text(name) for name in _Walk(root).files())):
+        return {stem: captions for stem, captions in self._beside("caption", _CAPTIONS, captions_in) if captions}
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Keys of the `.json` beside the images, by the name of the image without its extension."""
+        return dict(self._beside("JSON", (".json",), lambda data, _: values_in(data, names)))
+
+    def _beside(
+        self, what: str, extensions: tuple[str, ...], read: Callable[[bytes, str], T]
+    ) -> Iterator[tuple[str, T]]:
+        """What is read of each file beside an image, with its name without the extension. what: it should be. Raises
+        ValueError."""
+        root = self._root()
+        for name in sorted(_beside_images(plain_text(name) for name in Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
+            if extension.lower() not in extensions:
+                continue
             try:
                 if (size := (Path(root) / name).stat().st_size) > LARGEST_TEXT:
                     raise ValueError(f"it has {size:,} bytes, and one has at most {LARGEST_TEXT:,}")
-                captions = captions_in((Path(root) / name).read_bytes(), extension[1:].lower())
+                yield stem, read((Path(root) / name).read_bytes(), extension[1:].lower())
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{root}/{name} is no caption: {error}. Repair or remove it.") from None
-            if captions:
-                found[stem] = captions
-        return found
+                raise ValueError(f"{root}/{name} is no {what}: {error}. Repair or remove it.") from None
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""
         root = self._root()
-        found = {plain_text(name): (f"{root}/{name}", stamp) for name, stamp in _Walk(root).files().items()}
+        found = {plain_text(name): (f"{root}/{name}", stamp) for name, stamp in Walk(root).files().items()}
         if not found:
             raise ValueError(
                 f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
             )
         return found
+
+    def _labels(self) -> dict[str, str]:
+        """What dataset.json says. Raises ValueError where it is missing or says nothing."""
+        path = Path(self.path) / LABELS_FILE
+        if not path.is_file():
+            raise ValueError(f"data.source.classes is labels, but {path} does not exist. Write it, or set classes.")
+        if (size := path.stat().st_size) > LARGEST_LABELS:
+            raise ValueError(f"{path} has {size:,} bytes, and may have {LARGEST_LABELS:,}. Is it another file?")
+        labels = labels_in(path.read_bytes(), self.path)
+        if labels is None:
+            raise ValueError(f"{path} says that there are no classes. Set data.source.classes to none.")
+        return labels
 
     def _root(self) -> str:
         if not Path(self.path).exists():
@@ -166,7 +197,7 @@ def _is_ignored(name: str) -> bool:
     return name.startswith(".") or name in _NOT_DATA
 
 
-class _Walk:
+class Walk:
     """One pass over a folder and everything below it."""
 
     def __init__(self, root: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -65,19 +66,26 @@ class HuggingFace(Config):
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """The captions in columns of the data set, each a text or a list of texts, by the number of the row."""
-        dataset = self._dataset()
-        for name in columns:
-            if name not in dataset.features:
-                raise ValueError(f"{self._folder()} has no column '{name}'. Known: {', '.join(dataset.features)}.")
-        cells = [dataset.with_format(None)[name][:] for name in columns]
-        rows = zip(*cells, strict=True)
-        return {f"{number:09d}": [text for cell in row for text in texts_of(cell)] for number, row in enumerate(rows)}
+        rows = enumerate(self._rows(columns))
+        return {f"{number:09d}": [text for cell in row for text in texts_of(cell)] for number, row in rows}
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Columns of the data set, by the number of the row."""
+        return {f"{number:09d}": dict(zip(names, row, strict=True)) for number, row in enumerate(self._rows(names))}
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The Arrow files, and what describes their columns. Raises ValueError when there are none."""
         folder = self._folder()
         paths = [*sorted(folder.glob("*.arrow")), folder / "dataset_info.json"]
         return {path.name: (str(path), stamp_of(path)) for path in paths if path.is_file()}
+
+    def _rows(self, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+        """The cells of some columns, row by row. Raises ValueError."""
+        dataset = self._dataset()
+        for name in columns:
+            if name not in dataset.features:
+                raise ValueError(f"{self._folder()} has no column '{name}'. Known: {', '.join(dataset.features)}.")
+        return zip(*(dataset.with_format(None)[name][:] for name in columns), strict=True)
 
     def _folder(self) -> Path:
         """Where the chosen split lies. Raises ValueError."""

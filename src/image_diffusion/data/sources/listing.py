@@ -26,12 +26,14 @@ class Item:
     """One image of a source.
 
     name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number
-    of its class, None without classes. address: where the source finds its bytes.
+    of its class, None without classes. address: where the source finds its bytes. together: what it has in common with
+    images that are best read one after another, where there are such.
     """
 
     name: str
     label: int | None
     address: tuple[str | int, ...]
+    together: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ def captions_in(data: bytes, extension: str) -> list[str]:
         return texts_of(data.decode("utf-8").splitlines())
     content = json.loads(data) if extension == "json" else None
     return texts_of(content.get("caption")) if isinstance(content, dict) else []
+
+
+def values_in(data: bytes, names: Iterable[str]) -> dict[str, Any]:
+    """What a JSON file beside an image says under some keys; nothing of those that it lacks. Raises ValueError."""
+    content = json.loads(data)
+    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
 
 def texts_of(cell: Any) -> list[str]:

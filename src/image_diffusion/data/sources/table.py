@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -27,18 +28,7 @@ class Table(Config):
 
     def listing(self) -> Listing:
         """Every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or unfit."""
-        rows = self._rows()
-        numbers = number_labels((label for _, label in rows if label is not None), self.path)
-        items: dict[str, Item] = {}
-        rejected = []
-        for path, label in sorted(rows, key=lambda row: row[0]):
-            if path in items:
-                rejected.append((path, "listed twice"))
-            elif label == "":
-                rejected.append((path, "no class"))
-            else:
-                items[path] = Item(path, None if label is None else numbers[label], (path,))
-        return Listing(list(items.values()), list(numbers), rejected, 0)
+        return listing_of(self._rows(), self.path)
 
     def known_classes(self) -> list[str] | None:
         """Those in the column of classes; None where the table is not there yet."""
@@ -51,26 +41,24 @@ class Table(Config):
 
     def read(self, item: Item) -> bytes:
         """The bytes of one file. Raises OSError, with the whole path that was tried."""
-        where = Path(self.path).absolute().parent / str(item.address[0])
-        try:
-            return read_image(where)
-        except OSError as error:
-            raise OSError(f"{error.strerror or error}: {where}") from None
+        return read_named(Path(self.path), item)
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
         """The captions in columns of the table, by path."""
         table = Path(self.path)
         return captions_of_rows(read_columns(table, self.path_column, *columns), self.path_column, columns)
 
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Columns of the table, by path."""
+        cells = read_columns(Path(self.path), self.path_column, *names)
+        rows = zip(*(cells[name] for name in names), strict=True)
+        return {
+            path: dict(zip(names, row, strict=True)) for path, row in zip(cells[self.path_column], rows, strict=True)
+        }
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """The table, and every image in it that is there."""
-        table = Path(self.path)
-        found = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
-        for path, _ in self._rows():
-            where = table.parent / path
-            if where.is_file():
-                found[path] = (str(where), stamp_of(where))
-        return found
+        return files_named(Path(self.path), (path for path, _ in self._rows()))
 
     def _rows(self) -> list[tuple[str, str | None]]:
         """(path, class) of every row; the class is None without a column of classes, empty where a cell is."""
@@ -83,6 +71,42 @@ class Table(Config):
             raise ValueError(f"{table} has no rows. Give one row an image.")
         labels = [None] * len(paths) if self.label_column is None else columns[self.label_column]
         return list(zip(paths, labels, strict=True))
+
+
+def listing_of(rows: Iterable[tuple[str, str | None]], where: str) -> Listing:
+    """Every row, (path, class), as an image, sorted by path. The class is None where there are none, empty where it is
+    missing. where: the rows stand. Raises ValueError."""
+    rows = sorted(rows, key=lambda row: row[0])
+    numbers = number_labels((label for _, label in rows if label), where)
+    items: dict[str, Item] = {}
+    rejected = []
+    for path, label in rows:
+        if path in items:
+            rejected.append((path, "listed twice"))
+        elif label == "":
+            rejected.append((path, "no class"))
+        else:
+            items[path] = Item(path, None if label is None else numbers[label], (path,))
+    return Listing(list(items.values()), list(numbers), rejected, 0)
+
+
+def read_named(table: Path, item: Item) -> bytes:
+    """The bytes of a file whose path stands in a table. Raises OSError, with the whole path that was tried."""
+    where = table.absolute().parent / str(item.address[0])
+    try:
+        return read_image(where)
+    except OSError as error:
+        raise OSError(f"{error.strerror or error}: {where}") from None
+
+
+def files_named(table: Path, paths: Iterable[str]) -> dict[str, tuple[str, Stamp]]:
+    """A table, and every image in it that is there."""
+    found = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
+    for path in paths:
+        where = table.parent / path
+        if where.is_file():
+            found[path] = (str(where), stamp_of(where))
+    return found
 
 
 def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:

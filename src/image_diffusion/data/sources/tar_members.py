@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO, Any, cast
 
-from image_diffusion.data.sources.listing import LARGEST_TEXT, captions_in, plain_text
+from image_diffusion.data.sources.listing import LARGEST_TEXT, captions_in, plain_text, values_in
 
 LABELS = ("cls", "json", "txt")
 """Extensions of what tells the class of a sample; of several beside one image the first counts."""
@@ -23,12 +23,14 @@ _MOST_PADDING = 16 << 20  # bytes behind the end of a tar that are looked at; ta
 class Members:
     """The members of one tar, by key: their names up to the first dot.
 
-    images: their places, (offset, size). labels: classes by extension. captions. hidden: number of hidden files.
+    images: their places, (offset, size). labels: classes by extension. captions. values: what `.json` says under keys
+    that were asked for. hidden: number of hidden files.
     """
 
     images: dict[str, tuple[int, int]] = field(default_factory=dict)
     labels: dict[str, dict[str, str]] = field(default_factory=dict)
     captions: dict[str, list[str]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
     hidden: int = 0
 
     def label(self, key: str) -> str | None:
@@ -37,8 +39,9 @@ class Members:
         return next((told[extension] for extension in LABELS if extension in told), None)
 
 
-def read_members(path: Path, labelled: bool) -> Members:
-    """List a tar, and read its classes, or where it is not labelled its captions. Nothing is unpacked.
+def read_members(path: Path, labelled: bool, names: tuple[str, ...] = ()) -> Members:
+    """List a tar, and read its classes, or where it is not labelled its captions, or what `.json` says under
+    `names`. Nothing is unpacked.
 
     Raises ValueError in one line that names the tar: for one that is damaged or cut short, that another one was added
     to, whose members lead out of it, are no plain files, or say more of a sample than is possible.
@@ -66,13 +69,19 @@ def read_members(path: Path, labelled: bool) -> Members:
                     raise _Refused(f"has two images under the key '{key}'. Give every sample its own key.")
                 found.images[key] = (member.offset_data, member.size)
             elif extension in LABELS:
-                _read_text(tar, member, found, key, extension, labelled)
+                _read_text(tar, member, found, key, extension, labelled, names)
         _check_end(file, end)
     return found
 
 
 def _read_text(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, found: Members, key: str, extension: str, labelled: bool
+    tar: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    found: Members,
+    key: str,
+    extension: str,
+    labelled: bool,
+    names: tuple[str, ...],
 ) -> None:
     shown = plain_text(member.name)
     if member.size > LARGEST_TEXT:
@@ -83,6 +92,10 @@ def _read_text(
     content = tar.extractfile(member)
     data = content.read() if content else b""
     try:
+        if names:
+            if extension == "json":
+                found.values[key] = values_in(data, names)
+            return
         if not labelled:
             if captions := captions_in(data, extension):
                 found.captions[key] = captions

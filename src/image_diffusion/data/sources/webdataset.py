@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -67,6 +67,14 @@ class Webdataset(Config):
         for name, (path, _) in self.files().items():
             members = read_members(Path(path), labelled=False)
             found |= {f"{name}/{key}": captions for key, captions in members.captions.items()}
+        return found
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Keys of the `.json` in the tars, by the name of the image."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, (path, _) in self.files().items():
+            members = read_members(Path(path), labelled=False, names=names)
+            found |= {f"{name}/{key}": values for key, values in members.values.items()}
         return found
 
     def files(self) -> dict[str, tuple[str, Stamp]]:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.files import ZIP_FAULTS, Stamp, stamp_of
+from image_diffusion.data.sources.labels_file import LABELS_FILE, LARGEST_LABELS, labelled, labels_in
 from image_diffusion.data.sources.listing import (
     LARGEST_IMAGE,
-    LARGEST_TEXT,
     Item,
     Listing,
     check_size,
     class_name,
     number_classes,
-    number_labels,
     plain_text,
 )
-
-_LABELS = "dataset.json"
 
 
 class ZipArchive(Config):
@@ -50,7 +47,8 @@ class ZipArchive(Config):
             return Listing([Item(plain_text(name), None, (name,)) for name in names], [], [], ignored)
         labels = self._labels()
         if labels is not None:
-            return self._labelled(names, labels, ignored)
+            found = labelled([(plain_text(name), name) for name in names], labels, self.path, "zip")
+            return replace(found, ignored=ignored)
         if not any("/" in name for name in names):
             return Listing([Item(plain_text(name), None, (name,)) for name in names], [], [], ignored)
         folders = {name: class_name(plain_text(name.split("/", 1)[0])) for name in names if "/" in name}
@@ -85,14 +83,6 @@ class ZipArchive(Config):
             raise ValueError(f"data.source.path: {self.path} does not exist, or is no file. Give a zip file.")
         return {plain_text(path.name): (str(path), stamp_of(path))}
 
-    def _labelled(self, names: list[str], labels: dict[str, str], ignored: int) -> Listing:
-        numbers = number_labels(labels.values(), f"{self.path}, {_LABELS}")
-        items = [Item(plain_text(name), numbers[labels[name]], (name,)) for name in names if name in labels]
-        rejected = [(plain_text(name), f"no class in {_LABELS}") for name in names if name not in labels]
-        missing = sorted(labels.keys() - set(names))
-        rejected += [(plain_text(name), f"named in {_LABELS}, but not in the zip") for name in missing]
-        return Listing(items, list(numbers), sorted(rejected), ignored)
-
     def _archive(self) -> zipfile.ZipFile:
         _, stamp = next(iter(self.files().values()))
         try:
@@ -104,24 +94,24 @@ class ZipArchive(Config):
 
     def _members(self) -> tuple[list[str], int]:
         """The names of the members that are no folders, sorted, and how many are hidden."""
-        names = [each.filename for each in self._archive().infolist() if not each.is_dir() and each.filename != _LABELS]
+        names = [
+            each.filename for each in self._archive().infolist() if not each.is_dir() and each.filename != LABELS_FILE
+        ]
         shown = sorted(name for name in set(names) if not _is_hidden(name))
         return shown, len(set(names)) - len(shown)
 
     def _labels(self) -> dict[str, str] | None:
         """The class of each member that dataset.json names; None where there is none, or it names none."""
         archive = self._archive()
-        if _LABELS not in archive.namelist():
+        if LABELS_FILE not in archive.namelist():
             return None
         try:
-            if (size := archive.getinfo(_LABELS).file_size) > 200 * LARGEST_TEXT:
+            if (size := archive.getinfo(LABELS_FILE).file_size) > LARGEST_LABELS:
                 raise ValueError(f"it has {size:,} bytes")
-            content: Any = json.loads(archive.read(_LABELS))
-            labels = content["labels"]
-            return None if labels is None else {str(name).replace("\\", "/"): str(int(label)) for name, label in labels}
-        except (*ZIP_FAULTS, TypeError) as error:
-            told = "it must hold the key labels, pairs of a name and the number of its class"
-            raise ValueError(f"{self.path}: {_LABELS} cannot be read: {error}; {told}.") from None
+            data = archive.read(LABELS_FILE)
+        except ZIP_FAULTS as error:
+            raise ValueError(f"{self.path}: {LABELS_FILE} cannot be read: {error}.") from None
+        return labels_in(data, self.path)
 
 
 def _is_hidden(name: str) -> bool:
