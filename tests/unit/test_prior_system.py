@@ -80,6 +80,9 @@ def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
     assert low < 0.1 and high > -0.1 and metrics["similarity_with_image_5"]["n"] == 120
     assert set(metrics) >= {"loss_train", "similarity_with_unrelated_caption_5", "difference_from_baseline_5"}
     assert "loss_validation" not in metrics
+    found = metrics["retrieval_at_1_5"]
+    assert (found["value"], found["n"], found["note"]) == (1, 120, "among 120 images of 120 captions")
+    assert metrics["nearest_caption_retrieval_at_1"]["value"] < metrics["nearest_caption_retrieval_at_5"]["value"] < 1
 
 
 def test_a_prediction_is_read_beside_what_needs_no_prior():

@@ -29,6 +29,7 @@ from image_diffusion.objectives.masked_tokens import MaskedTokens
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.conditions import LabelCondition, TextCondition
 from image_diffusion.systems.diffusion.making import Generates, Images, image_columns, make_images, preview_images
+from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
 from image_diffusion.systems.given import (
@@ -109,6 +110,7 @@ class TokensSystem(System):
                 "condition to text."
             )
         self.condition.check_pairs(pairs)
+        check_judged(experiment)
         super().check(experiment, others)
         spec = spec_of(experiment, others.codec)
         check_settings("sample", self, experiment, spec)
