@@ -33,6 +33,7 @@ from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
 from image_diffusion.systems.given import (
+    Embed,
     Inputs,
     Maker,
     Model,
@@ -197,10 +198,15 @@ class TokensSystem(System):
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_tokens(self, given)
 
-    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        return image_columns(self, spec, classes)
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
+        return image_columns(self, spec, classes, embeds)
 
     def predictor(
-        self, model: Model, settings: TokenSampleConfig, codec: Callable[[], Codec], weaker: Model | None
+        self,
+        model: Model,
+        settings: TokenSampleConfig,
+        codec: Callable[[], Codec],
+        weaker: Model | None,
+        embed: Embed | None = None,
     ) -> Predict:
-        return Images(self, model, settings, codec(), weaker)
+        return Images(self, model, settings, codec(), weaker, embed)

@@ -153,7 +153,7 @@ class Models:
 
         usable = None
         try:
-            usable = signature(weights.files["model.json"].parent)
+            usable = signature(weights.files["model.json"].parent, "embeds/model.json" in weights.files)
         except ValueError as error:  # of another version of this package
             served = f"no: {error}"
         else:
