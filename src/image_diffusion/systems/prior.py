@@ -221,6 +221,10 @@ class PriorSystem(System):
     def maker(self, given: ToSample) -> Maker:
         return make_embeddings(self, given)
 
+    def evaluations(self, settings: PriorSampleConfig) -> int:
+        calls: int = settings.sampler.calls(settings.sampler.grid(self.process))
+        return calls * settings.num_candidates * (1 + (settings.guidance_scale != 1))
+
     def embedder(self, model: Model, settings: PriorSampleConfig) -> Embed:
         return CaptionEmbedder(self, model, settings)
 

@@ -51,6 +51,8 @@ from image_diffusion.systems.given import (
 from image_diffusion.systems.system import System, spec_of
 from image_diffusion.systems.token.evaluation import judge_tokens
 from image_diffusion.systems.token.sampling import KEYS, TokenGenerator, TokenSampleConfig, check_settings, fitted
+from image_diffusion.systems.token.sweep import KEYS as SWEPT
+from image_diffusion.systems.token.sweep import TokenSweepConfig, check_sweep
 
 
 class TokensSystem(System):
@@ -71,6 +73,7 @@ class TokensSystem(System):
         "pairs": Section(CaptionPairs, None, example="{type: captions}", optional=True),
         "preview": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
         "sample": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
+        "sweep": Section(TokenSweepConfig, TokenSweepConfig(), SWEPT),
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips", "likelihood")),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
@@ -115,6 +118,7 @@ class TokensSystem(System):
         super().check(experiment, others)
         spec = spec_of(experiment, others.codec)
         check_settings("sample", self, experiment, spec)
+        check_sweep(self, experiment, spec)
         if experiment.train.grid_every_steps is not None:
             check_settings("preview", self, experiment, spec)
 
