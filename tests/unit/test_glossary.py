@@ -21,6 +21,8 @@ from image_diffusion.metrics.features import Detected
 from image_diffusion.metrics.intervals import Estimate
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.panel import Reference, measure
+from image_diffusion.metrics.prompted import PromptEncoder, evaluate_prompted
+from image_diffusion.metrics.retrieval import retrieval
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.metrics.similarity import similarities
 from image_diffusion.networks.autoencoder import AutoencoderConfig
@@ -91,12 +93,18 @@ def enlarging() -> set[str]:
     return set(evaluate_enlarging(made, held_out, 4))
 
 
+def prompted() -> set[str]:
+    encoder = PromptEncoder(Brightness(), None, None)
+    encoder.texts = lambda prompts: torch.randn(len(prompts), 2)  # type: ignore[method-assign]
+    return set(evaluate_prompted(images(3, prompts=["a", "b", "c"]), encoder, 4))
+
+
 def test_every_metric_stands_in_the_glossary() -> None:
     attributes = {f"agreement_{name}" for name in Attributes.__dataclass_fields__} | {
         "attributes_seen",
         "attributes_held_out",
     }
-    found = panel() | likelihood() | codecs() | enlarging() | attributes | {"copies"}
+    found = panel() | likelihood() | codecs() | enlarging() | prompted() | attributes | {"copies"}
     names = set(re.findall(r"`([a-z0-9_]+)`", (DOCS / "metrics.md").read_text()))
     ways = ("_mean", "_soft", "_hard")
     missing = {
@@ -130,6 +138,8 @@ def test_the_pages_show_the_definitions_as_they_are() -> None:
         ("psnr_bicubic", ""),
         ("inpipe_c2st", "nearer to 0.5"),
         ("similarity_with_image_8", "higher"),
+        ("prompt_retrieval_at_1_siglip", "higher"),
+        ("nearest_caption_retrieval_at_5", ""),
     ],
 )
 def test_a_metric_knows_which_direction_is_better(metric: str, better: str) -> None:
@@ -141,7 +151,9 @@ def test_a_metric_knows_which_direction_is_better(metric: str, better: str) -> N
 def test_every_similarity_stands_on_the_page_of_the_prior() -> None:
     some = torch.randn(4, 8)
     page = (DOCS / "prior.md").read_text()
-    assert not [name for name in similarities(some, some, some, some) if f"`{name}" not in page]
+    found = retrieval(some, torch.arange(4), some, torch.arange(4), "images")
+    names = [*similarities(some, some, some, some), *found, *(f"nearest_caption_{name}" for name in found)]
+    assert not [name for name in names if f"`{name}" not in page or definition_of(name) is None]
 
 
 def test_the_fields_of_an_entry_are_explained() -> None:

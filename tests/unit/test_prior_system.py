@@ -21,6 +21,7 @@ from image_diffusion.metrics.similarity import baselines, nearest_captions, othe
 from image_diffusion.networks.prior import PriorConfig
 from image_diffusion.samplers.legacy_ddim import LegacyDdim
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, evaluate_prior
+from image_diffusion.systems.embedding.making import PriorSampleConfig
 from image_diffusion.systems.embedding.published import network_of_shapes
 from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
 from image_diffusion.systems.prior import PriorSystem
@@ -80,6 +81,9 @@ def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
     assert low < 0.1 and high > -0.1 and metrics["similarity_with_image_5"]["n"] == 120
     assert set(metrics) >= {"loss_train", "similarity_with_unrelated_caption_5", "difference_from_baseline_5"}
     assert "loss_validation" not in metrics
+    found = metrics["retrieval_at_1_5"]
+    assert (found["value"], found["n"], found["note"]) == (1, 120, "among 120 images of 120 captions")
+    assert metrics["nearest_caption_retrieval_at_1"]["value"] < metrics["nearest_caption_retrieval_at_5"]["value"] < 1
 
 
 def test_a_prediction_is_read_beside_what_needs_no_prior():
@@ -100,6 +104,22 @@ def test_a_prediction_is_read_beside_what_needs_no_prior():
     settings = PredictionConfig(num_steps=(5,), num_candidates=1)
     alone = evaluate_prior({"": Perfect()}, system_of(), SPEC, splits, settings)["metrics"]  # type: ignore[arg-type]
     assert not any("nearest" in name for name in alone), "training pairs are no baseline of themselves"
+
+
+@pytest.mark.parametrize("kind", ["ddim", "ddpm", "legacy_ddim"])
+def test_calls_of_the_network_are_those_that_making_an_embedding_takes(kind: str):
+    rows = 0
+
+    class Counting(Perfect):
+        def forward(self, x: Tensor, t: Tensor, /, text_embed: Tensor, **cond: Tensor) -> Tensor:
+            nonlocal rows
+            rows += len(x)
+            return super().forward(x, t, text_embed, **cond)
+
+    told = {"prompts": ["a"], "sampler": {"type": kind, "num_steps": 5}, "num_candidates": 3, "guidance_scale": 2}
+    settings, system = PriorSampleConfig.model_validate(told), system_of()
+    EmbeddingGenerator(Counting(), system, SPEC, settings)({"text_embed": torch.randn(1, DIM)}, torch.tensor([0]))
+    assert system.evaluations(settings) == rows
 
 
 def test_no_number_depends_on_the_size_of_a_batch():

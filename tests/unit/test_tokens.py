@@ -245,6 +245,7 @@ def test_the_bound_of_a_masked_network_lies_above_the_bits_of_what_it_draws_from
 DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
 DVAE = {"type": "dvae", "network": {"num_tokens": 8, "num_layers": 2, "codebook_dim": 4, "hidden_dim": 8}}
 OF = {"codec": {"type": "tokens", "of": {"type": "trained", "experiment": "vae"}}}
+MASKED = {"sampler": {"type": "masked", "num_steps": 4, "top_k": 5}}
 TOKENS = {"type": "tokens", "network": {"depth": 1, "width": 16, "num_heads": 2}}
 
 
@@ -256,6 +257,15 @@ TOKENS = {"type": "tokens", "network": {"depth": 1, "width": 16, "num_heads": 2}
         ({"system": TOKENS} | OF | {"sample": {"sampler": {"type": "autoregressive"}}}, "sampler is autoregressive"),
         ({"system": TOKENS} | OF | {"sample": {"sampler": {"type": "masked", "num_steps": 17}}}, "only 16 tokens"),
         ({"system": TOKENS} | OF | {"sample": {"compile": True}}, "sample.compile is set, but"),
+        ({"system": TOKENS} | OF | {"sweep": {"temperature": [0.5]}}, "sample.sampler, which is missing. Write it"),
+        ({"system": TOKENS} | OF | {"sample": MASKED, "sweep": {"num_steps": [4, 17]}}, "steps 17.sampler: .*16 tok"),
+        ({"system": TOKENS} | OF | {"sweep": {"guidance_scale": [1, 1]}}, "names a value twice"),
+        ({"system": TOKENS} | OF | {"sweep": {"sampler": ["ddim"]}}, "sweep.sampler is set, but"),
+        ({"system": TOKENS} | OF | {"sweep": {"checkpoint": [2]}}, "step 2, whose weights are not kept"),
+        (
+            {"system": TOKENS | {"objective": {"label_drop_probability": 0}}} | OF | {"sweep": {"guidance_scale": [2]}},
+            "sweep.guidance_scale 2.guidance.guidance_scale is 2, but the network never",
+        ),
         ({"system": TOKENS} | OF | {"sample": {"prompts": ["a seven"]}}, "told classes, not words"),
         ({"system": TOKENS} | OF | {"pairs": {"type": "captions"}}, "nothing reads it"),
         ({"system": TOKENS | {"condition": {"type": "text"}}} | OF, "where are the captions"),
@@ -279,6 +289,25 @@ def test_what_cannot_work_is_said_before_any_work(tmp_path: Path, sections: Any,
         return
     with pytest.raises(ValueError, match=message):
         load_all([mine])
+
+
+def test_points_of_a_curve_change_what_they_vary_alone(tmp_path: Path) -> None:
+    (tmp_path / "vae.yaml").write_text(yaml.safe_dump({"data": DATA, "system": DVAE, "train": {"steps": 1}}))
+    mine, data = tmp_path / "mine.yaml", {"data": DATA, "train": {"steps": 1}, "sample": MASKED, "system": TOKENS}
+    swept = {"temperature": [0.5, 2], "num_steps": [2], "guidance_scale": [3], "ema": ["raw"], "num_samples": 9}
+    mine.write_text(yaml.safe_dump(data | OF | {"sweep": swept}))
+    _, found = load_all([mine])["mine"]
+    assert found.sweep.values == {
+        "guidance_scale": ["3"], "num_steps": ["2"], "ema": ["raw"], "temperature": ["0.5", "2"]
+    }  # fmt: skip
+    hot, few, led = (
+        found.sweep.samples(axis, value, found.sample)
+        for axis, value in (("temperature", "2"), ("num_steps", "2"), ("guidance_scale", "3"))
+    )
+    plain = found.sample.model_copy(update={"num_samples": 9})
+    assert hot == plain.model_copy(update={"sampler": plain.sampler.model_copy(update={"temperature": 2.0})})
+    assert few == plain.model_copy(update={"sampler": plain.sampler.model_copy(update={"num_steps": 2})})
+    assert led.guidance.guidance_scale == 3 and led.sampler == plain.sampler and type(led) is type(plain)
 
 
 def test_tokens_of_what_has_none_are_refused(tmp_path: Path) -> None:

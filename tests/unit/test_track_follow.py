@@ -69,8 +69,10 @@ def test_nothing_is_sent_that_track_has_sent(experiment: Path) -> None:
 
 
 def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:
-    plan = {"codec_experiment": "codec", "dataset": "digits-32", "headline": "inpipe_fd"}
+    plan = {"codec_experiment": "codec", "dataset": "digits-32", "headline": "inpipe_fd", "embeddings_experiment": None}
     write_json(tmp_path / "demo" / "config" / "plan.json", plan)
     assert request_of(tmp_path, "demo") == Request(
         tmp_path / "demo", [tmp_path / "datasets/digits-32"], tmp_path / "codec/train", "inpipe_fd"
     )
+    write_json(tmp_path / "demo" / "config" / "plan.json", plan | {"embeddings_experiment": "prior"})
+    assert request_of(tmp_path, "demo").embeddings == tmp_path / "prior"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from image_diffusion.systems.embedding import making
 from image_diffusion.systems.embedding.making import PriorSampleConfig, text_encoder
 from image_diffusion.systems.embedding.pairs import CropPairs
 from image_diffusion.systems.given import ToSample
+from image_diffusion.tracking.pyfunc import _load_pyfunc, usage
 from image_diffusion.train import prepare_training
 from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.run import run
@@ -243,6 +245,31 @@ def test_a_decoder_draws_what_a_prior_has_made(data, prior, tmp_path):
         images(tmp_path / "decoder", embeddings=str(folder))
     with pytest.raises(ValueError, match="sample.embeddings: .*nowhere/img_emb does not exist"):
         images(tmp_path / "decoder", embeddings=str(tmp_path / "nowhere"))
+
+
+def test_a_served_decoder_takes_captions_through_the_prior_and_draws_what_sample_does(data, prior, tmp_path):
+    trained(data, DECODER, tmp_path / "decoder", grid_every_steps=None)
+    (tmp_path / "made").mkdir()
+    folder = embedded(prior, tmp_path / "made" / "embeddings.json", first_seed=0)
+    drawn, made = images(tmp_path / "decoder", folder, embeddings={"experiment": "prior"})
+    served = tmp_path / "decoder"
+    assert usage(served) is None, "alone it is told embeddings"
+    config = {"num_samples": 4, "sampler": SAMPLER, "embeddings": {"experiment": "prior"}}
+    (served / "sample.yaml").write_text(to_yaml({"sample": dump(parse(SampleConfig, config, "sample"))}))
+    prior.rename(served / "embeds")
+    (folder / "sample.yaml").rename(served / "embeds" / "sample.yaml")
+    taken = usage(served, embeds=True)
+    assert taken is not None and [(each.name, each.required) for each in taken.signature.inputs] == [
+        ("seed", True),
+        ("prompt", True),
+    ]
+    model = _load_pyfunc(str(served))
+    rows = pandas.DataFrame({"seed": range(4), "prompt": made.titles})
+    expected = drawn.permute(0, 2, 3, 1).numpy()
+    np.testing.assert_allclose(model.predict(rows).astype(int), expected, atol=1)
+    np.testing.assert_allclose(model.predict(rows[2:3]).astype(int), expected[2:3], atol=1)
+    with pytest.raises(ValueError, match="makes no embeddings. Name an experiment with a prior"):
+        load_model(served).system.embedder(load_model(served), None)
 
 
 def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):

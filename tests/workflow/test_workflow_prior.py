@@ -116,8 +116,10 @@ def test_embeddings_of_others_need_no_crops_and_a_changed_file_makes_them_again(
 
 
 def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> None:
-    """One graph from captions to images; an edit of the prior makes what follows again, and nothing else."""
-    path, decoder = (prior / f"config/experiments/{name}.yaml" for name in ("micro_prior", "decoder"))
+    """One graph from captions to enlarged images; an edit of the prior makes what follows again, and nothing else."""
+    path, decoder, upsampler = (
+        prior / f"config/experiments/{name}.yaml" for name in ("micro_prior", "decoder", "upsampler")
+    )
     before = path.read_text()
     sections = yaml.safe_load((ROOT / "tests/workflow/micro.yaml").read_text())
     sections["system"] |= {"condition": {"type": "embedding"}}
@@ -126,17 +128,28 @@ def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> Non
     sections["sample"] |= {"num_samples": 4, "embeddings": {"experiment": "micro_prior"}}
     decoder.write_text(yaml.safe_dump(sections))
     drawn = "results/decoder/samples/samples.npz", "--config", "experiments=[decoder]"
+    larger = yaml.safe_load((ROOT / "tests/workflow/micro.yaml").read_text())
+    network = {"channels": 32, "multipliers": [1], "num_res_blocks": 1, "attention_resolutions": []}
+    larger["system"] = {"type": "iddpm", "network": network | {"low_resolution": 16}}
+    larger["data"]["resolution"], larger["train"]["steps"] = 32, 2
+    larger["sample"] |= {"num_samples": 4, "small_images": {"experiment": "decoder"}}
+    upsampler.write_text(yaml.safe_dump(larger))
+    enlarged = "results/upsampler/samples/samples.npz", "--config", "experiments=[upsampler]"
     made = {"prompts": ["a photo of a light", "a photo of a dark"], "num_samples": 4, "num_candidates": 1}
     made |= {"batch_size": 2, "embeddings_per_job": 2, "sampler": {"type": "ddim", "num_steps": 2}}
 
-    def rules() -> list[str]:
-        out = prior.snakemake("--dry-run", *drawn).stdout
+    def rules(target: tuple[str, ...] = drawn) -> list[str]:
+        out = prior.snakemake("--dry-run", *target).stdout
         return sorted(re.findall(r"^rule (\w+):", out, re.MULTILINE))
 
     try:
         prior.edit(lambda experiment: experiment.update(sample=made), "micro_prior")
         assert rules() == ["sample", "sample_embeddings", "sample_part", "sample_part", "train"]
-        prior.run(*drawn)
+        one_graph = ["crop", "sample", "sample", "sample_embeddings", "sample_part", "sample_part", "train", "train"]
+        assert rules(enlarged) == one_graph
+        prior.run(*enlarged)
+        with np.load(prior / enlarged[0]) as samples:
+            assert samples["arr_0"].shape == (4, 32, 32, 3) and samples["arr_1"].tolist() == [1, 0, 1, 0]
         with np.load(prior / drawn[0]) as samples:
             assert samples["arr_0"].shape == (4, 16, 16, 3) and samples["arr_1"].tolist() == [1, 0, 1, 0]
         folder, images = prior / "results/micro_prior/samples", (prior / drawn[0]).read_bytes()
@@ -148,6 +161,7 @@ def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> Non
         assert (prior / drawn[0]).read_bytes() == images
         prior.edit(lambda experiment: experiment["sample"].update(first_seed=3), "micro_prior")
         assert rules() == ["sample", "sample_embeddings", "sample_part", "sample_part"]
+        assert rules(enlarged) == ["sample", "sample", "sample_embeddings", "sample_part", "sample_part"]
         prior.edit(lambda experiment: experiment["train"].update(steps=9), "micro_prior")
         assert rules() == ["sample", "sample_embeddings", "sample_part", "sample_part", "train"]
         prior.edit(lambda experiment: experiment["sample"].pop("embeddings"), "decoder")
@@ -155,4 +169,5 @@ def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> Non
     finally:
         path.write_text(before)
         decoder.unlink()
+        upsampler.unlink()
         prior.planned()

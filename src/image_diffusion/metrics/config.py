@@ -13,6 +13,7 @@ from image_diffusion.metrics.cited import Cited
 from image_diffusion.metrics.detector import InPipe
 from image_diffusion.metrics.likelihood import LikelihoodConfig
 from image_diffusion.metrics.lpips import LpipsConfig
+from image_diffusion.metrics.prompted import PromptJudge
 
 
 def _by_type(value: Any) -> Any:
@@ -57,6 +58,9 @@ class EvaluateConfig(Config):
     attributes: Literal["painted_digits"] | None = None
     """Also measure whether images have what their prompts name: painted_digits, for digits of that source; unset:
     not."""
+    prompts: PromptJudge | None = None
+    """Also measure how well images agree with their prompts, by a model that embeds both: {type: transformers, weights:
+    FOLDER, name: siglip}, say; unset: not."""
     published: tuple[Cited, ...] = ()
     """Figures that others published, to stand beside ours in metrics.json and on the page."""
     lpips: LpipsConfig | None = None

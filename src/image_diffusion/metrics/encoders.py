@@ -98,6 +98,10 @@ class Transformers(EncoderConfig):
 
     def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
         """Load the network. Raises ValueError when the package or the weights are not at hand."""
+        return self.load(device)[0]
+
+    def load(self, device: str) -> tuple[Encoder, Any, str]:
+        """The encoder of images, the whole model behind it, and where that lies. Raises ValueError as `build` does."""
         try:
             import transformers
         except ImportError:
@@ -121,7 +125,9 @@ class Transformers(EncoderConfig):
         tower = getattr(model, "vision_model", model)
         side = self.resolution or tower.config.image_size
         mean, std = tuple(prepared.image_mean), tuple(prepared.image_std)
-        return Encoder(_EmbeddingOf(model, tower), self, self.name, sha256, side, mean, std, device)
+        model.eval().to(device)
+        encoder = Encoder(_EmbeddingOf(model, tower), self, self.name, sha256, side, mean, std, device)
+        return encoder, model, where
 
 
 class Encoder:

@@ -334,6 +334,10 @@ class Served:
     images: tuple[int, int, int] | None = None
 
 
+Embed = Callable[[Sequence[str], Tensor], Tensor]
+"""Captions and the seed of each, int64 [N] -> image embeddings [N, dim], as the stage `sample` writes them."""
+
+
 Predict = Callable[[Any], Any]
 """A table of the columns of `Served`, or images as an array -> uint8 images [N, H, W, C]."""
 

@@ -33,7 +33,13 @@ from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.embedding.evaluation import PredictionConfig, judge_prior
 from image_diffusion.systems.embedding.hub_export import write_prior
-from image_diffusion.systems.embedding.making import EmbeddingFiles, PriorSampleConfig, check_sample, make_embeddings
+from image_diffusion.systems.embedding.making import (
+    CaptionEmbedder,
+    EmbeddingFiles,
+    PriorSampleConfig,
+    check_sample,
+    make_embeddings,
+)
 from image_diffusion.systems.embedding.pairs import EmbeddingPairs, FilePairs
 from image_diffusion.systems.embedding.prior_folder import check_diffusers, folder_of, read_folder, write_folder
 from image_diffusion.systems.embedding.published import check_fit, entry_of, is_prior, named_tensors, published, spec_of
@@ -41,6 +47,7 @@ from image_diffusion.systems.embedding.reading import EmbeddingReading, ImageSta
 from image_diffusion.systems.given import (
     CardUse,
     Described,
+    Embed,
     Foreign,
     Maker,
     Model,
@@ -213,6 +220,13 @@ class PriorSystem(System):
 
     def maker(self, given: ToSample) -> Maker:
         return make_embeddings(self, given)
+
+    def evaluations(self, settings: PriorSampleConfig) -> int:
+        calls: int = settings.sampler.calls(settings.sampler.grid(self.process))
+        return calls * settings.num_candidates * (1 + (settings.guidance_scale != 1))
+
+    def embedder(self, model: Model, settings: PriorSampleConfig) -> Embed:
+        return CaptionEmbedder(self, model, settings)
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_prior(self, given)

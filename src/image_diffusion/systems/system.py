@@ -26,6 +26,7 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.given import (
     CardUse,
     Described,
+    Embed,
     Foreign,
     Inputs,
     Maker,
@@ -211,14 +212,28 @@ class System(Config, ABC):
         """Write the model as another program reads it. Raises ValueError for what that has no place for."""
         raise ValueError(no_export(self, format_))
 
-    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        """What the model takes and gives where it is served; None: seeds or images alone give nothing."""
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
+        """What the model takes and gives where it is served; None: seeds or images alone give nothing. embeds: whether
+        a model that makes embeddings of captions is served with it."""
         return None
 
-    def predictor(self, model: Model, settings: Any, codec: Callable[[], Codec], weaker: Model | None) -> Predict:
+    def predictor(
+        self,
+        model: Model,
+        settings: Any,
+        codec: Callable[[], Codec],
+        weaker: Model | None,
+        embed: Embed | None = None,
+    ) -> Predict:
         """What answers requests. settings: the section `sample`, where the system has it; weaker: the network that
-        those name. Only where `served` says what is taken."""
+        those name; embed: `embedder` of the model that makes the embeddings that those name. Only where `served` says
+        what is taken."""
         raise ValueError(f"A system of type {self.type} makes nothing of seeds or images alone.")
+
+    def embedder(self, model: Model, settings: Any) -> Embed:
+        """What makes image embeddings of captions that are not known before. Only of a system whose samples are
+        embeddings. settings: the section `sample`. Raises ValueError for what does not fit the model."""
+        raise ValueError(f"A system of type {self.type} makes no embeddings. Name an experiment with a prior.")
 
     @classmethod
     def read_foreign(cls, content: Mapping[str, Any], path: Path, codec: str, described: Described) -> Foreign | None:

@@ -29,9 +29,11 @@ from image_diffusion.objectives.masked_tokens import MaskedTokens
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.conditions import LabelCondition, TextCondition
 from image_diffusion.systems.diffusion.making import Generates, Images, image_columns, make_images, preview_images
+from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
 from image_diffusion.systems.given import (
+    Embed,
     Inputs,
     Maker,
     Model,
@@ -49,6 +51,8 @@ from image_diffusion.systems.given import (
 from image_diffusion.systems.system import System, spec_of
 from image_diffusion.systems.token.evaluation import judge_tokens
 from image_diffusion.systems.token.sampling import KEYS, TokenGenerator, TokenSampleConfig, check_settings, fitted
+from image_diffusion.systems.token.sweep import KEYS as SWEPT
+from image_diffusion.systems.token.sweep import TokenSweepConfig, check_sweep
 
 
 class TokensSystem(System):
@@ -69,6 +73,7 @@ class TokensSystem(System):
         "pairs": Section(CaptionPairs, None, example="{type: captions}", optional=True),
         "preview": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
         "sample": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
+        "sweep": Section(TokenSweepConfig, TokenSweepConfig(), SWEPT),
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips", "likelihood")),
     }
     recipe: ClassVar[Mapping[str, Any]] = {
@@ -109,9 +114,11 @@ class TokensSystem(System):
                 "condition to text."
             )
         self.condition.check_pairs(pairs)
+        check_judged(experiment)
         super().check(experiment, others)
         spec = spec_of(experiment, others.codec)
         check_settings("sample", self, experiment, spec)
+        check_sweep(self, experiment, spec)
         if experiment.train.grid_every_steps is not None:
             check_settings("preview", self, experiment, spec)
 
@@ -195,10 +202,15 @@ class TokensSystem(System):
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_tokens(self, given)
 
-    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        return image_columns(self, spec, classes)
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
+        return image_columns(self, spec, classes, embeds)
 
     def predictor(
-        self, model: Model, settings: TokenSampleConfig, codec: Callable[[], Codec], weaker: Model | None
+        self,
+        model: Model,
+        settings: TokenSampleConfig,
+        codec: Callable[[], Codec],
+        weaker: Model | None,
+        embed: Embed | None = None,
     ) -> Predict:
-        return Images(self, model, settings, codec(), weaker)
+        return Images(self, model, settings, codec(), weaker, embed)

@@ -156,7 +156,7 @@ class Models:
 
         usable = None
         try:
-            usable = usage(weights.files["model.json"].parent)
+            usable = usage(weights.files["model.json"].parent, "embeds/model.json" in weights.files)
         except ValueError as error:  # of another version of this package
             served = f"no: {error}"
         else:

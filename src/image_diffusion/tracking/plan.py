@@ -38,7 +38,8 @@ class Request:
     """What is to be sent.
 
     experiment: results/<experiment>. datasets: results/datasets/<name> of each data set it used. codec_weights: the
-    weights folder of the experiment that trained its codec. best_metric: of evaluate, lower is better. largest: bytes;
+    weights folder of the experiment that trained its codec. embeddings: results/<experiment> of the one that makes
+    those that its images are made of. best_metric: of evaluate, lower is better. largest: bytes;
     files above it stay where they are, and their place and sha256 are noted.
     """
 
@@ -47,6 +48,7 @@ class Request:
     codec_weights: Path | None = None
     best_metric: str = "fid"
     largest: int = 64 * 2**20
+    embeddings: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,14 @@ def request_of(results: Path, experiment: str) -> Request:
     plan = read_json(results / experiment / "config" / "plan.json")
     codec = plan["codec_experiment"]
     weights = results / codec / "train" if codec else None
-    return Request(results / experiment, [results / "datasets" / plan["dataset"]], weights, plan["headline"])
+    prior = plan["embeddings_experiment"]
+    return Request(
+        results / experiment,
+        [results / "datasets" / plan["dataset"]],
+        weights,
+        plan["headline"],
+        embeddings=results / prior if prior else None,
+    )
 
 
 def journals(request: Request) -> list[Path]:
@@ -209,6 +218,9 @@ def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name
         files["sample.yaml"] = sampling
         weaker = plain_yaml.from_text(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
         files |= {f"weaker/{name}": Path(weaker) / name for name in _WEIGHTS if weaker}
+    if request.embeddings is not None:
+        files |= {f"embeds/{name}": request.embeddings / "train" / name for name in _WEIGHTS}
+        files["embeds/sample.yaml"] = request.embeddings / "config" / "sample.yaml"
     if request.codec_weights is not None:
         files |= {f"codec/{name}": request.codec_weights / name for name in _WEIGHTS}
     tags = {

@@ -4,7 +4,8 @@
     images = model.predict(pandas.DataFrame({"seed": [0, 1, 2], "class": ["3", "3", "7"]}))    # uint8 [3, H, W, C]
 
 MLflow calls `_load_pyfunc`; nothing is pickled. The folder it names holds weights.safetensors and model.json as `train`
-wrote them, sample.yaml, and in `codec` and `weaker` the weights folders of the models that those need.
+wrote them, sample.yaml, and in `codec` and `weaker` the weights folders of the models that those need. `embeds`
+is such a folder with a sample.yaml: that of the prior whose embeddings a decoder draws, which then takes captions.
 """
 
 from __future__ import annotations
@@ -51,10 +52,18 @@ def _load_pyfunc(path: str) -> Answers:
     def codec() -> Codec:
         return load_codec(model, folder / "codec", best_device())
 
-    given = folder / "sample.yaml"
-    settings = load_sections(given, ["sample"], system.sections)["sample"] if given.is_file() else None
     weaker = load_model(folder / "weaker") if (folder / "weaker").is_dir() else None
-    return Answers(system.predictor(model, settings, codec, weaker))
+    embed = None
+    if (folder / "embeds").is_dir():
+        other = load_model(folder / "embeds")
+        embed = other.system.embedder(other, _sampling(folder / "embeds", other.system))
+    return Answers(system.predictor(model, _sampling(folder, system), codec, weaker, embed))
+
+
+def _sampling(folder: Path, system: System) -> Any:
+    """The section `sample` that lies in a folder; None: there is none."""
+    given = folder / "sample.yaml"
+    return load_sections(given, ["sample"], system.sections)["sample"] if given.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -65,16 +74,17 @@ class Usage:
     example: pandas.DataFrame | NDArray[np.uint8]
 
 
-def usage(folder: Path) -> Usage | None:
+def usage(folder: Path, embeds: bool = False) -> Usage | None:
     """How the model in a weights folder is used; None for one that makes nothing of seeds or images alone, such as a
-    network that enlarges images."""
+    network that enlarges images. embeds: whether what makes embeddings of captions goes with it."""
     import pandas
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 
     described, where = read_model(folder), f"{folder}/model.json"
     system: System = parse(AnySystem, described["system"], where)
-    served = system.served(parse(DataSpec, described["spec"], where), described["classes"])
+    spec = parse(DataSpec, described["spec"], where)
+    served = system.served(spec, described["classes"], embeds)
     if served is None:
         return None
     columns = [ColSpec(each.kind, name, required=each.required) for name, each in served.columns.items()]

@@ -12,7 +12,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.systems.codec.evaluation import judge_codec
 from image_diffusion.systems.codec.reconstruction import Reconstructions, preview_reconstructions
 from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.given import Model, Predict, Preview, Section, Sections, Served, ToJudge, ToPreview
+from image_diffusion.systems.given import Embed, Model, Predict, Preview, Section, Sections, Served, ToJudge, ToPreview
 from image_diffusion.systems.system import System
 
 
@@ -45,8 +45,15 @@ class CodecSystem(System):
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_codec(given)
 
-    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
         return Served(images=(spec.resolution, spec.resolution, spec.channels))
 
-    def predictor(self, model: Model, settings: Any, codec: Callable[[], Codec], weaker: Model | None) -> Predict:
+    def predictor(
+        self,
+        model: Model,
+        settings: Any,
+        codec: Callable[[], Codec],
+        weaker: Model | None,
+        embed: Embed | None = None,
+    ) -> Predict:
         return Reconstructions(model, self.decoded)

@@ -8,6 +8,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.systems.diffusion.enlarging import check_wanted
 from image_diffusion.systems.diffusion.likelihood import check_likelihood
+from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
 from image_diffusion.systems.diffusion.sweep import check_sweep
 from image_diffusion.systems.given import Others, Sections
@@ -38,6 +39,7 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
     if system.low_resolution is not None and not isinstance(experiment.codec, Rgb):
         raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
+    check_judged(experiment)
     likelihood = experiment.section("evaluate").likelihood
     if likelihood is not None:
         check_likelihood(system, experiment.codec, likelihood)

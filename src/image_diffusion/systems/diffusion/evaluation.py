@@ -16,6 +16,7 @@ from image_diffusion.metrics.curve import read_previews
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.painted import evaluate_painted
+from image_diffusion.metrics.prompted import check_prompted, evaluate_prompted
 from image_diffusion.metrics.samples import Samples, read_samples
 from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
@@ -38,6 +39,10 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
         detectors = [each.build(given.detector, str(best_device())) for each in settings.detectors]
         samples = read_samples(given.samples, data.train.classes)
+        both = None
+        if settings.prompts is not None:
+            check_prompted(samples)
+            both = settings.prompts.build_both(str(best_device()))
         previews, left_out = dict[int, Samples](), list[str]()
         if given.previews is not None and given.model is not None:
             run = given.previews / given.model.fingerprint
@@ -51,6 +56,9 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
             result["protocol"]["left_out"] = left_out
         if settings.attributes is not None:
             result["metrics"] |= evaluate_painted(samples, detectors, settings.batch_size)
+        if both is not None:
+            result["metrics"] |= evaluate_prompted(samples, both, settings.batch_size)
+            result["protocol"]["prompts"] = both.images.identity
         result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
     if settings.likelihood is not None:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)

@@ -36,6 +36,7 @@ from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
 from image_diffusion.systems.diffusion.sweep import SweepConfig
 from image_diffusion.systems.given import (
     CardUse,
+    Embed,
     Inputs,
     Maker,
     Model,
@@ -208,10 +209,15 @@ class DiffusionSystem(System):
             return super().export(model, codec, format_, folder)
         return write_diffusion(self, model, codec, folder)
 
-    def served(self, spec: DataSpec, classes: list[str]) -> Served | None:
-        return image_columns(self, spec, classes)
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
+        return image_columns(self, spec, classes, embeds)
 
     def predictor(
-        self, model: Model, settings: SampleConfig, codec: Callable[[], Codec], weaker: Model | None
+        self,
+        model: Model,
+        settings: SampleConfig,
+        codec: Callable[[], Codec],
+        weaker: Model | None,
+        embed: Embed | None = None,
     ) -> Predict:
-        return Images(self, model, settings, codec(), weaker)
+        return Images(self, model, settings, codec(), weaker, embed)

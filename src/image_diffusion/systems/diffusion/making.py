@@ -16,13 +16,13 @@ from image_diffusion.codecs.codec import Codec
 from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
-from image_diffusion.core.types import TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.data.shards import Shards
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
 from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling import SampleConfig, requested_labels
-from image_diffusion.systems.given import Column, Model, Preview, Served, ToPreview, ToSample
+from image_diffusion.systems.given import Column, Embed, Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
 
 if TYPE_CHECKING:
@@ -203,10 +203,10 @@ def preview_images(system: MakesImages, given: ToPreview) -> Preview:
     return draw
 
 
-def image_columns(system: MakesImages, spec: DataSpec, classes: list[str]) -> Served | None:
-    """Seeds and, of a model with classes, their numbers or names, of one that is told words prompts; None of one that
-    is told anything else."""
-    if system.low_resolution is not None or spec.conditions.keys() - {TEXT}:
+def image_columns(system: MakesImages, spec: DataSpec, classes: list[str], embeds: bool) -> Served | None:
+    """Seeds and, of a model with classes, their numbers or names, of one that is told words prompts, and of one that is
+    told embeddings, where what makes them goes with it (embeds); None of one that is told anything else."""
+    if system.low_resolution is not None or spec.conditions.keys() - ({TEXT, EMBEDDING} if embeds else {TEXT}):
         return None
     seed = {"seed": Column("long", required=True, example=(0, 1))}
     if spec.conditions:
@@ -220,10 +220,16 @@ class Images:
     """Makes images of a table's rows as `sample` does: each from its own seed."""
 
     def __init__(
-        self, system: MakesImages, model: Model, settings: SampleConfig, codec: Codec, weaker: Model | None
+        self,
+        system: MakesImages,
+        model: Model,
+        settings: SampleConfig,
+        codec: Codec,
+        weaker: Model | None,
+        embed: Embed | None,
     ) -> None:
         self._system, self._model, self._settings = system, model, settings
-        self._codec, self._weaker = codec, weaker
+        self._codec, self._weaker, self._embed = codec, weaker, embed
         self._generator: Generates | None = None
 
     def __call__(self, rows: pandas.DataFrame) -> NDArray[np.uint8]:
@@ -231,7 +237,9 @@ class Images:
         give the seeds. Raises ValueError for a class that does not exist, and for one given in two ways."""
         seeds = torch.tensor(rows["seed"].to_numpy(np.int64))
         settings, asked, labels = self._settings, Asked(), None
-        if "prompt" in rows:
+        if self._embed is not None:
+            asked = Asked(told={EMBEDDING: self._embed([str(each) for each in rows["prompt"]], seeds).float()})
+        elif "prompt" in rows:
             settings = settings.model_copy(update={"prompts": tuple(map(str, rows["prompt"]))})
             asked = self._system.asked(settings, self._model.pairs, len(seeds))
         else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.data.sources.table import read_columns
+from image_diffusion.systems.given import Sections
 
 COLUMN = "prompt"
 """Name of the column of a table of prompts."""
@@ -36,6 +37,16 @@ def read_prompts(prompts: tuple[str, ...] | str, key: str) -> list[str]:
     if not found:
         raise ValueError(f"{key}: {where} holds no prompt. Write one at least.")
     return found
+
+
+def check_judged(experiment: Sections) -> None:
+    """Raise ValueError where images without prompts are to be compared with them."""
+    sample = experiment.section("sample")
+    if experiment.section("evaluate").prompts is not None and sample.prompts is None and sample.embeddings is None:
+        raise ValueError(
+            "evaluate.prompts is set, but images are asked for without words. Leave it out, or set sample.prompts, or "
+            "sample.embeddings to a prior's."
+        )
 
 
 def classes_named(prompts: list[str], classes: list[str]) -> Tensor | None:

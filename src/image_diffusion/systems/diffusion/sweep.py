@@ -14,8 +14,6 @@ from image_diffusion.systems.given import TrainSettings
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
 
-Axis = Literal["guidance_scale", "sampler", "num_steps", "time_difference", "checkpoint", "ema"]
-
 
 class SweepConfig(Config):
     """What is varied, one thing at a time; everything else is as in `sample`. Each list is a curve of its own."""
@@ -36,10 +34,9 @@ class SweepConfig(Config):
     num_samples: int | None = Field(None, ge=2)
     """Images at each point; unset: as many as `sample.num_samples`."""
 
-    @property
-    def values(self) -> dict[Axis, list[str]]:
-        """The values of each curve that is asked for, as they are written in names of files."""
-        given: dict[Axis, tuple[float | int | str, ...]] = {
+    def points(self) -> dict[str, tuple[float | int | str, ...]]:
+        """The values of every curve that there can be."""
+        return {
             "guidance_scale": self.guidance_scale,
             "sampler": self.sampler,
             "num_steps": self.num_steps,
@@ -47,9 +44,13 @@ class SweepConfig(Config):
             "checkpoint": self.checkpoint,
             "ema": self.ema,
         }
-        return {axis: [_written(value) for value in of] for axis, of in given.items() if of}
 
-    def samples(self, axis: Axis, value: str, base: SampleConfig) -> SampleConfig:
+    @property
+    def values(self) -> dict[str, list[str]]:
+        """The values of each curve that is asked for, as they are written in names of files."""
+        return {axis: [_written(value) for value in of] for axis, of in self.points().items() if of}
+
+    def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
         """What is sampled at one point. Raises ValueError when the sampler does not take the settings of `sample`."""
         plain = dump(base)
         plain["num_samples"] = self.num_samples or base.num_samples
@@ -62,15 +63,14 @@ class SweepConfig(Config):
         elif axis == "sampler" and value != base.sampler.type:
             shared = ("num_steps", "clip_denoised", "shift")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}
-        found: SampleConfig = parse(SampleConfig, plain, f"sweep.{axis} {value}")
+        found: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
         return found
 
 
 def check_sweep(sweep: SweepConfig, sample: SampleConfig, system: DiffusionSystem, train: TrainSettings) -> None:
     """Raise ValueError, before any work, for a point that cannot be sampled. train: what keeps the weights."""
+    check_values(sweep, train)
     for axis, values in sweep.values.items():
-        if len(set(values)) < len(values):
-            raise ValueError(f"sweep.{axis} names a value twice. Give each once.")
         for value in values:
             point = sweep.samples(axis, value, sample)
             try:
@@ -82,6 +82,13 @@ def check_sweep(sweep: SweepConfig, sample: SampleConfig, system: DiffusionSyste
                     f"sweep.{axis} {value} guides, but the network never learns to do without a label. Use a "
                     "guidance_scale of 1, or set system.objective.label_drop_probability above 0."
                 )
+
+
+def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
+    """Raise ValueError for a value that is named twice, and for weights that are not kept."""
+    for axis, values in sweep.values.items():
+        if len(set(values)) < len(values):
+            raise ValueError(f"sweep.{axis} names a value twice. Give each once.")
     for step in sweep.checkpoint:
         if not train.keeps(step):
             raise ValueError(

@@ -22,7 +22,14 @@ from image_diffusion.data.pairs import IMAGE
 from image_diffusion.data.shards import Shards, Split, open_shards
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.moments import block_of_each
-from image_diffusion.metrics.similarity import baselines, other_captions, similarities, similarity_estimates
+from image_diffusion.metrics.retrieval import retrieval, same_rows
+from image_diffusion.metrics.similarity import (
+    baselines,
+    nearest_captions,
+    other_captions,
+    similarities,
+    similarity_estimates,
+)
 from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling, check_guided
 from image_diffusion.systems.given import ToJudge
 from image_diffusion.systems.system import on_best_device
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
 
 _EPOCH = 2**31 - 1  # no pass over the training data gets this number
 _KNOWN = 100_000  # training pairs among which the nearest caption is looked for, at most
+_GALLERY = 10_000  # pairs that look for one another's images, at most
 
 
 class PredictionConfig(EmbeddingSampling):
@@ -83,7 +91,8 @@ def evaluate_prior(
     networks: in evaluation mode, on one device; "" is the one that is judged, others are named in their losses, as
     "online" for the weights without average. splits: by name; empty ones are left out. Metrics: loss_<split> with fixed
     noise and nothing dropped, and for each number of steps n the similarities (`metrics.similarity`) as <name>_<n>,
-    over the test split, or the last one that is not empty, with baselines from the training pairs. report: a folder for
+    over the test split, or the last one that is not empty, with baselines from the training pairs; retrieval_at_1_<n>
+    and …_5_<n>: whether a prediction finds an image of its caption among those of the split. report: a folder for
     similarities.png. Raises ValueError where the data do not fit the network. Where a launcher started several
     processes, they share the pairs.
     """
@@ -101,16 +110,20 @@ def evaluate_prior(
             each = _losses(network, system, spec, data, settings)
             found["_".join(filter(None, ("loss", kind, name)))] = mean_estimate(each, block_of_each(len(each)), 0)
     split, data = list(sets.items())[-1]
+    text, image = _of(system, data, _count(data, settings))
+    captions = same_rows(text)
     shown: dict[str, Tensor] = {}
     for count in settings.num_steps:
-        shown = _similarities(networks[""], system, spec, data, settings, count)
+        shown, predicted = _similarities(networks[""], system, spec, data, settings, count)
+        found |= {f"{name}_{count}": each for name, each in _retrieval(predicted, image, captions).items()}
         baseline = {name: each for name, each in shown.items() if name == "baseline_similarity"}
         found |= similarity_estimates(baseline)
         found |= {f"{name}_{count}": each for name, each in similarity_estimates(shown).items() if name not in baseline}
     if split != "train" and "train" in sets:
-        text, image = _of(system, data, _count(data, settings))
-        known = _of(system, sets["train"], min(_count(sets["train"], settings), _KNOWN))
-        found |= similarity_estimates(baselines(text, image, *known))
+        known_text, known_image = _of(system, sets["train"], min(_count(sets["train"], settings), _KNOWN))
+        found |= similarity_estimates(baselines(text, image, known_text, known_image))
+        nearest = known_image[nearest_captions(text, known_text)]
+        found |= {f"nearest_caption_{name}": each for name, each in _retrieval(nearest, image, captions).items()}
     if report is not None:
         _plot(shown, f"{split} split, {settings.num_steps[-1]} steps", report / "similarities.png")
     how = {"split": split, "data": data.digest, "pairs": data.manifest.get("pairs"), "settings": dump(settings)}
@@ -127,6 +140,13 @@ def _of(system: PriorSystem, data: Shards, count: int) -> tuple[Tensor, Tensor]:
     """The embeddings of the first captions and of the first images of a split, [count, dim] each."""
     pairs = data.gather(np.arange(count))
     return system.caption(pairs)["text_embed"], pairs[:, IMAGE].float()
+
+
+def _retrieval(query: Tensor, image: Tensor, captions: Tensor) -> dict[str, Estimate]:
+    """R@k of the first pairs: an embedding finds an image of its own caption. query, image: [N, dim]; captions: which
+    one each has, int64 [N]."""
+    query, image, captions = query[:_GALLERY], image[:_GALLERY], captions[:_GALLERY]
+    return retrieval(query, captions, image, captions, f"images of {len(captions.unique()):,} captions")
 
 
 def _count(data: Shards, settings: PredictionConfig) -> int:
@@ -154,8 +174,9 @@ def _losses(
 
 def _similarities(
     network: nn.Module, system: PriorSystem, spec: DataSpec, data: Shards, settings: PredictionConfig, num_steps: int
-) -> dict[str, Tensor]:
-    """Of each pair, by name; without what is unrelated where all have the same caption (`other_captions`)."""
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Of each pair, by name; without what is unrelated where all have the same caption (`other_captions`). And what is
+    predicted, [N, dim]."""
     generator = EmbeddingGenerator(network, system, spec, settings.at(num_steps))
     count = _count(data, settings)
     others = other_captions(system.caption(data.gather(np.arange(count)))["text_embed"])
@@ -166,13 +187,15 @@ def _similarities(
             pairs = data.gather(rows)
             own, other = system.caption(pairs), system.caption(data.gather(rows if others is None else others[rows]))
             predicted, unrelated = (generator(cond, torch.from_numpy(rows)) for cond in (own, other))
-            parts.append(similarities(own["text_embed"], pairs[:, IMAGE].float(), predicted, unrelated))
+            near = similarities(own["text_embed"], pairs[:, IMAGE].float(), predicted, unrelated)
+            parts.append(near | {"predicted": predicted})
             progress.advance(len(rows))
     every = [part for each in gathered(parts) for part in each]
     found = {name: torch.cat([part[name] for part in every]) for name in every[0]}
+    made = found.pop("predicted")
     if others is None:
         found = {name: each for name, each in found.items() if "unrelated" not in name}
-    return found
+    return found, made
 
 
 def _plot(found: dict[str, Tensor], title: str, path: Path) -> None:

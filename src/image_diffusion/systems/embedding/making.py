@@ -8,7 +8,7 @@ embeddings.json                                 how they were made
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +28,7 @@ from image_diffusion.data.pairs import TEXT
 from image_diffusion.data.sources.embeddings import write_columns
 from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling, check_guided
-from image_diffusion.systems.given import ToSample, ToWrite
+from image_diffusion.systems.given import Model, ToSample, ToWrite
 from image_diffusion.systems.system import on_best_device
 
 if TYPE_CHECKING:
@@ -75,17 +75,34 @@ def check_sample(system: PriorSystem, settings: PriorSampleConfig) -> None:
 
 def make_embeddings(system: PriorSystem, given: ToSample) -> MadeEmbeddings:
     """What makes the embeddings of the stage `sample`. Raises ValueError for what does not fit the model."""
-    settings, model = given.settings, given.model
+    settings = given.settings
     prompts = read_prompts(settings.prompts, "sample.prompts")[: settings.num_samples]
-    generator = EmbeddingGenerator(on_best_device(model), system, model.spec, settings)
-    encoded = encode_captions(text_encoder(model.pairs, settings.clip), prompts)  # [P, 1 + L, dim]
-    if encoded.shape[-1] != model.spec.channels:
-        raise ValueError(
-            f"sample.prompts are embedded in {encoded.shape[-1]} dimensions, but the prior was trained on "
-            f"{model.spec.channels}. Set sample.clip to the CLIP that embedded its captions."
-        )
-    pairs = torch.cat([torch.zeros_like(encoded[:, :TEXT]), encoded], 1)  # the row of the image is not looked at
-    return MadeEmbeddings(generator, system.caption(pairs), prompts, settings)
+    embed = CaptionEmbedder(system, given.model, settings)
+    return MadeEmbeddings(embed.generator, embed.told(prompts), prompts, settings)
+
+
+class CaptionEmbedder:
+    """Makes image embeddings of captions, each with its own seed. Raises ValueError for what does not fit the model."""
+
+    def __init__(self, system: PriorSystem, model: Model, settings: PriorSampleConfig) -> None:
+        self.generator = EmbeddingGenerator(on_best_device(model), system, model.spec, settings)
+        self._system, self._dim = system, model.spec.channels
+        self._text = text_encoder(model.pairs, settings.clip)
+
+    def __call__(self, captions: Sequence[str], seeds: Tensor) -> Tensor:
+        """Float16 [N, dim], of seeds int64 [N]."""
+        return self.generator(self.told(captions), seeds).half()
+
+    def told(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """What the network is told of N captions."""
+        encoded = encode_captions(self._text, list(captions))  # [N, 1 + L, dim]
+        if encoded.shape[-1] != self._dim:
+            raise ValueError(
+                f"sample.prompts are embedded in {encoded.shape[-1]} dimensions, but the prior was trained on "
+                f"{self._dim}. Set sample.clip to the CLIP that embedded its captions."
+            )
+        pairs = torch.cat([torch.zeros_like(encoded[:, :TEXT]), encoded], 1)  # the row of the image is not looked at
+        return self._system.caption(pairs)
 
 
 def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None) -> TextEncoder:

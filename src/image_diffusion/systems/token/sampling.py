@@ -66,19 +66,31 @@ def fitted(settings: TokenSampleConfig, causal: bool) -> TokenSampleConfig:
 def check_settings(section: str, system: TokensSystem, experiment: Sections, spec: DataSpec) -> None:
     """Raise ValueError where the sampler, the guidance or the labels of a section do not fit system and data."""
     settings: TokenSampleConfig = experiment.section(section)
+    check_made(section, settings, system, experiment, spec)
+    system.condition.check(section, settings)
+    classes = _classes(system, experiment)
+    if classes is not None and not isinstance(settings.labels, str):
+        if not classes:
+            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
+        chosen_classes(f"{section}.labels", settings.labels, classes)
+
+
+def check_made(
+    section: str, settings: TokenSampleConfig, system: TokensSystem, experiment: Sections, spec: DataSpec
+) -> None:
+    """Raise ValueError where sampler or guidance do not fit system and data."""
     try:
         sampler = fitted(settings, system.objective.causal).sampler
         if isinstance(sampler, Masked):
             hidden_counts(spec.resolution**2, sampler.num_steps)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
-    system.condition.check(section, settings)
-    classes = experiment.data.source.known_classes() if not system.told_words else None
-    _check_guidance(section, settings, system.drops_labels, classes != [])
-    if classes is not None and not isinstance(settings.labels, str):
-        if not classes:
-            raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
-        chosen_classes(f"{section}.labels", settings.labels, classes)
+    _check_guidance(section, settings, system.drops_labels, _classes(system, experiment) != [])
+
+
+def _classes(system: TokensSystem, experiment: Sections) -> list[str] | None:
+    """The classes of the data, where they are known and told."""
+    return None if system.told_words else experiment.data.source.known_classes()
 
 
 def _check_guidance(section: str, settings: TokenSampleConfig, drops_labels: bool, tells: bool) -> None:
