@@ -115,9 +115,9 @@ def send(
         if model_id is not None:
             models.use(run_id, model_id)
         measured_on = (used[0].name, used[0].digest) if used else None
-        for step, weights in ({} if live else swept_weights(each, run_id, request)).items():
+        for step, earlier in ({} if live else swept_weights(each, run_id, request)).items():
             of_step = [point for point in each.points if point.step == step]
-            runs.send_points(run_id, of_step, each.superseded, models.log(weights), measured_on)
+            runs.send_points(run_id, of_step, each.superseded, models.log(earlier), measured_on)
         runs.send_points(run_id, each.points, each.superseded, model_id, measured_on)
         runs.send_images(run_id, history.images)
         for file in small:
