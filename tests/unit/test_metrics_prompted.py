@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from image_diffusion.experiment import load_experiment
+from image_diffusion.configure import load_all
+from image_diffusion.core.config import to_yaml
 from image_diffusion.metrics.prompted import PromptEncoder, PromptJudge, check_prompted, evaluate_prompted
 from image_diffusion.metrics.retrieval import retrieval, same_rows
 from image_diffusion.metrics.samples import Samples
 
 WORDS = ["a", "zero", "one", "two", "three", "four", "five", "six"]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-ROOT = Path(__file__).parents[2]
 
 
 def values(*arguments: Any) -> list[float]:
@@ -136,8 +136,16 @@ def test_what_cannot_be_judged_is_said_before_any_work(folder: dict[str, Path], 
     pytest.importorskip("transformers").CLIPImageProcessor().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="embeds no words. Name a CLIP or a SigLIP"):
         PromptJudge(weights=str(tmp_path), name="blind").build_both()
+
+
+def test_images_without_words_are_not_compared_with_any(tmp_path: Path) -> None:
     described = tmp_path / "labels.yaml"
-    text = (ROOT / "config/experiments/demo_flow.yaml").read_text()
-    described.write_text(f"{text}\nevaluate: {{prompts: {{weights: {folder['clip']}, name: tiny}}}}\n")
+    sections = {
+        "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 16},
+        "system": {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}},
+        "train": {"steps": 1},
+        "evaluate": {"prompts": {"weights": "somewhere", "name": "tiny"}},
+    }
+    described.write_text(to_yaml(sections))
     with pytest.raises(ValueError, match="evaluate.prompts is set, but images are asked for without words"):
-        load_experiment(described)
+        load_all([described])
