@@ -153,7 +153,7 @@ def test_a_decoder_resumes_to_the_same_bytes_and_draws_held_out_images(data, tmp
     assert trained(data, DECODER, tmp_path / "twice", 4, grid_every_steps=2) == whole
     model = load_model(tmp_path / "once")
     assert model.spec.num_classes == 0 and model.spec.conditions == {EMBEDDING: (DIM,)}
-    assert len(list((tmp_path / "once/previews").rglob("step-*.png"))) == 3
+    assert len(list((tmp_path / "once/previews").rglob("step-???????.png"))) == 3
 
     folders = data / "pairs", data / "crops"
     drawn, made = images(tmp_path / "once", *folders)
