@@ -1,13 +1,14 @@
 """Configuration: a mistake is one clear line with a suggestion."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from pydantic import Field, create_model
 
 from image_diffusion.core.config import Config, dump, load, parse, read_yaml, to_yaml
+from image_diffusion.core.plain_yaml import from_text, in_line
 from image_diffusion.data.config import DataConfig
 from image_diffusion.training.config import TrainConfig
 
@@ -219,3 +220,19 @@ def test_the_sentence_under_a_key_describes_it_in_the_schema() -> None:
     told = {name: each["description"] for name, each in made.model_json_schema()["properties"].items()}
     assert told == {name: each["description"] for name, each in properties.items()} | {"colour": "Its colour."}
     assert "description" not in Circle.model_json_schema()["properties"]["radius"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "true"),
+        (2.0, "2.0"),
+        ("flow", "flow"),
+        ({"type": "muon", "adamw": {"betas": [0.9, 0.99]}}, "{type: muon, adamw: {betas: [0.9, 0.99]}}"),
+        ([f"a word that is long, number {i}" for i in range(9)], None),
+    ],
+)
+def test_a_value_in_one_line_is_read_as_it_was(value: Any, text: str | None) -> None:
+    written = in_line(value)
+    assert "\n" not in written and (text is None or written == text)
+    assert from_text(f"key: {written}") == {"key": value}

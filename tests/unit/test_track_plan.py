@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from image_diffusion.core import journal as journal_module
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import digest, write_json
 from image_diffusion.core.journal import Journal
-from image_diffusion.tracking.plan import _runs_in, data_sets, plan
+from image_diffusion.tracking.plan import _runs_in, data_sets, plan, used_by
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +115,17 @@ def test_a_damaged_manifest_of_another_experiment_stops_nothing(
     (tmp_path / "tokens/manifest.json").write_text("{")
     assert [each.name for each in data_sets(tmp_path)] == [f"{tmp_path.name}/crops"]
     assert "tokens/manifest.json is damaged" in capsys.readouterr().err
+
+
+def test_a_training_on_two_joined_sets_names_both(tmp_path: Path) -> None:
+    for name in ("crops", "features", "tokens"):
+        (tmp_path / name).mkdir()
+        content = {"shards": [], "kind": name, "num_samples": 1, "classes": [], "shape": [3, 8, 8]}
+        write_json(tmp_path / name / "manifest.json", content)
+    crops, features, _ = sets = list(data_sets(tmp_path))
+    with Journal.open(tmp_path / "journal", "train") as journal:
+        journal.params({"digest": digest([crops.digest, features.digest])})
+    with Journal.open(tmp_path / "journal", "evaluate", tags={"manifest_digest": crops.digest}) as journal:
+        journal.metrics({"fid": 1.0}, 1)
+    of_stage = {each.history.stage: used_by(each.history, sets) for each in _runs_in(tmp_path)}
+    assert of_stage == {"train": [crops, features], "evaluate": [crops]}

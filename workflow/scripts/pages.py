@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from image_diffusion.core.definitions import definition_of
+from image_diffusion.core.plain_yaml import in_line
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "pages"
 MOST_POINTS = 1000
@@ -50,10 +51,12 @@ def _bokeh() -> Markup:
 
 
 def number(value: object) -> str:
-    """A value for people: 1,234, 0.1235, or the text that it is."""
+    """A value for people: 1,234, 0.1235, the text that it is, or else as YAML has it."""
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool | list | dict):
+        return in_line(value)
+    if not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 

@@ -5,6 +5,7 @@ PyYAML reads YAML 1.1, where 1e5 is a word, `off` is false, 010 is eight and the
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -35,6 +36,14 @@ def from_text(text: str) -> Any:
 def to_text(data: Any) -> str:
     """Plain data as YAML that both versions read alike, keys in their given order: the same data, the same bytes."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def in_line(value: Any) -> str:
+    """A value as one writes it behind its key: true, {type: flow}."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 class _Loader(yaml.SafeLoader):

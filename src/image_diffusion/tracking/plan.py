@@ -11,6 +11,7 @@ import getpass
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,13 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
         yield DataSet(
             f"{folder.name}/{manifest.parent.name}", content_digest(content), manifest.parent.resolve(), profile
         )
+
+
+def used_by(history: History, data: Sequence[DataSet]) -> list[DataSet]:
+    """Those of the data sets that a run names; of two that were joined, what it learned from before what lay beside."""
+    named = {str(value) for value in (*history.params.values(), *history.tags.values())}
+    joined = [pair for pair in permutations(data, 2) if digest([each.digest for each in pair]) in named]
+    return [each for each in data if each.digest in named] + [each for pair in joined for each in pair]
 
 
 def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:

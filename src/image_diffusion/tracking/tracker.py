@@ -26,6 +26,7 @@ from image_diffusion.tracking.plan import (
     score_of,
     swept_weights,
     tags_of,
+    used_by,
 )
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
 from image_diffusion.tracking.views import LINK
@@ -97,8 +98,7 @@ def send(
     for each in planned:
         history = each.history
         tags = tags_of(each, request.experiment) | ({"mlflow.parentRunId": ids[each.parent]} if each.parent else {})
-        named = {str(value) for value in (*history.params.values(), *history.tags.values())}
-        used = [item for item in data if item.digest in named]
+        used = used_by(history, data)
         dataset = used[0].name.partition("/")[0] if used else None
         if dataset is not None:
             tags["data"] = dataset
