@@ -37,7 +37,12 @@ rule datasheet:
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
     output:
         sheet=f"{results}/datasets/{{dataset}}/datasheet/datasheet.json",
-        page=f"{results}/datasets/{{dataset}}/datasheet/index.html",
+        page=report(
+            f"{results}/datasets/{{dataset}}/datasheet/index.html",
+            category="Data",
+            labels={"data set": "{dataset}"},
+            caption="../report/datasheet.rst",
+        ),
     log:
         "logs/datasets/{dataset}/datasheet.log",
     benchmark:
