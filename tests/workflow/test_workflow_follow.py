@@ -132,13 +132,16 @@ def test_curves_arrive_while_training_runs_and_no_process_stays(fresh: Project) 
     assert points(fresh, "FINISHED") > 0 and points(fresh, "RUNNING") == 0, said
 
 
-def test_a_store_that_is_down_stops_nothing(fresh: Project) -> None:
+def test_a_store_that_is_down_stops_nothing_and_changes_no_byte(fresh: Project, made: Project) -> None:
     settings = fresh / "config/config.yaml"
     text = settings.read_text().replace("every_s:", "every_s: 1")
     settings.write_text(text.replace("sqlite:///mlflow.db", "http://127.0.0.1:9"))
     said = fresh.run("results/micro/train/weights.safetensors")
     assert "warning: MLflow did not take everything yet" in said
     assert not followers(fresh)
+    for each in ("weights.safetensors", "model.json"):
+        path = f"results/micro/train/{each}"
+        assert (fresh / path).read_bytes() == (made / path).read_bytes(), "followed and sent, it is the same"
 
 
 def test_a_password_is_in_no_command_line_and_in_no_file(finished: Project) -> None:
