@@ -139,7 +139,8 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
     }
     weights = (experiment / "train" / "weights.safetensors").read_bytes()
     assert held["model_files"]["data/model/weights.safetensors", weights] == 1
-    assert len(held["model_files"]) == 8
+    assert {"input_example.json", "serving_input_example.json"} <= {name for name, _ in held["model_files"]}
+    assert len(held["model_files"]) == 10
     assert ("sample " + experiment.name, "mlflow.parentRunId", experiment.name) in held["tags"]
 
 
