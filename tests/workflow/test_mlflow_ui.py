@@ -181,8 +181,8 @@ def test_the_best_run_its_samples_by_step_and_its_data_are_three_clicks_away(
 
 def test_models_and_the_best_one(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
-    browser.wait_for("small", "large", "fid", "250", "500", "shapes.fid", "image_diffusion.train")
+    browser.wait_for("small", "large", "fid", "250", "500", "shapes.shapes-64.fid", "image_diffusion.train")
     browser.screenshot(shots / "7-models.png")
-    browser.open(f"{address}/#/models/shapes.fid?workflowType=machine_learning")
+    browser.open(f"{address}/#/models/shapes.shapes-64.fid?workflowType=machine_learning")
     browser.wait_for("Version 1", "Version 2", "best")
     browser.screenshot(shots / "8-registered.png")
