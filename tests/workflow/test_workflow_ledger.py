@@ -61,7 +61,7 @@ def test_one_command_makes_page_table_and_numbers_and_a_second_one_nothing(kept:
     text = (folder / "ledger.md").read_text()
     assert "| qk-norm |" in text and "seeds and samples" in text and "4 steps each" in text
     page = (folder / "index.html").read_text()
-    assert "system.network.qk_norm: True" in page and "arXiv:2010.04245" in page
+    assert "system.network.qk_norm: true" in page and "arXiv:2010.04245" in page
     assert set(re.findall(r'(?:src|href)="([a-z]+)', page)) <= {"data"}
     assert kept.planned(*NAMED) == set()
 
