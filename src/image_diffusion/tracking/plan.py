@@ -203,9 +203,12 @@ def swept_weights(each: PlannedRun, run_id: str, request: Request) -> dict[int, 
     """Those of the earlier steps that a sweep over checkpoints judged, by step; none of any other run."""
     if each.history.stage != "sweep-checkpoint" or not each.latest:
         return {}
-    points = {int(path.name): path / "weights" for path in (request.experiment / "sweep" / "checkpoint").glob("[0-9]*")}
-    name = request.experiment.name
-    found = {step: _weights(each, run_id, request, points[step], f"{name} at step {step}") for step in sorted(points)}
+    name, folder = request.experiment.name, request.experiment / "sweep" / "checkpoint"
+    steps = sorted({point.step for point in each.points})  # others may lie there still, of a sweep before
+    found = {
+        step: _weights(each, run_id, request, folder / str(step) / "weights", f"{name} at step {step}")
+        for step in steps
+    }
     return {step: weights for step, weights in found.items() if weights is not None}
 
 
