@@ -38,7 +38,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "pairs_of_source": False,
         "pairs_of_detector": False,
         "detectors": ["inpipe"],
-        "references": {"inpipe": "datasets/dots-16/config/reference-inpipe.yaml"},
+        "references": {"inpipe": "results/datasets/dots-16/config/reference-inpipe.yaml"},
         "headline": "inpipe_fd",
         "codec_files": [],
         "decoder_files": [],

@@ -12,6 +12,7 @@ from image_diffusion.configure import load_all, write_stages
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.files import to_json
 from image_diffusion.experiment import TrainStage, load_sections, schema
+from image_diffusion.workflow.resolve import read_and_written
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "config" / "experiments").glob("*.yaml"))
@@ -34,6 +35,17 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
             if stage in plan["configs"]:
                 written = load_sections(Path(plan["configs"][stage]), names, sections)
                 assert written == {name: experiment.section(name) for name in names}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_whatever_is_written_for_a_shipped_experiment_is_made_again_when_damaged(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, (_, experiment) in load_all([path]).items():
+        write_stages(name, experiment, tmp_path)
+    written = {each for each in tmp_path.rglob("*") if each.is_file()}
+    assert written <= {*read_and_written(tmp_path, [path.stem], [])}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -37,7 +37,7 @@ class Place:
         def configure(experiments: list[Path], results: Path, source: Path, ledgers: list[Path]) -> None:
             self.done.append("configure")
             plan = a_plan("one", sweep={"guidance_scale": {"1": "results/one/config/sweep/guidance_scale-1.yaml"}})
-            for path in (*plan.configs.values(), "results/one/config/sweep/guidance_scale-1.yaml"):
+            for path in (*plan.configs.values(), *plan.references.values(), *plan.sweep["guidance_scale"].values()):
                 write_text(Path(path), Path("config/experiments/one.yaml").read_text())
             write_text(Path("results/one/config/sweep/evaluate.yaml"), "a: 1")
             write_plans(results, plan)
@@ -73,6 +73,9 @@ CHANGES: dict[str, Callable[[Place], object]] = {
     "a lost configuration": lambda place: Path("results/datasets/dots-16/config/crop.yaml").unlink(),
     "a lost point of a curve": lambda place: Path("results/one/config/sweep/guidance_scale-1.yaml").unlink(),
     "how a curve is judged": lambda place: Path("results/one/config/sweep/evaluate.yaml").write_text("a: 9"),
+    "how a reference is made": lambda place: Path("results/datasets/dots-16/config/reference-inpipe.yaml").write_text(
+        "a: 9"
+    ),
     "a truncated plan": lambda place: Path("results/one/config/plan.json").write_text("{"),
 }
 

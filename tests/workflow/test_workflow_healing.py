@@ -74,6 +74,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], set[str]]] = {
     "the summary": ("summary.html", cut, {"summary"}),
     "a plan": ("micro/config/plan.json", flip, set()),
     "a configuration": ("micro/config/train.yaml", flip, set()),
+    "how a reference is made": ("datasets/dots-16/config/reference-inpipe.yaml", flip, set()),
     "what was resolved": (".resolved.json", flip, set()),
     "metrics from the future": ("micro/metrics.json", in_an_hour, AFTER_SAMPLE - {"sample"}),
     "a configuration from the future": ("micro/config/train.yaml", in_an_hour, set()),  # it says the same

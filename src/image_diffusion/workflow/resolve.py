@@ -65,7 +65,7 @@ def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
     else:
         experiments = [EXPERIMENTS / f"{name}.yaml" for name in now["experiments"]]
         configure(experiments, results, source, [LEDGERS / f"{name}.yaml" for name in now["ledgers"]])
-        now["files"] = {str(path): sha256_file(path) for path in _read_and_written(results, *asked)}
+        now["files"] = {str(path): sha256_file(path) for path in read_and_written(results, *asked)}
     if now != known:
         write_json(_cache(results), now)
     return dict(now["code"])
@@ -88,7 +88,7 @@ def configure(experiments: list[Path], results: Path, source: Path, ledgers: Seq
         raise ValueError(done.stderr.strip().removeprefix("error: "))
 
 
-def _read_and_written(results: Path, experiments: list[str], ledgers: list[str]) -> list[Path]:
+def read_and_written(results: Path, experiments: list[str], ledgers: list[str]) -> list[Path]:
     """The files that `configure` read and wrote: those of the experiments and of all that they build on."""
     known = Plans.read(results, experiments, ledgers)
     plans, runs = known.by_name, {run for ledger in known.ledgers.values() for run in ledger.runs}
@@ -99,7 +99,8 @@ def _read_and_written(results: Path, experiments: list[str], ledgers: list[str])
     found |= {ledger_file(results, name) for name in known.ledgers}
     for plan in plans.values():
         points = {Path(path) for axis in plan.sweep.values() for path in axis.values()}
-        found |= {*map(Path, plan.configs.values()), *points, *(path.with_name("evaluate.yaml") for path in points)}
+        found |= {*map(Path, plan.configs.values()), *map(Path, plan.references.values())}
+        found |= {*points, *(path.with_name("evaluate.yaml") for path in points)}
     return sorted(found)
 
 
