@@ -147,4 +147,4 @@ def tell(metrics: dict[str, dict[str, Any]], doubt: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, "evaluate.batch_size")
+    command.run(main)

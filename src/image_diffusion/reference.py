@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_config("which detector looks: section detector")
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
-    parser.add_argument("--batch-size", type=int, default=256, help="images that are looked at at a time")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     arguments = parser.parse_args()
     with join() as world:
@@ -37,11 +36,11 @@ def main() -> None:
         detector = stage.detector.build(arguments.detector, str(best_device()))
         data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
         splits = data.looked_at
-        write_seen(detector, splits, arguments.output, arguments.batch_size, world.is_main)
+        write_seen(detector, splits, arguments.output, world.is_main)
         if world.is_main:
             counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())
             print(f"reference: {counts} seen by {detector.identity['name']}, {arguments.output / 'reference.json'}")
 
 
 if __name__ == "__main__":
-    command.run(main, "--batch-size")
+    command.run(main)

@@ -70,7 +70,7 @@ def detector(sets: tuple[Samples, Samples, Samples], tmp_path_factory: pytest.Te
 @pytest.fixture(scope="module")
 def real(sets: tuple[Samples, Samples, Samples], detector: InPipeDetector) -> tuple[Detected, Detected]:
     """What the detector sees in the reference, and in all that was held out."""
-    return detect(detector, sets[1], 256), detect(detector, sets[2], 256)
+    return detect(detector, sets[1]), detect(detector, sets[2])
 
 
 DISTANCES = {
@@ -199,7 +199,7 @@ def test_an_early_checkpoint_ranks_behind_a_late_one_outside_the_intervals(
     for weights in (early, final):
         samples = weights.parent / "samples.npz"
         run(sample, "--config", config / "sample.yaml", "--weights", weights, "--output", samples)
-        found.append(detect(detector, read_samples(samples, train.classes), 256))
+        found.append(detect(detector, read_samples(samples, train.classes)))
     for name, distance in DISTANCES.items():
         early, late = (distance(seen, real[0]).interval for seen in found)
         assert early[0] > late[1], (name, early, late)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.codec import from_uint8, to_uint8
 from image_diffusion.core.files import write_json
 from image_diffusion.core.types import DataSpec
+from image_diffusion.metrics import features
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluation import RealImages
 from image_diffusion.metrics.features import Detected
@@ -60,7 +61,7 @@ def dvae() -> nn.Module:
 
 def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path) -> None:
     network = dvae()
-    result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(batch_size=50), tmp_path / "a")
+    result = evaluate_codec(network, data, [Brightness()], EvaluateConfig(), tmp_path / "a")
     metrics = result["metrics"]
     named = {"psnr", "ssim", "test_reconstruction_fd", "test_same_class", "test_agreement"}
     assert set(metrics) == {f"{name}_{way}" for name in named for way in ("soft", "hard")} | {
@@ -82,20 +83,22 @@ def test_a_discrete_vae_in_numbers_and_pictures(data: RealImages, tmp_path: Path
     assert metrics["test_reconstruction_fd_hard"]["ratio"] > 10  # nothing was trained
     assert result["protocol"]["reference"] == {"split": "validation", "data": "set", "num_images": 120}
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"reconstructions.png", "worst.png", "codebook.png"}
-    again = evaluate_codec(network, data, [Brightness()], EvaluateConfig(batch_size=50), tmp_path / "b")
+    again = evaluate_codec(network, data, [Brightness()], EvaluateConfig(), tmp_path / "b")
     write_json(tmp_path / "a.json", result)
     write_json(tmp_path / "b.json", again)
     for name in (".json", "/worst.png", "/codebook.png"):
         assert (tmp_path / f"a{name}").read_bytes() == (tmp_path / f"b{name}").read_bytes()
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_batches_change_no_number(data: RealImages, batch_size: int) -> None:
-    network = dvae()
-    expected, found = (
-        evaluate_codec(network, data, [Brightness()], EvaluateConfig(batch_size=size))["metrics"]
-        for size in (120, batch_size)
-    )
+@pytest.mark.parametrize("at_once", [1, 7, 64])
+def test_how_many_are_looked_at_at_once_changes_no_number(
+    data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, found = dvae(), []
+    for each in (16, at_once):
+        monkeypatch.setattr(features, "AT_ONCE", each)
+        found.append(evaluate_codec(network, data, [Brightness()], EvaluateConfig())["metrics"])
+    expected, found = found
     for name, entry in expected.items():
         assert found[name]["value"] == pytest.approx(entry["value"], rel=1e-6), name
         assert found[name]["interval"] == pytest.approx(entry["interval"], rel=1e-6), name

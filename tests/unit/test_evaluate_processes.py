@@ -1,4 +1,4 @@
-"""The command `evaluate` gives the same numbers for any batch and any number of processes."""
+"""The command `evaluate` writes the same bytes for any number of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def judged(folder: Path, what: list[str], processes: int, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (folder / "evaluate.yaml").write_text(to_yaml({"evaluate": dump(EvaluateConfig(batch_size=batch_size))}))
+def judged(folder: Path, what: list[str], processes: int, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    (folder / "evaluate.yaml").write_text(to_yaml({"evaluate": dump(EvaluateConfig())}))
     output = folder / "metrics.json"
     output.unlink(missing_ok=True)
     given = ["--config", "evaluate.yaml", "--data", "crops", "--detector", "detector", "--output", "metrics.json"]
@@ -75,24 +74,16 @@ def judged(folder: Path, what: list[str], processes: int, batch_size: int, monke
         command = [*launch, "-m", "image_diffusion.evaluate", *given]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-    return json.loads(output.read_text())["metrics"]
-
-
-def same(first: Any, second: Any) -> bool:
-    return first is second is None or first == pytest.approx(second, rel=1e-6, abs=1e-12)
+    return output.read_bytes()
 
 
 @pytest.mark.parametrize(
     "what", [["--samples", "samples.npz"], ["--weights", "train/weights.safetensors"]], ids=["samples", "codec"]
 )
-def test_the_same_numbers_for_any_batch_and_any_number_of_processes(
+def test_the_same_bytes_for_any_number_of_processes(
     folder: Path, what: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = judged(folder, what, 1, 256, monkeypatch)
-    assert any(entry["interval"] for entry in expected.values())
-    for processes, batch_size in ((1, 1), (1, 7), (1, 64), (2, 7), (3, 64)):
-        found = judged(folder, what, processes, batch_size, monkeypatch)
-        assert list(found) == list(expected)
-        for name, entry in expected.items():
-            for number in ("value", "debiased", "floor", "ratio", "interval"):
-                assert same(found[name][number], entry[number]), (name, number, processes, batch_size)
+    expected = judged(folder, what, 1, monkeypatch)
+    assert any(entry["interval"] for entry in json.loads(expected)["metrics"].values())
+    for processes in (2, 3):
+        assert judged(folder, what, processes, monkeypatch) == expected

@@ -90,13 +90,13 @@ def enlarging() -> set[str]:
     held_out = images(3)
     enlarged = {"side": 8, "split": "validation", "data": held_out.digest}
     made = images(6, enlarged=enlarged, settings={"first_seed": 0})
-    return set(evaluate_enlarging(made, held_out, 4))
+    return set(evaluate_enlarging(made, held_out))
 
 
 def prompted() -> set[str]:
     encoder = PromptEncoder(Brightness(), None, None)
     encoder.texts = lambda prompts: torch.randn(len(prompts), 2)  # type: ignore[method-assign]
-    return set(evaluate_prompted(images(3, prompts=["a", "b", "c"]), encoder, 4))
+    return set(evaluate_prompted(images(3, prompts=["a", "b", "c"]), encoder))
 
 
 def test_every_metric_stands_in_the_glossary() -> None:

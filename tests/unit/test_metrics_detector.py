@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from image_diffusion.core.files import write_json
 from image_diffusion.metrics.detector import Classifier, load_detector
 from image_diffusion.metrics.detector_training import DetectorTraining, _shifted, _Task, train_detector
-from image_diffusion.metrics.features import detect
+from image_diffusion.metrics.features import Detected, detect
 
 
 class Images:
@@ -67,14 +67,15 @@ def test_digits_are_recognised(trained: Path):
     assert description["labels"] == "classes" and description["num_held_out"] == 360
 
 
-def test_features_do_not_depend_on_the_batch(trained: Path):
+def test_every_image_is_looked_at_once_and_in_its_place(trained: Path):
     detector = load_detector(trained)
     _, held_out = digits()
-    whole = detect(detector, held_out, 64)
+    whole = detect(detector, held_out)
     assert whole.features.shape == (360, 128) and whole.logits.shape == (360, 10)
-    for batch in (1, 7):
-        other = detect(detector, Images(held_out.images[:50], held_out.labels[:50], []), batch)
-        torch.testing.assert_close(other.features, whole.features[:50], rtol=1e-5, atol=1e-5)
+    at_a_time = Detected.join([detector(held_out.images[i : i + 1]) for i in range(50)])
+    torch.testing.assert_close(at_a_time.features, whole.features[:50], rtol=1e-5, atol=1e-5)
+    fewer = detect(detector, Images(held_out.images[:50], held_out.labels[:50], []))
+    assert torch.equal(fewer.features, whole.features[:50]), "the last few are filled up and change nothing"
 
 
 def test_a_detector_needs_no_gradients(trained: Path):
@@ -109,7 +110,7 @@ def test_training_repeats_its_bytes(tmp_path: Path):
 def test_any_resolution_and_number_of_channels(tmp_path: Path, size: int, channels: int):
     images = random_images(12, size, channels)
     train_detector(images, None, SHORT.model_copy(update={"least_examples": 20}), tmp_path)
-    detected = detect(load_detector(tmp_path), images, 5)
+    detected = detect(load_detector(tmp_path), images)
     assert detected.features.shape == (12, 128)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from image_diffusion.core.files import write_json
 from image_diffusion.core.verify import write_listing
-from image_diffusion.metrics import copies, curve
+from image_diffusion.metrics import copies, curve, features
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import copies_seen, find_copies
 from image_diffusion.metrics.curve import measure_previews, read_previews
@@ -99,11 +99,13 @@ def test_panel_of_bad_samples_shows_what_is_wrong(data: RealImages):
     assert second["inpipe_agreement"]["value"] < 0.7 and second["inpipe_c2st"]["value"] > 0.6
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
-def test_numbers_do_not_depend_on_the_batch(data: RealImages, batch: int):
+@pytest.mark.parametrize("at_once", [1, 7, 64])
+def test_numbers_do_not_depend_on_how_many_are_looked_at_at_once(
+    data: RealImages, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
     settings = EvaluateConfig(copies=False)
     expected = evaluate_samples(images(120, 4), data, [Brightness()], settings)["metrics"]
-    settings = settings.model_copy(update={"batch_size": batch})
+    monkeypatch.setattr(features, "AT_ONCE", at_once)
     found = evaluate_samples(images(120, 4), data, [Brightness()], settings)["metrics"]
     for name, entry in expected.items():
         assert found[name]["value"] == pytest.approx(entry["value"], rel=1e-6)
@@ -378,7 +380,7 @@ def test_dinov2_is_the_published_network_or_the_one_that_is_brought(
 def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
     """A neighbour is needed beyond the nearest ones of each sample: neighbours + 2 samples, itself among them."""
     settings = EvaluateConfig(neighbours=3, two_sample=False)
-    reference = Reference.of(detect(Brightness(), data.train, 100), torch.from_numpy(data.train.labels))
+    reference = Reference.of(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
     curve = measure_previews(previews, Brightness(), reference, CLASSES, settings)
     assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]

@@ -67,7 +67,7 @@ def test_what_a_caption_names_is_what_the_image_shows() -> None:
 def test_each_attribute_is_judged_where_it_is_named() -> None:
     shown = [attributes_of(number) for number in range(COUNT)]
     prompts = [captions_of(each)[number % 2] for number, each in enumerate(shown)]
-    found = evaluate_painted(samples(prompts, shown), [Zero()], 50)
+    found = evaluate_painted(samples(prompts, shown), [Zero()])
     zeros = sum(each.digit == "zero" for each in shown) / COUNT
     assert found["agreement_digit"]["value"] == found["agreement_digit"]["floor"] == pytest.approx(zeros)
     assert found["agreement_ink"]["value"] == found["agreement_ground"]["value"] == 1
@@ -85,7 +85,7 @@ def test_combinations_that_training_has_not_seen_are_counted_apart() -> None:
     seen = [attributes_of(number) for number in range(100)]
     unseen = [Attributes("zero", "black", "white", "upright", "large")] * 100  # black is what zeros lack
     prompts = [captions_of(each)[0] for each in (*seen, *unseen)]
-    found = evaluate_painted(samples(prompts, [*seen, *seen]), [Zero()], 50)
+    found = evaluate_painted(samples(prompts, [*seen, *seen]), [Zero()])
     assert found["attributes_held_out"]["n"] == found["attributes_seen"]["n"] == 100
     assert found["attributes_held_out"]["value"] < found["attributes_seen"]["value"] < 1
     assert found["attributes_held_out"]["floor"] == pytest.approx(1, abs=0.01), "zeros painted as they were asked for"
@@ -94,8 +94,8 @@ def test_combinations_that_training_has_not_seen_are_counted_apart() -> None:
 def test_samples_that_cannot_be_judged_are_told() -> None:
     shown = [attributes_of(0)]
     with pytest.raises(ValueError, match="the samples have no prompts"):
-        evaluate_painted(samples([], shown), [Zero()], 50)
+        evaluate_painted(samples([], shown), [Zero()])
     blind = Zero()
     blind.classes = []
     with pytest.raises(ValueError, match="no detector knows digits"):
-        evaluate_painted(samples(["a zero"], shown), [blind], 50)
+        evaluate_painted(samples(["a zero"], shown), [blind])

@@ -87,7 +87,7 @@ def test_a_cosine_is_what_the_model_itself_says(kind: str, folder: dict[str, Pat
     prompts = [f"a {WORDS[1 + i % 7]}" for i in range(120)]
     given = samples(prompts)
     judge = PromptJudge(weights=str(folder[kind]), name=f"tiny_{kind}")
-    entries = evaluate_prompted(given, judge.build_both(), 50)
+    entries = evaluate_prompted(given, judge.build_both())
     model = transformers.AutoModel.from_pretrained(folder[kind]).eval()
     read = transformers.AutoTokenizer.from_pretrained(folder[kind])(
         prompts, padding="max_length", max_length=8, return_tensors="pt"
@@ -103,9 +103,6 @@ def test_a_cosine_is_what_the_model_itself_says(kind: str, folder: dict[str, Pat
         "prompt_similarity", "other_prompt_similarity", "prompt_retrieval_at_1", "prompt_retrieval_at_5"
     )}  # fmt: skip
     assert entries[f"prompt_retrieval_at_5_tiny_{kind}"]["note"] == "among 7 prompts"
-    again = evaluate_prompted(given, judge.build_both(), 7)
-    for name, entry in entries.items():
-        assert again[name]["value"] == pytest.approx(entry["value"], abs=1e-6), "no number depends on the batch"
 
 
 def test_one_prompt_has_no_other() -> None:
@@ -124,7 +121,7 @@ def test_one_prompt_has_no_other() -> None:
 
     encoder = PromptEncoder(Same(), None, None)
     encoder.texts = lambda prompts: torch.ones(len(prompts), 2)  # type: ignore[method-assign]
-    entries = evaluate_prompted(samples(["a"] * 4), encoder, 4)
+    entries = evaluate_prompted(samples(["a"] * 4), encoder)
     assert "other_prompt_similarity" not in entries and entries["prompt_retrieval_at_1"]["value"] == 1
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from image_diffusion.core.files import read_json, to_json, write_json
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
-from image_diffusion.metrics.features import Detected
+from image_diffusion.metrics.features import AT_ONCE, Detected
 from image_diffusion.metrics.references import read_statistics
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.metrics.seen import read_seen, write_seen
@@ -72,7 +72,7 @@ def both() -> list[Quarters]:
 def test_several_detectors_judge_in_one_pass_each_under_its_own_name(data: RealImages) -> None:
     samples = images(130, 2)
     result = evaluate_samples(samples, data, both(), NO_COPIES)
-    assert samples.reads == 1, "each image is read once for all detectors"
+    assert samples.reads == -(-130 // AT_ONCE), "each image is read once for all detectors"
     alone = [evaluate_samples(images(130, 2), data, [each], NO_COPIES) for each in both()]
     assert result["metrics"] == alone[0]["metrics"] | alone[1]["metrics"]
     assert "first_agreement" in result["metrics"] and "second_score" in result["metrics"]
@@ -84,17 +84,17 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
     data: RealImages, tmp_path: Path
 ) -> None:
     for detector in both():
-        write_seen(detector, data.looked_at, tmp_path / detector.identity["name"], batch_size=256)
+        write_seen(detector, data.looked_at, tmp_path / detector.identity["name"])
     expected = evaluate_samples(images(130, 2), data, both(), NO_COPIES)
     folders = [tmp_path / "second", tmp_path / "first"]
     detectors = both()
     found = evaluate_samples(images(130, 2), data, detectors, NO_COPIES, references=folders)
     assert to_json(found) == to_json(expected)
-    assert [each.images_seen for each in detectors] == [130, 130]
+    assert [each.images_seen for each in detectors] == [144, 144]
     assert found["metrics"]["second_spatial_fd"]["floor"] is not None
     detectors = both()
     evaluate_samples(images(130, 2), data, detectors, NO_COPIES, references=folders[:1])
-    assert [each.images_seen for each in detectors] == [130 + 300 + 120 + 150, 130], (
+    assert [each.images_seen for each in detectors] == [144 + 304 + 128 + 160, 144], (
         "one that has not looked yet does so"
     )
     statistics = read_statistics(tmp_path / "first/train.npz", "weights of first")
@@ -102,7 +102,7 @@ def test_the_same_file_with_what_was_seen_before_and_not_one_real_image_is_looke
 
 
 def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
-    write_seen(both()[0], data.looked_at, tmp_path / "first", batch_size=7)
+    write_seen(both()[0], data.looked_at, tmp_path / "first")
     [seen] = read_seen([tmp_path / "first"], both()[:1], data.looked_at)
     assert seen is not None
     detected = seen["train"].detected
@@ -113,7 +113,7 @@ def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
 
 def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Path) -> None:
     folder = tmp_path / "first"
-    write_seen(both()[0], data.looked_at, folder, batch_size=64)
+    write_seen(both()[0], data.looked_at, folder)
 
     def judged(images_: RealImages, detectors: list[Quarters]) -> None:
         evaluate_samples(images(130, 2), images_, detectors, NO_COPIES, references=[folder])

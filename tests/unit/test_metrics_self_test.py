@@ -79,11 +79,11 @@ def test_a_blind_judge_loses_its_headline_in_the_file_in_mlflow_and_on_the_page(
 
 def test_the_same_test_without_a_split_to_compare_with(data: RealImages):
     whole = evaluate_samples(stripes(120, 2), data, [Judge("seeing")], SETTINGS)["self_test"]
-    found = look_and_test([Judge("seeing")], data.train, 32)
+    found = look_and_test([Judge("seeing")], data.train)
     assert {name: entry["degraded"] for name, entry in found.items()} == pytest.approx(
         {name: entry["degraded"] for name, entry in whole.items()}
     )
-    assert look_and_test([Judge("seeing")], stripes(39, 3), 32) == {}, "too few images to be halved"
+    assert look_and_test([Judge("seeing")], stripes(39, 3)) == {}, "too few images to be halved"
 
 
 def test_halves_share_no_image_and_the_degraded_are_the_second(data: RealImages):

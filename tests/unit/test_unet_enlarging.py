@@ -22,6 +22,7 @@ from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.systems.diffusion import enlarging_evaluation
 from image_diffusion.systems.diffusion.enlarging import shrink, small_images, small_samples
 from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
 
@@ -220,7 +221,7 @@ def test_held_out_images_are_enlarged_and_compared_with_their_originals(trained,
     held_out = open_shards(crops, "validation")
     samples = read_samples(path)
     assert samples.labels.tolist() == held_out.labels[:6].tolist()
-    entries = evaluate_enlarging(samples, held_out, 4, tmp_path)
+    entries = evaluate_enlarging(samples, held_out, tmp_path)
     original = held_out.gather(np.arange(6))
     small = shrink(original.float(), 8).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     large = np.stack([Image.fromarray(each).resize((16, 16), Image.Resampling.BICUBIC) for each in small])
@@ -234,7 +235,7 @@ def test_held_out_images_are_enlarged_and_compared_with_their_originals(trained,
     assert "psnr_mean" not in entries and (tmp_path / "enlarged.png").is_file()
     other = Samples(pixels(), None, [], digest="another")
     with pytest.raises(ValueError, match="data set has changed since its images were enlarged"):
-        evaluate_enlarging(samples, other, 4)
+        evaluate_enlarging(samples, other)
 
 
 def samples_of(images: np.ndarray, first_seed: int, digest: str) -> Samples:
@@ -243,13 +244,14 @@ def samples_of(images: np.ndarray, first_seed: int, digest: str) -> Samples:
 
 
 @pytest.mark.parametrize("first_seed", [0, 2])
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, batch_size):
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, at_once, monkeypatch):
+    monkeypatch.setattr(enlarging_evaluation, "AT_ONCE", at_once)
     originals = Samples(np.random.default_rng(0).integers(60, 190, (3, 16, 16, 3), dtype=np.uint8), None, [], "set")
     rows = (first_seed + np.arange(9)) % 3
     signs = np.where(np.arange(9)[:, None, None, None] % 2, 1, -1) * np.arange(1, 10)[:, None, None, None]
     images = originals.gather(rows).permute(0, 2, 3, 1).numpy() + signs
-    entries = evaluate_enlarging(samples_of(images.astype(np.uint8), first_seed, "set"), originals, batch_size)
+    entries = evaluate_enlarging(samples_of(images.astype(np.uint8), first_seed, "set"), originals)
     each = 20 * np.log10(255 / np.arange(1, 10))
     assert entries["psnr"]["value"] == pytest.approx(np.mean([each[rows == row].mean() for row in range(3)]))
     offsets = [np.round(signs[rows == row].mean()) for row in range(3)]
@@ -259,4 +261,4 @@ def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, batch_size)
 
 def test_samples_of_anything_else_are_not_compared():
     originals = Samples(pixels(side=16), None, [], "set")
-    assert evaluate_enlarging(Samples(pixels(side=16), None, []), originals, 4) == {}
+    assert evaluate_enlarging(Samples(pixels(side=16), None, []), originals) == {}

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 
-def share(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows of this process: consecutive ones, in the order of the processes."""
+def share(rows: NDArray[np.int64], at_once: int = 1) -> NDArray[np.int64]:
+    """The rows of this process: consecutive ones, in the order of the processes. at_once: rows that stay together, from
+    the first on."""
     if not dist.is_initialized():
         return rows
-    shares: list[NDArray[np.int64]] = np.array_split(rows, dist.get_world_size())
-    return shares[dist.get_rank()]
+    groups: list[NDArray[np.int64]] = np.array_split(np.arange(0, len(rows), at_once), dist.get_world_size())
+    mine = groups[dist.get_rank()]
+    return rows[mine[0] : mine[-1] + at_once] if len(mine) else rows[:0]
 
 
 def gathered(value: T) -> list[T]:

@@ -65,8 +65,6 @@ class EvaluateConfig(Config):
     """Figures that others published, to stand beside ours in metrics.json and on the page."""
     lpips: LpipsConfig | None = None
     """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
-    batch_size: int = Field(256, ge=1)
-    """Images the detector, or a codec that is judged, sees at a time; no result depends on it."""
 
     @field_validator("detectors")
     @classmethod

@@ -61,7 +61,7 @@ def measure_previews(
         if samples.num_samples <= settings.neighbours + 1:
             continue
         labels = torch.from_numpy(samples.labels) if classes and samples.has_labels else None
-        seen = detect(detector, samples, settings.batch_size, f"features of the preview of step {step:,}")
+        seen = detect(detector, samples, f"features of the preview of step {step:,}")
         found = measure(seen, labels, reference, classes, light)
         values = {detector.metric_name(name): found[name].value for name in CURVES if name in found}
         curve.append({"step": step, "num_samples": samples.num_samples, **values})

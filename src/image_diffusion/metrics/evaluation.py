@@ -79,14 +79,14 @@ def evaluate_samples(
     known = read_seen(references, detectors, data.looked_at)
     looked: Sequence[Mapping[str, Seen]] = []  # what detectors see in the splits, where they look at any
     statistics = [_statistics(reference_file, samples, each) if reference_file else None for each in detectors]
-    made = detect_each(detectors, samples, settings.batch_size, "features of samples")
+    made = detect_each(detectors, samples, "features of samples")
     if reference_file is not None and is_statistics(reference_file):
         against = [_Against(Reference(each)) for each in statistics if each is not None]
         described: dict[str, Any] = {"file": reference_file.name, "sha256": sha256_file(reference_file)}
-        tested = look_and_test(detectors, data.train, settings.batch_size)
+        tested = look_and_test(detectors, data.train)
     elif reference_file is not None:
         against, described = _other_samples(reference_file, samples, data, detectors, settings)
-        tested = look_and_test(detectors, data.train, settings.batch_size)
+        tested = look_and_test(detectors, data.train)
     else:
         looked = _views(data, detectors, settings, known)
         against, described = _real(samples, data, detectors, settings, looked)
@@ -168,7 +168,7 @@ def _statistics(path: Path, samples: Samples, detector: Detector) -> dict[str, G
     if not is_statistics(path):
         return None
     statistics = read_statistics(path, str(detector.identity["sha256"]))
-    first = detect(detector, samples, 1, "first sample", limit=1)
+    first = detect(detector, samples, "first sample", limit=1)
     for name, seen in (("fd", first.features), ("spatial_fd", first.spatial)):
         if seen is not None and name in statistics and seen.shape[1] != statistics[name].dimension:
             raise ValueError(
@@ -189,7 +189,7 @@ def _views(
     now: list[dict[str, Seen]] = [{} for _ in asked]
     for name, images in data.looked_at.items() if asked else ():
         if images.num_samples > 1:
-            seen_now = detect_each(asked, images, settings.batch_size, f"features of real images, {name}")
+            seen_now = detect_each(asked, images, f"features of real images, {name}")
             for views, each in zip(now, seen_now, strict=True):
                 views[name] = Seen(each, gaussians_of(each) if name == settings.reference else {})
     looked = iter(now)
@@ -233,7 +233,7 @@ def _other_samples(
     """Other samples as what is compared with, and what they are."""
     others = read_samples(path, data.train.classes)
     against = []
-    seen = detect_each(detectors, others, settings.batch_size, "features of the reference")
+    seen = detect_each(detectors, others, "features of the reference")
     for detector, rows in zip(detectors, seen, strict=True):
         has_classes = bool(_classes(detector, samples)) and others.has_labels
         labels = torch.from_numpy(others.labels) if has_classes else None

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.together import gathered, share
 from image_diffusion.metrics.moments import check_finite
+
+AT_ONCE = 16
+"""Images that a network looks at at a time, always: a product of another shape is rounded otherwise. So what is seen in
+an image depends on the set and nothing else. (More at a time are no faster on CPUs.)"""
 
 
 class ImageSet(Protocol):
@@ -39,6 +44,10 @@ class Detected:
 
     def __len__(self) -> int:
         return len(self.features)
+
+    def first(self, count: int) -> Detected:
+        """The first rows."""
+        return self if count == len(self) else self.take(torch.arange(count))
 
     def take(self, index: Tensor) -> Detected:
         """The rows at `index`."""
@@ -77,39 +86,39 @@ class Detector(Protocol):
         ...
 
 
-def detect(
-    detector: Detector, images: ImageSet, batch_size: int, title: str = "features", limit: int | None = None
-) -> Detected:
+def at_once(rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The rows, AT_ONCE at a time, each with how many count: the last ones are filled up with the last row."""
+    for start in range(0, len(rows), AT_ONCE):
+        chosen = rows[start : start + AT_ONCE]
+        yield len(chosen), np.pad(chosen, (0, AT_ONCE - len(chosen)), mode="edge")
+
+
+def detect(detector: Detector, images: ImageSet, title: str = "features", limit: int | None = None) -> Detected:
     """What a detector sees in every image of a set (see `detect_each`)."""
-    return detect_each([detector], images, batch_size, title, limit)[0]
+    return detect_each([detector], images, title, limit)[0]
 
 
 @torch.inference_mode()
 def detect_each(
-    detectors: Sequence[Detector],
-    images: ImageSet,
-    batch_size: int,
-    title: str = "features",
-    limit: int | None = None,
+    detectors: Sequence[Detector], images: ImageSet, title: str = "features", limit: int | None = None
 ) -> list[Detected]:
     """What each detector sees in every image of a set, in the set's order; or in `limit` of them, drawn once for all.
     Each image is read once.
 
-    Where a launcher started several processes, they share the images, and each returns what all have seen.
-    Raises ValueError for features that are not finite.
+    Where a launcher started several processes, they share the images, and each returns what all have seen: the same
+    bytes for any number of them. Raises ValueError for features that are not finite.
     """
     order = np.arange(images.num_samples)
     if limit is not None and limit < len(order):
         order = np.sort(np.random.default_rng(0).permutation(order)[:limit])
-    mine = share(order)
+    mine = share(order, AT_ONCE)
     parts: list[list[Detected]] = [[] for _ in detectors]
     with Progress(title, len(mine), "image") as progress:
-        for start in range(0, len(mine), batch_size):
-            chosen = mine[start : start + batch_size]
-            read = images.gather(chosen)
+        for count, rows in at_once(mine):
+            read = images.gather(rows)
             for detector, seen in zip(detectors, parts, strict=True):
-                seen.append(detector(read))
-            progress.advance(len(chosen))
+                seen.append(detector(read).first(count))
+            progress.advance(count)
     shares = gathered(parts)
     found = [Detected.join([part for each in shares for part in each[i]]) for i in range(len(detectors))]
     for each in found:

@@ -33,7 +33,7 @@ from image_diffusion.metrics.samples import Samples
 NAMES = tuple(field.name for field in fields(Attributes))
 
 
-def evaluate_painted(samples: Samples, detectors: Sequence[Detector], batch_size: int) -> dict[str, Any]:
+def evaluate_painted(samples: Samples, detectors: Sequence[Detector]) -> dict[str, Any]:
     """Entries of metrics.json by name: "agreement_ink" and so on, of each attribute the share of the images of which it
     was asked that have it; "attributes_seen" and "attributes_held_out": of all that was asked of an image the share
     that it has, over images of combinations that training has seen, and of those that it has not.
@@ -48,8 +48,8 @@ def evaluate_painted(samples: Samples, detectors: Sequence[Detector], batch_size
     if detector is None:
         raise ValueError("evaluate.attributes is set, but no detector knows digits. Add inpipe to evaluate.detectors.")
     asked = [attributes_in(prompt) for prompt in prompts]
-    right = _right(samples, asked, detector, batch_size)
-    real = _right(_painted(asked), asked, detector, batch_size)
+    right = _right(samples, asked, detector)
+    real = _right(_painted(asked), asked, detector)
     held_out = np.array([each.is_held_out for each in asked])
     named = ~np.isnan(right)
     entries = {
@@ -61,9 +61,9 @@ def evaluate_painted(samples: Samples, detectors: Sequence[Detector], batch_size
     return entries
 
 
-def _right(samples: Samples, asked: list[Attributes], detector: Detector, batch_size: int) -> NDArray[np.float64]:
+def _right(samples: Samples, asked: list[Attributes], detector: Detector) -> NDArray[np.float64]:
     """[N, 5]: 1 where an image has the attribute that was asked for, 0 where not, nan where none was."""
-    logits = detect(detector, samples, batch_size, "digits").logits
+    logits = detect(detector, samples, "digits").logits
     assert logits is not None
     found = np.full((len(asked), len(NAMES)), np.nan)
     for i, (wanted, digit) in enumerate(zip(asked, logits.argmax(dim=1).tolist(), strict=True)):

@@ -69,7 +69,7 @@ def check_prompted(samples: Samples) -> None:
         )
 
 
-def evaluate_prompted(samples: Samples, encoder: PromptEncoder, batch_size: int) -> dict[str, Any]:
+def evaluate_prompted(samples: Samples, encoder: PromptEncoder) -> dict[str, Any]:
     """Entries of metrics.json by name, which ends as those of the detector do.
 
     prompt_similarity: the cosine of image and prompt, which is CLIPScore without its factor 2.5 and its cut at 0.
@@ -80,7 +80,7 @@ def evaluate_prompted(samples: Samples, encoder: PromptEncoder, batch_size: int)
     different = sorted(set(prompts))
     number = torch.tensor([different.index(each) for each in prompts])
     texts = encoder.texts(different)
-    seen = detect(encoder.images, samples, batch_size, "images beside prompts").features
+    seen = detect(encoder.images, samples, "images beside prompts").features
     pairs = {"prompt_similarity": texts[number]}
     if (others := other_captions(number[:, None])) is not None:
         pairs["other_prompt_similarity"] = texts[number[torch.from_numpy(np.asarray(others))]]

@@ -22,7 +22,7 @@ from image_diffusion.core.files import read_json, write_json
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.together import gathered, share
 from image_diffusion.core.verify import check_files, describe
-from image_diffusion.metrics.features import Detected, Detector, ImageSet
+from image_diffusion.metrics.features import AT_ONCE, Detected, Detector, ImageSet, at_once
 from image_diffusion.metrics.moments import Gaussian, check_finite
 from image_diffusion.metrics.panel import gaussians_of
 from image_diffusion.metrics.references import read_statistics, write_statistics
@@ -41,9 +41,7 @@ class Seen:
     gaussians: Mapping[str, Gaussian]
 
 
-def write_seen(
-    detector: Detector, splits: Mapping[str, ImageSet], folder: Path, batch_size: int, writes: bool = True
-) -> None:
+def write_seen(detector: Detector, splits: Mapping[str, ImageSet], folder: Path, writes: bool = True) -> None:
     """Look at every image of the splits, by name, and write the folder; splits of fewer than two images are left out.
 
     Where a launcher started several processes they share the images, and the one that `writes` finishes the folder.
@@ -56,7 +54,7 @@ def write_seen(
     gathered(True)  # of which nothing is left
     known = {name: images for name, images in splits.items() if images.num_samples > 1}
     for name, images in known.items():
-        _look(detector, images, folder, name, batch_size)
+        _look(detector, images, folder, name)
     gathered(True)  # all rows are written
     if not writes:
         return
@@ -104,17 +102,16 @@ def _read_checked(
 
 
 @torch.inference_mode()
-def _look(detector: Detector, images: ImageSet, folder: Path, split: str, batch_size: int) -> None:
-    mine = share(np.arange(images.num_samples))
+def _look(detector: Detector, images: ImageSet, folder: Path, split: str) -> None:
+    mine = share(np.arange(images.num_samples), AT_ONCE)
     with Progress(f"features of the {split} split", len(mine), "image") as progress:
-        for start in range(0, len(mine), batch_size):
-            chosen = mine[start : start + batch_size]
-            seen = detector(images.gather(chosen))
+        for count, chosen in at_once(mine):
+            seen = detector(images.gather(chosen)).first(count)
             check_finite(seen.features)
             for part in _PARTS:
                 if (rows := getattr(seen, part)) is not None:
                     _write_rows(folder / f"{split}-{part}.npy", rows, int(chosen[0]), images.num_samples)
-            progress.advance(len(chosen))
+            progress.advance(count)
 
 
 def _write_rows(path: Path, rows: Tensor, first: int, total: int) -> None:

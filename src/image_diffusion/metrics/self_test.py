@@ -72,12 +72,12 @@ def degraded_half(images: ImageSet) -> Degraded:
     return Degraded(images, halves(images.num_samples)[1])
 
 
-def look_and_test(detectors: Sequence[Detector], images: ImageSet, batch_size: int) -> dict[str, dict[str, Any]]:
+def look_and_test(detectors: Sequence[Detector], images: ImageSet) -> dict[str, dict[str, Any]]:
     """`self_test` of images that are looked at for nothing else."""
     parts = [*(Part(images, half) for half in halves(images.num_samples)), degraded_half(images)]
     if parts[0].num_samples == 0:
         return {}
-    first, second, third = (detect_each(detectors, part, batch_size, "self-test") for part in parts)
+    first, second, third = (detect_each(detectors, part, "self-test") for part in parts)
     return self_test(detectors, list(zip(first, second, strict=True)), third)
 
 

@@ -21,7 +21,7 @@ from image_diffusion.metrics.classes import agreement
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.doubt import doubts_of
 from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect_each
+from image_diffusion.metrics.features import AT_ONCE, Detected, Detector, ImageSet, at_once, detect_each
 from image_diffusion.metrics.frechet import frechet_between
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.lpips import Lpips
@@ -67,12 +67,12 @@ def evaluate_codec(
     images = data.split(split)
     _check(network, images)
     looks = settings.lpips.build(next(network.parameters()).device) if settings.lpips is not None else None
-    quality, seen, counts = _measure(network, images, detectors, settings.batch_size, looks)
+    quality, seen, counts = _measure(network, images, detectors, looks)
     n, block = images.num_samples, block_of_each(images.num_samples)
-    tested = look_and_test(detectors, images, settings.batch_size)
+    tested = look_and_test(detectors, images)
     real: list[Detected] | None = None
     if split == "validation" and data.train.num_samples > 1:
-        real = detect_each(detectors, data.train, settings.batch_size, "features of training images", limit=n)
+        real = detect_each(detectors, data.train, "features of training images", limit=n)
     limits = {"psnr": (0.0, float("inf")), "ssim": (-1.0, 1.0), "lpips": (0.0, float("inf"))}
     found = {name: mean_estimate(each, block, *limits[name.split("_")[0]]) for name, each in quality.items()}
     if counts is not None:
@@ -122,7 +122,7 @@ def _panel(
 
 
 def _measure(
-    network: nn.Module, images: ImageSet, detectors: Sequence[Detector], batch_size: int, looks: Lpips | None
+    network: nn.Module, images: ImageSet, detectors: Sequence[Detector], looks: Lpips | None
 ) -> tuple[dict[str, Tensor], dict[str, list[Detected]], Tensor | None]:
     """The quality of each image [N] by name; what the detectors see in the originals and in what each way decodes;
     how often each token is used by each block of images, int64 [blocks, K]."""
@@ -131,20 +131,19 @@ def _measure(
     seen: dict[str, list[list[Detected]]] = {}  # by way, batch and detector
     num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
     counts = torch.zeros(NUM_BLOCKS * num_tokens, dtype=torch.int64)
-    mine = share(np.arange(images.num_samples))
+    mine = share(np.arange(images.num_samples), AT_ONCE)
     with torch.inference_mode(), Progress("reconstructions", len(mine), "image") as progress:
-        for start in range(0, len(mine), batch_size):
-            chosen = mine[start : start + batch_size]
+        for count, chosen in at_once(mine):
             found = reconstruct(network, images.gather(chosen))
             distances = {f"lpips_{way}": looks(found.images, y) for way, y in found.decoded.items()} if looks else {}
             for name, each in (found.quality() | distances).items():
-                quality.setdefault(name, []).append(each.cpu())
+                quality.setdefault(name, []).append(each[:count].cpu())
             for way, pictures in {"original": found.images, **found.decoded}.items():
-                seen.setdefault(way, []).append([detector(pictures) for detector in detectors])
+                seen.setdefault(way, []).append([detector(pictures).first(count) for detector in detectors])
             if found.tokens is not None:
                 tokens = found.tokens.flatten(1).cpu() + num_tokens * block[torch.from_numpy(chosen)].unsqueeze(1)
-                counts += tokens.flatten().bincount(minlength=len(counts))
-            progress.advance(len(chosen))
+                counts += tokens[:count].flatten().bincount(minlength=len(counts))
+            progress.advance(count)
     shares = gathered((quality, seen, counts))  # of all processes
     of_each = {name: torch.cat([part for each in shares for part in each[0].get(name, [])]) for name in shares[0][0]}
     joined = {}

@@ -21,7 +21,7 @@ class CodecSystem(System):
 
     sections: ClassVar[Mapping[str, Section]] = {
         "preview": Section(SampleConfig, SampleConfig(), frozenset({"batch_size"})),
-        "evaluate": Section(EvaluateConfig, EvaluateConfig(), frozenset({"detectors", "lpips", "batch_size"})),
+        "evaluate": Section(EvaluateConfig, EvaluateConfig(), frozenset({"detectors", "lpips"})),
     }
     reads: ClassVar = ("crops",)
     decoded: ClassVar[str]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from image_diffusion.codecs.codec import from_uint8, to_uint8
 from image_diffusion.core.pictures import image_grid, save_picture
-from image_diffusion.metrics.features import ImageSet
+from image_diffusion.metrics.features import AT_ONCE, ImageSet
 from image_diffusion.metrics.intervals import mean_estimate
 from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.metrics.reconstruction import psnr
@@ -22,9 +22,7 @@ from image_diffusion.systems.diffusion.enlarging import shrink
 _SHOWN = 10
 
 
-def evaluate_enlarging(
-    samples: Samples, originals: ImageSet, batch_size: int, report: Path | None = None
-) -> dict[str, Any]:
+def evaluate_enlarging(samples: Samples, originals: ImageSet, report: Path | None = None) -> dict[str, Any]:
     """Entries of metrics.json by name, for samples of `sample.small_images: validation`; nothing for other samples.
 
     Where seeds run through the held-out images k times, an image has k samples. "psnr": of each of them, in dB, mean
@@ -46,8 +44,8 @@ def evaluate_enlarging(
     several = len(rows) < samples.num_samples
     found: dict[str, list[Tensor]] = {}
     shown: Tensor | None = None
-    for start in range(0, len(rows), batch_size):
-        chosen = rows[start : start + batch_size]
+    for start in range(0, len(rows), AT_ONCE):
+        chosen = rows[start : start + AT_ONCE]
         original = originals.gather(chosen)
         small = shrink(from_uint8(original), int(enlarged["side"]))
         # antialias changes nothing in an enlargement but the kernel, to that of Pillow and Matlab (a = -0.5)

@@ -55,11 +55,11 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
         if left_out:
             result["protocol"]["left_out"] = left_out
         if settings.attributes is not None:
-            result["metrics"] |= evaluate_painted(samples, detectors, settings.batch_size)
+            result["metrics"] |= evaluate_painted(samples, detectors)
         if both is not None:
-            result["metrics"] |= evaluate_prompted(samples, both, settings.batch_size)
+            result["metrics"] |= evaluate_prompted(samples, both)
             result["protocol"]["prompts"] = both.images.identity
-        result["metrics"] |= evaluate_enlarging(samples, data.validation, settings.batch_size, given.report)
+        result["metrics"] |= evaluate_enlarging(samples, data.validation, given.report)
     if settings.likelihood is not None:
         bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)
         result["metrics"] |= bits

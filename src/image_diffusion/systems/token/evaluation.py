@@ -12,6 +12,7 @@ from torch import Tensor
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.streams import Streams
 from image_diffusion.data.shards import open_shards
+from image_diffusion.metrics.features import at_once
 from image_diffusion.metrics.intervals import mean_estimate
 from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.objectives.masked_tokens import hidden_bits, hide
@@ -30,16 +31,14 @@ def judge_tokens(system: TokensSystem, given: ToJudge) -> dict[str, Any]:
     """What metrics.json holds: the metrics of its images, and "bits_per_token" of the validation split."""
     result = judge_diffusion(given)
     if given.encoded is not None and given.model is not None and not system.told_words:
-        bits, described = bits_per_token(system, given.model, given.encoded, given.sections["evaluate"].batch_size)
+        bits, described = bits_per_token(system, given.model, given.encoded)
         result["metrics"] |= bits
         result["protocol"]["bits_per_token"] = described
     return result
 
 
 @torch.no_grad()
-def bits_per_token(
-    system: TokensSystem, model: Model, encoded: Path, batch_size: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def bits_per_token(system: TokensSystem, model: Model, encoded: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The entry of metrics.json, and how it was measured; of a set that holds nothing out, nothing.
 
     Of a causal network it is -log2 p(tokens | class) / N, exact. Of another one it is the bound of Hoogeboom et al.
@@ -58,18 +57,18 @@ def bits_per_token(
     network: Any = on_best_device(model)
     device, parts = next(network.parameters()).device, []
     with Progress("bits", data.num_samples, "image") as progress:
-        for start in range(0, data.num_samples, batch_size):
-            rows = np.arange(start, min(start + batch_size, data.num_samples))
+        for count, rows in at_once(np.arange(data.num_samples)):
             tokens = data.gather(rows).to(device).long().flatten(1)
             label = torch.from_numpy(data.labels[rows]).to(device)
             cond = {"label": label} if model.spec.num_classes else {}
             number = torch.from_numpy(rows).to(device)
-            parts.append(
+            bits = (
                 bits_of(network(tokens, **cond), tokens).mean(1)
                 if system.objective.causal
                 else _bound(network, tokens, cond, number)
             )
-            progress.advance(len(rows))
+            parts.append(bits[:count])
+            progress.advance(count)
     each = torch.cat(parts).double().cpu()
     entry = mean_estimate(each, block_of_each(len(each)), 0).as_dict()
     how = "exact" if system.objective.causal else f"a bound, from {_STRATA} masks of each image"
