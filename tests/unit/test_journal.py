@@ -315,9 +315,9 @@ def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
     tags = {"fingerprint": "a"}
     with Journal.open(tmp_path, "train", tags=tags) as first:
         first.metrics({"loss": 1.0}, step=1)
-    with Journal.open(tmp_path, "train", 1, tags, after=[first.id]) as second:
+    with Journal.open(tmp_path, "train", 1, tags, after=first.attempts) as second:
         second.metrics({"loss": 0.5}, step=2)
-    with Journal.open(tmp_path, "train", 2, tags, after=[first.id, second.id]):
+    with Journal.open(tmp_path, "train", 2, tags, after=second.attempts):
         pass
     whole = read_journal(tmp_path / "train")
     assert whole is not None and whole.damaged == [] and whole.series("loss") == ([1, 2], [1.0, 0.5])
@@ -328,6 +328,29 @@ def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
     assert f"attempt {second.id[:8]} of train is missing in its journal" in capsys.readouterr().err
 
 
+def test_an_attempt_that_was_cut_short_is_told_by_those_that_went_on_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a reader of the file alone it looks like one that was killed earlier."""
+    tags = {"fingerprint": "a"}
+    first = Journal.open(tmp_path, "train", tags=tags)
+    for step in (1, 2, 3):
+        first.metrics({"loss": 1.0}, step=step)
+    led_here = first.attempts
+    first.metrics({"loss": 1.0}, step=4)  # past the checkpoint, and may be lost
+    with Journal.open(tmp_path, "train", 3, tags, after=led_here) as second:
+        second.metrics({"loss": 1.0}, step=4)
+    lines = first.path.read_text().splitlines(keepends=True)
+    first.path.write_text("".join(lines[:-1]))
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.damaged == [] and history.series("loss")[0] == [1, 2, 3, 4]
+    first.path.write_text("".join(lines[:-3]) + lines[-3][:9])
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.series("loss")[0] == [1, 4]
+    assert history.damaged == [f"attempt {first.id[:8]}"]
+    assert f"attempt {first.id[:8]} of train lacks its last 2 records." in capsys.readouterr().err
+
+
 def test_an_attempt_belongs_to_those_it_goes_on_from(tmp_path: Path) -> None:
     """Eight steps, shortened to six, begun anew where no checkpoint could be read, and lengthened again: the last
     checkpoint of the first attempt is still there."""
@@ -335,11 +358,11 @@ def test_an_attempt_belongs_to_those_it_goes_on_from(tmp_path: Path) -> None:
     with Journal.open(tmp_path, "train", tags=tags) as first:
         for step in (2, 4, 6, 8):
             first.metrics({"loss": 10.0 - step}, step=step)
-    with Journal.open(tmp_path, "train", 6, tags, after=[first.id]) as shortened:
+    with Journal.open(tmp_path, "train", 6, tags, after=first.attempts) as shortened:
         shortened.metrics({"validation/loss": 4.0}, step=6)
     with Journal.open(tmp_path, "train", tags=tags) as anew:
         anew.metrics({"loss": 8.0}, step=2)
-    with Journal.open(tmp_path, "train", 8, tags, after=[first.id]):
+    with Journal.open(tmp_path, "train", 8, tags, after=first.attempts):
         pass
     other, history = read_journals(tmp_path / "train")
     assert other.id == anew.id

@@ -1,7 +1,8 @@
 """The attempts of a stage, read from its journal and merged into one history: each step once.
 
 `core.journal` says how attempts are written. What an attempt wrote past the step that a later one resumed from is
-superseded; a line that a crash cut off is left out, and so is a damaged one, which is told.
+superseded; a line that a crash cut off is left out, and so is a damaged one, which is told. What an attempt had written
+when a later one went on from it is known, so that a file that was cut short is told, too.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def of_weights(history: History, model: Mapping[str, Any]) -> History:
 class _Attempt:
     header: dict[str, Any]
     alive: bool
+    num_records: int
     params: dict[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
@@ -157,9 +159,10 @@ class _Attempt:
         return str(self.header["id"])
 
     @property
-    def after(self) -> set[str]:
-        """The attempts that led to the checkpoint that this one began with."""
-        return set(self.header.get("after", ()))
+    def after(self) -> dict[str, int]:
+        """The attempts that led to the checkpoint that this one began with, and the records of each by then."""
+        found = self.header.get("after", ())  # where no records are told, none is missed
+        return found if isinstance(found, dict) else dict.fromkeys(found, 0)
 
     @property
     def run(self) -> str:
@@ -195,7 +198,7 @@ def _read_attempt(path: Path) -> _Attempt | None:
     if not records or records[0]["type"] != "attempt":
         return None
     counted: set[int] = set()
-    attempt = _Attempt(header=records[0], alive=alive, damaged=damaged, last_time=records[-1]["time"])
+    attempt = _Attempt(records[0], alive, len(lines), damaged=damaged, last_time=records[-1]["time"])
     for record in records[1:]:
         match record["type"]:
             case "params":
@@ -252,6 +255,7 @@ def _merge(attempts: list[_Attempt]) -> History:
     for each in lost:
         stage = first.header["stage"]
         tell_once(f"warning: attempt {each[:8]} of {stage} is missing in its journal: what it logged is left out.")
+    lost += _cut_short(attempts)
     params: dict[str, Any] = {}
     changed: dict[str, Any] = {}
     for attempt in attempts:
@@ -277,6 +281,18 @@ def _merge(attempts: list[_Attempt]) -> History:
             *(f"attempt {each[:8]}" for each in lost),
         ],
     )
+
+
+def _cut_short(attempts: list[_Attempt]) -> list[str]:
+    """The attempts on the way to the last one of which less is here than when it was gone on from."""
+    short = []
+    for attempt in attempts:
+        missing = attempts[-1].after.get(attempt.id, 0) - attempt.num_records
+        if missing > 0:
+            short.append(attempt.id)
+            stage = attempt.header["stage"]
+            tell_once(f"warning: attempt {attempt.id[:8]} of {stage} lacks its last {missing:,} records.")
+    return short
 
 
 def _held(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +47,8 @@ class Journal:
         self.path, self.id = path, str(header["id"])
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._lock = threading.Lock()
-        self._pending = b""
+        self._pending, self._num_records = b"", 0
+        self._after = dict(header.get("after", ()))
         self._warned = False
         # Held until this process ends, however it ends: this is how readers tell a killed attempt from a live one.
         with contextlib.suppress(OSError):  # a file system without locks
@@ -61,14 +62,15 @@ class Journal:
         stage: str,
         resume_step: int | None = None,
         tags: Mapping[str, str] | None = None,
-        after: Sequence[str] = (),
+        after: Mapping[str, int] | None = None,
     ) -> Journal:
         """Start a new attempt of `stage` in `folder`, which is `results/<experiment>/journal`.
 
         resume_step: the step of the checkpoint this attempt continues from; None: from the beginning.
         tags: words that describe this attempt. "fingerprint" is special: attempts with one fingerprint are one run,
         also when their parameters differ (more steps, other nodes); without it, attempts with equal parameters are.
-        after: the ids of the attempts that have led to that checkpoint, by which a reader knows that none is missing.
+        after: the ids of the attempts that have led to that checkpoint, and how many records each had written by then:
+        a reader knows by it whether any is missing.
         """
         target = folder / stage
         target.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,7 @@ class Journal:
             "stage": stage,
             "time": _now_ms(),
             "resume_step": resume_step,
-            "after": list(after),
+            "after": dict(after or {}),
             "tags": {**_provenance(), **(tags or {})},
         }
         while True:
@@ -88,6 +90,11 @@ class Journal:
                 return cls(target / f"attempt-{number:04d}.jsonl", header)
             except FileExistsError:  # another attempt began at the same moment
                 number += 1
+
+    @property
+    def attempts(self) -> dict[str, int]:
+        """What a checkpoint that is made now says has led to it: `after` of the attempt that goes on from there."""
+        return {**self._after, self.id: self._num_records}
 
     def params(self, values: Mapping[str, Any]) -> None:
         """Record what the stage runs with: nested mappings become dotted keys."""
@@ -161,6 +168,7 @@ class Journal:
         line = _encode(record).encode()
         with self._lock:
             self._pending += line[:-1] + b',"crc32":"%08x"}\n' % crc32(line)
+            self._num_records += 1
             self._write()
 
     def _write(self) -> None:
@@ -178,6 +186,10 @@ class Journal:
 
 class NullJournal:
     """A journal that keeps nothing: of the processes that are not the first, and of tests."""
+
+    @property
+    def attempts(self) -> dict[str, int]:
+        return {}
 
     def params(self, values: Mapping[str, Any]) -> None: ...
 

@@ -33,7 +33,7 @@ class Checkpoint:
 
     step: updates done. examples_seen: examples they took, which is also the position in the data. reports_due: whether
     validation and sample grid of this step are still to be made. groups: tensors by file and name. extra: plain data.
-    attempts: the ids of those that have led here, in the journal.
+    attempts: the ids of those that have led here, in the journal, and how many records each had written by then.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Checkpoint:
     reports_due: bool
     groups: dict[str, dict[str, Tensor]]
     extra: dict[str, Any] = field(default_factory=dict)
-    attempts: tuple[str, ...] = ()
+    attempts: dict[str, int] = field(default_factory=dict)
 
 
 def folder_name(step: int) -> str:
@@ -77,7 +77,7 @@ def write_checkpoint(
             "examples_seen": checkpoint.examples_seen,
             "reports_due": checkpoint.reports_due,
             "extra": checkpoint.extra,
-            "attempts": list(checkpoint.attempts),
+            "attempts": checkpoint.attempts,
             "identity": identity,
             "environment": environment,
             "files": files,
@@ -110,13 +110,14 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
             groups[path.stem] = safetensors.torch.load_file(path)
         except SafetensorError as error:
             raise Damaged(f"{name} is not a safetensors file: {error}") from None
+    attempts = record.get("attempts", ())
     checkpoint = Checkpoint(
         step=record["step"],
         examples_seen=record["examples_seen"],
         reports_due=record["reports_due"],
         groups=groups,
         extra=record["extra"],
-        attempts=tuple(record.get("attempts", ())),
+        attempts=attempts if isinstance(attempts, dict) else dict.fromkeys(attempts, 0),
     )
     return checkpoint, record["identity"]
 

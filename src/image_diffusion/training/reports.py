@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -96,8 +97,9 @@ class Reports:
         self._check_health()
         checkpoint = self._parts.capture(step, due)
         if self._state is not None:
+            attempts = self._journal.attempts
             self._journal.sync()
-            self._state.save(checkpoint)
+            self._state.save(replace(checkpoint, attempts=attempts))
         self._away_s += time.monotonic() - started
 
     def close(self) -> None:

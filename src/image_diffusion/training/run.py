@@ -77,10 +77,8 @@ def run(
         keeps = state is not None and journal is not None
         book: Journal | NullJournal = NullJournal()
         if state is not None and journal is not None:
-            resumed = step if checkpoint is not None else None
-            tags = {"fingerprint": state.fingerprint}
-            book = Journal.open(journal, "train", resumed, tags, after=state.attempts)
-            state.attempts += (book.id,)
+            resumed, before = (None, {}) if checkpoint is None else (step, checkpoint.attempts)
+            book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint}, after=before)
         if world.is_main:
             for sentence in config.advice():
                 print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,6 @@ class State:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._good: Path | None = None
-        self.attempts: tuple[str, ...] = ()
-        """Those of the journal that have led here: checkpoints say so."""
 
     @property
     def previews(self) -> Path:
@@ -105,7 +102,7 @@ class State:
                 raise ValueError(
                     f"Checkpoint {path} belongs to another configuration: {keys}. Remove {self.folder} to start anew."
                 )
-            self._good, self.attempts = path, checkpoint.attempts
+            self._good = path
             return checkpoint
         return None
 
@@ -144,8 +141,7 @@ class State:
         try:
             if copied is not None:
                 copied.synchronize()
-            whole = replace(checkpoint, attempts=self.attempts)
-            self._good = write_checkpoint(self.folder, whole, self.identity, environment(), self.permit)
+            self._good = write_checkpoint(self.folder, checkpoint, self.identity, environment(), self.permit)
             self._prune()
         except OSError as error:
             self._error = OSError(
