@@ -253,7 +253,7 @@ def test_a_warm_start_refuses_weights_that_do_not_fit(tmp_path: Path) -> None:
         run(build, config, MODEL, {}, tmp_path / "warm")
 
 
-def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
+def test_the_grid_shows_the_averaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[Tensor] = []
 
     def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
@@ -273,6 +273,11 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path) -> None:
     history = read_journal(tmp_path / "journal/train")
     assert history is not None
     assert [(image.key, image.step) for image in history.images] == [("samples", step) for step in (0, 6, 12)]
+    (drawn / "step-0000006.npz").write_bytes(b"x")
+    assert "previews" not in capsys.readouterr().err
+    start(tmp_path, task={"grid": grid}, grid_every_steps=6)
+    assert len(shown) == 3
+    assert f"note: the previews in {drawn} are not as they were drawn: step-0000006.npz" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("at", [0, 6])

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -76,6 +77,30 @@ def read_listing(folder: Path) -> dict[str, str]:
     """What `write_listing` wrote; empty where it did not. Raises ValueError when it is damaged."""
     path = folder / _LISTING
     return dict(read_json(path)["files"]) if path.is_file() else {}
+
+
+def tell_of_previews(folder: Path, fault_of: Callable[[Path, Mapping[str, str]], str | None] | None = None) -> None:
+    """Say what is wrong with the previews of a training that are listed in a folder. Only the training could draw them
+    again, and that takes as long as it took.
+
+    fault_of: tells of files that should have these sha256 what is wrong with them; left out: all are read that changed.
+    """
+    try:
+        fault = (fault_of or _fault_of)(folder, read_listing(folder))
+    except (ValueError, KeyError, TypeError) as error:
+        fault = str(error)
+    if fault is not None:
+        print(
+            f"note: the previews in {folder} are not as they were drawn: {fault}. The curve leaves out what is "
+            f"damaged; begin the training anew to have it again.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _fault_of(folder: Path, files: Mapping[str, str]) -> str | None:
+    wrong = damaged(folder, files)
+    return f"{wrong[0]} is not what was written" if wrong else None
 
 
 def _looked_up(folder: Path, names: Iterable[str]) -> dict[str, str]:

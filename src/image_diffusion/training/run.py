@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from image_diffusion.core.config import dump, parse
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.types import DataSpec
+from image_diffusion.core.verify import tell_of_previews
 from image_diffusion.core.weights import read_model, read_weights, save_weights
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.starting import Change, Trained, fitted, table
@@ -74,6 +75,8 @@ def run(
                 for name in set(rows) - {plain_name(each) for each in parts.flat.parameters}:
                     print(f"warning: {name} is new for other classes, but frozen. {_THAW}", file=sys.stderr)
         step, due = parts.restore(checkpoint)
+        if state is not None and checkpoint is not None:
+            tell_of_previews(state.previews)  # what those drawn by now are like, nobody else looks at before the end
         keeps = state is not None and journal is not None
         book: Journal | NullJournal = NullJournal()
         if state is not None and journal is not None:

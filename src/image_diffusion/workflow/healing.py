@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from image_diffusion.core.files import is_ahead, is_whole_page, read_checksums, read_json
-from image_diffusion.core.verify import AT_ONCE_BYTES, damaged, read_listing, unread
+from image_diffusion.core.verify import AT_ONCE_BYTES, damaged, tell_of_previews, unread
 
 _TIME_OF_A_FOLDER = ".snakemake_timestamp"
 
@@ -74,18 +74,8 @@ class Damage:
         fault = self._compared(path.parent, {"weights.safetensors": model["sha256"]})
         if fault is not None or path.parent.name != "train":
             return fault
-        self._tell_of_previews(path.parent / "previews" / model["fingerprint"])
+        tell_of_previews(path.parent / "previews" / model["fingerprint"], self._compared)
         return self._model(path.parent / "raw" / "model.json") if model["train"]["keep_raw"] else None
-
-    def _tell_of_previews(self, folder: Path) -> None:
-        """Only its training could draw a preview again, and that takes as long as it took: it is told, no more."""
-        try:
-            fault = self._compared(folder, read_listing(folder))
-        except (ValueError, KeyError, TypeError) as error:
-            fault = str(error)
-        if fault is not None:
-            print(f"note: the previews in {folder} are not as they were drawn: {fault}. The curve leaves out what is "
-                  f"damaged; begin the training anew to have it again.", file=sys.stderr)  # fmt: skip
 
     def _detector(self, path: Path) -> str | None:
         return self._compared(path.parent, {"detector.safetensors": read_json(path)["sha256"]})
