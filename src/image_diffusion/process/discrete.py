@@ -116,7 +116,7 @@ class DiscreteProcess:
         if not sigmas[-1].isfinite():
             raise ValueError("The schedule ends without any signal, where Karras's spacing cannot begin. Use time.")
         chosen = karras_sigmas(sigmas[-1].item(), sigmas[0].item(), count_steps(num_steps, "karras-spaced discrete"))
-        timesteps = np.interp(chosen.log(), sigmas.log(), np.arange(len(sigmas))).round()
+        timesteps = np.interp(chosen.log().numpy(), sigmas.log().numpy(), np.arange(len(sigmas))).round()
         alpha = torch.cat([chosen, chosen.new_zeros(1)]).square().add(1).rsqrt()
         return Grid(time=torch.from_numpy(timesteps) * self._time_scale, alpha=alpha, sigma=(1 - alpha**2).sqrt())
 
