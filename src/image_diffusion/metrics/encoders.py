@@ -226,5 +226,6 @@ class _Tower(nn.Module):
 
 def _side(processor: Any) -> int | None:
     """Of the squares that a processor makes, in pixels."""
-    side: int | None = getattr(processor.crop_size if processor.do_center_crop else processor.size, "height", None)
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    side: int | None = getattr(size, "height", None)
     return side
