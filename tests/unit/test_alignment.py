@@ -27,6 +27,7 @@ from image_diffusion.metrics.dinov2 import Dinov2, Dinov2Detector
 from image_diffusion.objectives.alignment import PROJECTOR, Alignment, Projector, target
 from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.embedding.features import FeaturePairs, TeacherFeatures
+from image_diffusion.systems.embedding.given import Given
 from image_diffusion.systems.given import Others
 from image_diffusion.train import Training, prepare_training
 from image_diffusion.training.distributed import World
@@ -34,6 +35,7 @@ from image_diffusion.training.kept import weights_at
 from image_diffusion.training.model import load_model
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.run import run
+from tiny_towers import write_tower
 
 ALONE = World(0, 1, torch.device("cpu"))
 SPEC = DataSpec(channels=4, resolution=8, num_classes=3, features=(5, 3, 3))
@@ -84,7 +86,7 @@ def embedded(folder: Path) -> int:
     return write_pairs(made, "x", FeaturePairs().splits, "float16", folder / "features")[1]
 
 
-def training_of(folder: Path, sets: Path, steps: int, **changes: Any) -> Training:
+def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "features", **changes: Any) -> Training:
     """A small training on those. changes: of the system."""
     plain = changes.get("alignment", 1) is None
     stage = {
@@ -97,7 +99,7 @@ def training_of(folder: Path, sets: Path, steps: int, **changes: Any) -> Trainin
         "encoder": None if plain else FeaturePairs().encoded_by,
     }
     (folder / "train.yaml").write_text(to_yaml(stage))
-    pairs = None if plain else sets / "features" / "manifest.json"
+    pairs = None if plain else sets / features / "manifest.json"
     return prepare_training(folder / "train.yaml", sets / "crops" / "manifest.json", None, pairs)
 
 
@@ -141,6 +143,26 @@ def test_teachers_see_maps() -> None:
     seen = Dinov2Detector(Patches(), Dinov2(), "x", "cpu").maps(images)
     assert seen.shape == (2, 3, 16, 16)
     torch.testing.assert_close(seen.flip(-1), Dinov2Detector(Patches(), Dinov2(), "x", "cpu").maps(images.flip(-1)))
+
+
+def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_anew(sets: Path, tmp_path: Path) -> None:
+    """Of 8 x 8 pixels brought to 32 x 32, in patches of 8: 4 x 4 places, which need not be the grid of the tokens."""
+
+    def made(seed: int) -> tuple[int, Any]:
+        write_tower("Dinov2", tmp_path / "tower", seed)
+        pairs = config.build(Given(sets / "crops", None, 3, None, torch.device("cpu")))
+        return write_pairs(pairs, "x", config.splits, "float16", tmp_path / config.name)[1], pairs.shape
+
+    teacher = {"type": "transformers", "weights": str(tmp_path / "tower"), "name": "tiny"}
+    config = parse(FeaturePairs, {"teacher": teacher}, "pairs")
+    assert config.name == "features-tiny" and not config.needs_detector
+    assert made(0) == (3, (16, 4, 4)) and made(0)[0] == 0 and made(1)[0] == 3
+    crops = open_shards(sets / "crops", "all").join(open_shards(tmp_path / config.name, "all"))
+    (examples,) = Batches(crops, crops.num_samples, 0, flip_probability=0.5, epochs=1)
+    expected = config.teacher.build(None, "cpu").maps(examples.stored)
+    torch.testing.assert_close(examples.beside[0].float(), expected, atol=2e-3, rtol=2e-3)  # stored in float16
+    with pytest.raises(ValueError, match="were encoded by .*tiny.*, but the experiment names .*inpipe.* Run embed"):
+        training_of(tmp_path, sets, 1, tmp_path / config.name)
 
 
 def test_the_spatial_norm_in_numbers() -> None:

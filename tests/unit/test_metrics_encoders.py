@@ -21,6 +21,7 @@ from image_diffusion.metrics.cmmd import cmmd, gaussian_kernel
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.encoders import Torchvision, Transformers
 from image_diffusion.metrics.kernel import kernel_distance
+from tiny_towers import PATCH, SIDE, write_tower
 
 ROOT = Path(__file__).parents[2]
 IMAGES = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 3, 48, 48), dtype=np.uint8))
@@ -87,36 +88,67 @@ def test_mistakes_are_one_line(weights: Path, tmp_path: Path, monkeypatch: pytes
         Transformers().build()
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip", "dinov2"])
+def prepared(side: int) -> torch.Tensor:
+    x = F.interpolate(IMAGES.float() / 255, (side,) * 2, mode="bicubic", antialias=True, align_corners=False)
+    return (x.clamp(0, 1) - 0.5) / 0.25
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Dinov2"])
 def test_a_vision_tower_from_a_folder(kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes: dict[str, Any] = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
-        "patch_size": 8,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    if kind == "dinov2":
-        model: Any = transformers.Dinov2Model(transformers.Dinov2Config(**sizes))
-    else:
-        name = {"clip": "CLIP", "siglip": "Siglip"}[kind]
-        text = {key: value for key, value in sizes.items() if key not in ("image_size", "patch_size")}
-        config = getattr(transformers, f"{name}Config")(text_config=text | {"vocab_size": 9}, vision_config=sizes)
-        model = getattr(transformers, f"{name}Model")(config)
-    model.save_pretrained(tmp_path)
-    processor = "CLIPImageProcessor" if kind != "siglip" else "SiglipImageProcessor"
-    getattr(transformers, processor)(image_mean=[0.5] * 3, image_std=[0.25] * 3).save_pretrained(tmp_path)
-    detector = Transformers(weights=str(tmp_path), name=f"tiny_{kind}").build()
-    seen = detector(IMAGES).features
-    x = F.interpolate(IMAGES.float() / 255, (32, 32), mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+    model = write_tower(kind, tmp_path)
+    detector = Transformers(weights=str(tmp_path), name=f"tiny_{kind.lower()}").build()
+    seen, x = detector(IMAGES).features, prepared(SIDE)
     with torch.inference_mode():
-        x = (x - 0.5) / 0.25
-        if kind == "dinov2":
-            expected = model.eval()(pixel_values=x).pooler_output
+        if kind == "Dinov2":
+            expected = model(pixel_values=x).pooler_output
         else:
-            expected = model.eval().get_image_features(pixel_values=x)
+            expected = model.get_image_features(pixel_values=x)
             expected = getattr(expected, "pooler_output", expected)
     torch.testing.assert_close(seen, expected)
-    assert detector.metric_name("cmmd") == f"cmmd_tiny_{kind}" and len(detector.identity["sha256"]) == 64
+    assert detector.metric_name("cmmd") == f"cmmd_tiny_{kind.lower()}" and len(detector.identity["sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [("CLIP", 1), ("CLIPVision", 1), ("Siglip", 0), ("SiglipVision", 0), ("Dinov2", 1), ("Dinov2WithRegisters", 5),
+     ("DINOv3ViT", 1), ("ViT", 1)],
+)  # fmt: skip
+def test_a_tower_sees_maps_of_its_patches(kind: str, others: int, tmp_path: Path) -> None:
+    """At the processor's side, at another (positions are interpolated), and the twin where it belongs."""
+    model = write_tower(kind, tmp_path)
+    tower = getattr(model, "vision_model", model)
+    for side in (SIDE, 48):
+        x = prepared(side)
+        with torch.inference_mode():
+            asked = {} if kind.startswith("D") else {"interpolate_pos_encoding": True}
+            expected = tower(pixel_values=x, **asked).last_hidden_state[:, others:]
+        resolution = None if side == SIDE else side
+        encoder = Transformers(weights=str(tmp_path), name="tiny", resolution=resolution).build()
+        maps = encoder.maps(IMAGES)
+        assert maps.shape == (3, 16, side // PATCH, side // PATCH) and maps.dtype == torch.float32
+        torch.testing.assert_close(maps.flatten(2).transpose(1, 2), expected)
+        assert encoder(IMAGES).features.shape == (3, 16 if kind != "CLIP" else 512)
+
+
+def test_the_processor_says_the_side_and_is_part_of_the_identity(tmp_path: Path) -> None:
+    for name, seed, side in (("one", 0, SIDE), ("same", 0, SIDE), ("other", 1, SIDE), ("large", 0, 64)):
+        write_tower("Dinov2", tmp_path / name, seed, side)
+    one, same, other, large = (
+        Transformers(weights=str(tmp_path / name), name="tiny").build() for name in ("one", "same", "other", "large")
+    )
+    assert one.identity == same.identity and one.identity["sha256"] != other.identity["sha256"]
+    assert one.maps(IMAGES).shape[2:] == (4, 4) and large.maps(IMAGES).shape[2:] == (8, 8)
+    assert large.identity["resize"] == "bicubic, antialiased, 64"
+    path = tmp_path / "same/preprocessor_config.json"
+    path.write_text(path.read_text().replace("0.25", "0.2"))
+    again = Transformers(weights=str(tmp_path / "same"), name="tiny").build()
+    assert again.identity["sha256"] != one.identity["sha256"]
+
+
+def test_a_model_whose_tokens_are_no_grid_is_one_line(tmp_path: Path) -> None:
+    write_tower("ViTMAE", tmp_path)  # it hides three quarters of the patches
+    with pytest.raises(ValueError, match=r"gives \[5, 16\] for an image, which is not one token for each of its patch"):
+        Transformers(weights=str(tmp_path), name="tiny").build().maps(IMAGES)
 
 
 def test_each_has_a_folder_of_what_it_saw() -> None:

@@ -71,7 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         sizes = {"text_config": text, "vision_config": SIZES | {"image_size": 16, "patch_size": 8}}
         config = getattr(transformers, f"{kind}Config")(**sizes)
         getattr(transformers, f"{kind}Model")(config).save_pretrained(path)
-        getattr(transformers, f"{kind}ImageProcessor")(image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(path)
+        size = {"crop_size" if kind == "CLIP" else "size": {"height": 16, "width": 16}}
+        processor = getattr(transformers, f"{kind}ImageProcessor")(image_mean=[0.5] * 3, image_std=[0.5] * 3, **size)
+        processor.save_pretrained(path)
         found[kind.lower()] = path
     return found
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -58,3 +59,12 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return safetensors.torch.load_file(path), model
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}.") from None
+
+
+def content_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of all tensors of a network: another file under the same name is another network."""
+    content = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        content.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()

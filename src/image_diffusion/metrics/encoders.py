@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import sha256_file
+from image_diffusion.core.files import digest, sha256_file
+from image_diffusion.core.weights import content_digest
 from image_diffusion.metrics.features import Detected
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -27,7 +28,8 @@ class EncoderConfig(Config, ABC):
     """How images are brought to the network's side: bicubic and antialiased; or legacy, bilinear without antialiasing,
     as older programs do. Numbers differ, so that the names of the metrics then end with _legacy."""
     resolution: int | None = Field(None, ge=16)
-    """That side, in pixels; unset: the network's own."""
+    """That side, in pixels; unset: 224, or what the processor of a model says. A teacher of patches of p pixels sees
+    resolution / p of them in a row."""
 
     @property
     @abstractmethod
@@ -112,7 +114,7 @@ class Transformers(EncoderConfig):
         local = Path(self.weights).expanduser()
         where = str(local) if local.is_dir() else self.weights
         try:
-            model = transformers.AutoModel.from_pretrained(where)
+            model = transformers.AutoModel.from_pretrained(where, dtype=torch.float32)
             prepared: Any = transformers.AutoImageProcessor.from_pretrained(where)
         except (OSError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -120,14 +122,12 @@ class Transformers(EncoderConfig):
                 f"The detector {self.name} could not be loaded from {self.weights}: {reason} Without access to the "
                 "Hugging Face Hub, copy the model's folder to this machine and set weights to its path."
             ) from None
-        files = sorted(local.glob("*.safetensors")) if local.is_dir() else []
-        sha256 = " ".join(sha256_file(each) for each in files) or f"{self.weights} {_revision(model)}"
-        tower = getattr(model, "vision_model", model)
-        side = self.resolution or tower.config.image_size
         mean, std = tuple(prepared.image_mean), tuple(prepared.image_std)
+        sha256 = digest([content_digest(model.state_dict()), mean, std])
+        tower = _Tower(model, self.weights)
+        side = self.resolution or _side(prepared) or tower.side
         model.eval().to(device)
-        encoder = Encoder(_EmbeddingOf(model, tower), self, self.name, sha256, side, mean, std, device)
-        return encoder, model, where
+        return Encoder(tower, self, self.name, sha256, side, mean, std, device), model, where
 
 
 class Encoder:
@@ -138,7 +138,7 @@ class Encoder:
 
     def __init__(
         self,
-        network: nn.Module,
+        network: _GivenTo | _Tower,
         config: EncoderConfig,
         name: str,
         sha256: str,
@@ -156,11 +156,19 @@ class Encoder:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Detected:
+        return Detected(self._network(self._prepared(images)).to("cpu", torch.float32))
+
+    @torch.inference_mode()
+    def maps(self, images: Tensor) -> Tensor:
+        """What a tower of transformers sees in each patch of images uint8 [B, C, H, W]: [B, D, h, w], on the CPU."""
+        assert isinstance(self._network, _Tower)
+        return self._network.patches(self._prepared(images)).to("cpu", torch.float32)
+
+    def _prepared(self, images: Tensor) -> Tensor:
         x = images.expand(-1, 3, -1, -1).to(torch.float32) / 255
         mode = "bicubic" if self._antialiased else "bilinear"
         x = F.interpolate(x, (self._resolution,) * 2, mode=mode, antialias=self._antialiased, align_corners=False)
-        x = (x.clamp(0, 1) - self._mean) / self._std
-        return Detected(self._network(x.to(self._device)).to("cpu", torch.float32))
+        return ((x.clamp(0, 1) - self._mean) / self._std).to(self._device)
 
 
 class _GivenTo(nn.Module):
@@ -176,17 +184,48 @@ class _GivenTo(nn.Module):
         return self._seen.pop()
 
 
-class _EmbeddingOf(nn.Module):
-    """x -> the embedding of an image: pooled, and projected where the model says so."""
+class _Tower(nn.Module):
+    """x -> the embedding of an image: pooled, and projected where the model says so. name: what errors call it."""
 
-    def __init__(self, model: nn.Module, tower: nn.Module) -> None:
+    def __init__(self, model: Any, name: str) -> None:
         super().__init__()
-        self.tower, self.projection = tower, getattr(model, "visual_projection", nn.Identity())
+        self.tower, self.projection = (
+            getattr(model, "vision_model", model),
+            getattr(model, "visual_projection", nn.Identity()),
+        )
+        self.name, self.config = name, self.tower.config
+
+    @property
+    def side(self) -> int:
+        """Of the images that its positions were learned on, in pixels."""
+        side: int = self.config.image_size
+        return side
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled: Tensor = self.projection(self.tower(pixel_values=x).pooler_output)
+        pooled: Tensor = self.projection(self._seen(x).pooler_output)
         return pooled
 
+    def patches(self, x: Tensor) -> Tensor:
+        """The last hidden states of the patches, [B, D, h, w]. Raises ValueError for a model without such a grid."""
+        tokens: Tensor = self._seen(x).last_hidden_state  # [B, class and register tokens, then patches, D]
+        patch = getattr(self.config, "patch_size", None)
+        grid = x.shape[-1] // patch if isinstance(patch, int) else 0
+        others = (0, 1, 1 + getattr(self.config, "num_register_tokens", 0))
+        if not grid or tokens.ndim != 3 or tokens.shape[1] - grid**2 not in others:
+            raise ValueError(
+                f"{self.name} gives {list(tokens.shape[1:])} for an image, which is not one token for each of its "
+                f"patches, after those of the class and registers. Choose a DINOv2, DINOv3, CLIP or SigLIP."
+            )
+        maps: Tensor = tokens[:, -(grid**2) :].transpose(1, 2).unflatten(2, (grid, grid))
+        return maps
 
-def _revision(model: Any) -> str:
-    return str(getattr(model.config, "_commit_hash", None))
+    def _seen(self, x: Tensor) -> Any:
+        other = {} if x.shape[-1] == self.side else {"interpolate_pos_encoding": True}  # some do so unasked
+        return self.tower(pixel_values=x, **other)
+
+
+def _side(processor: Any) -> int | None:
+    """Of the squares that a processor makes, in pixels."""
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    side: int | None = getattr(size, "height", None)
+    return side

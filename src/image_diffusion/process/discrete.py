@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -12,6 +13,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid, Steps
+from image_diffusion.process.noise_process import count_steps, karras_sigmas
 from image_diffusion.process.respacing import Respacing, space_timesteps
 from image_diffusion.process.schedules import BetaSchedule, Linear, checked_betas
 
@@ -55,8 +57,8 @@ class DiscreteProcess:
         self.timestep_map = torch.tensor(kept)
         self.alpha_bar = schedule_alpha_bar[self.timestep_map]
         self.betas = 1 - self.alpha_bar / torch.cat([self.alpha_bar.new_ones(1), self.alpha_bar[:-1]])
-        scale = 1000.0 / len(schedule_alpha_bar) if rescale_timesteps else 1.0
-        self._network_time = self.timestep_map.double() * scale
+        self._time_scale = 1000.0 / len(schedule_alpha_bar) if rescale_timesteps else 1.0
+        self._network_time = self.timestep_map.double() * self._time_scale
         self.steps = self.grid().steps.flip()
         self._steps_on: dict[torch.device, tuple[Steps, Tensor]] = {}
 
@@ -105,6 +107,18 @@ class DiscreteProcess:
         clean = self.alpha_bar.new_ones(1)
         alpha_bar = torch.cat([self.alpha_bar.flip(0), clean])
         return Grid(time=self._network_time.flip(0), alpha=alpha_bar.sqrt(), sigma=(1 - alpha_bar).sqrt())
+
+    def karras_grid(self, num_steps: Respacing) -> Grid:
+        """So many points by Karras's spacing of sigma / alpha, from that of the schedule's last timestep to that of its
+        first, and the clean end; the network is told the timestep nearest in log(sigma / alpha). The points of
+        diffusers' `use_karras_sigmas`. Raises ValueError for anything but a number, and where no signal is left."""
+        sigmas = (1 / self._schedule_alpha_bar - 1).sqrt()
+        if not sigmas[-1].isfinite():
+            raise ValueError("The schedule ends without any signal, where Karras's spacing cannot begin. Use time.")
+        chosen = karras_sigmas(sigmas[-1].item(), sigmas[0].item(), count_steps(num_steps, "karras-spaced discrete"))
+        timesteps = np.interp(chosen.log().numpy(), sigmas.log().numpy(), np.arange(len(sigmas))).round()
+        alpha = torch.cat([chosen, chosen.new_zeros(1)]).square().add(1).rsqrt()
+        return Grid(time=torch.from_numpy(timesteps) * self._time_scale, alpha=alpha, sigma=(1 - alpha**2).sqrt())
 
     def _on(self, device: torch.device) -> tuple[Steps, Tensor]:
         if device not in self._steps_on:

@@ -19,10 +19,8 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.noise_process import count_steps
+from image_diffusion.process.noise_process import count_steps, karras_sigmas
 from image_diffusion.process.respacing import Respacing
-
-_RHO = 7.0  # how much shorter the steps are near the data; section 3: images come out best with 5 to 10
 
 
 class Edm(Config):
@@ -109,18 +107,14 @@ class EdmProcess:
         return ((t.double().log() - low) / (high - low)).clamp(0, 1 - 2**-24)
 
     def grid(self, num_steps: Respacing) -> Grid:
-        """Karras's spacing (equation 5, rho 7). Raises ValueError for anything but a number of steps."""
-        return self.grid_of(self.spaced(count_steps(num_steps, "edm")))
+        """Karras's spacing, from sigma_max to sigma_min. Raises ValueError for anything but a number of steps."""
+        first, last = self._config.sigma_max, self._config.sigma_min
+        return self.grid_of(karras_sigmas(first, last, count_steps(num_steps, "edm")))
 
     def grid_of(self, sigma: Tensor) -> Grid:
         """The points at these sigmas [N], and the clean end."""
         sigma = torch.cat([sigma, sigma.new_zeros(1)])
         return Grid(time=sigma[:-1].log() / 4, alpha=torch.ones_like(sigma), sigma=sigma)
-
-    def spaced(self, num_steps: int) -> Tensor:
-        """Float64 [num_steps]: sigmas from sigma_max to sigma_min, evenly spaced in their seventh root."""
-        first, last = (end ** (1 / _RHO) for end in (self._config.sigma_max, self._config.sigma_min))
-        return torch.linspace(first, last, num_steps, dtype=torch.float64) ** _RHO
 
     def _ends(self) -> tuple[float, float]:
         return math.log(self._config.sigma_min), math.log(self._config.sigma_max)

@@ -14,10 +14,10 @@ from torch import Tensor
 from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.multistep import run_scheduler
-from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
+from image_diffusion.samplers.sampler import NumSteps, SpacedByNoise, Step
 
 
-class DpmSolver(SamplerConfig):
+class DpmSolver(SpacedByNoise):
     """One network call a step, order 2: diffusers' DPMSolverMultistepScheduler on our noise levels."""
 
     type: Literal["dpm_solver"] = "dpm_solver"

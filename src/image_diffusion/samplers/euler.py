@@ -14,10 +14,10 @@ from torch import Tensor
 
 from image_diffusion.core.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.sampler import SamplerConfig, Step
+from image_diffusion.samplers.sampler import SpacedByNoise, Step
 
 
-class Euler(SamplerConfig):
+class Euler(SpacedByNoise):
     """One network call a step, order 1."""
 
     type: Literal["euler"] = "euler"

@@ -21,10 +21,10 @@ from image_diffusion.process import Process
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import SamplerConfig, Step
+from image_diffusion.samplers.sampler import SpacedByNoise, Step
 
 
-class Heun(SamplerConfig):
+class Heun(SpacedByNoise):
     """Two network calls a step, one in the last; order 2."""
 
     type: Literal["heun"] = "heun"
@@ -56,7 +56,7 @@ class Heun(SamplerConfig):
                 f"steps that it needs; this one is {process.type}. Leave s_churn out."
             )
         built = process.build()
-        plain = built.grid(self.num_steps).sigma[:-1]
+        plain = super().grid(process).sigma[:-1]
         inside = (plain >= self.s_min) & (plain <= (math.inf if self.s_max is None else self.s_max))
         raised = plain * (1 + inside * min(self.s_churn / len(plain), math.sqrt(2) - 1))  # t^ of Algorithm 2
         return built.grid_of(torch.stack([plain, raised], 1).flatten()[1:])

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -15,6 +15,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.streams import Streams
 from image_diffusion.process import Process
 from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.parameterization import Variance, clamp
@@ -139,6 +140,30 @@ class StepsFurther(SamplerConfig):
         continuous = self.shifted(process)
         assert isinstance(continuous, Continuous)
         return continuous.build().grid(self.num_steps, self.time_difference)
+
+
+class SpacedByNoise(SamplerConfig):
+    """A sampler that may ask at other points than those of even times."""
+
+    spacing: Literal["time", "karras"] = "time"
+    """Where the steps of a discrete process lie: evenly in time, or evenly in the seventh root of sigma / alpha (Karras
+    et al. 2022, equation 5), as with diffusers' use_karras_sigmas. The process edm always has the second."""
+
+    def shifted(self, process: Process) -> Process:
+        """As of every sampler. Raises ValueError for Karras's spacing of another process than discrete."""
+        if self.spacing == "karras" and not isinstance(process, Discrete):
+            raise ValueError(
+                f"spacing is karras, which is for the process discrete, not {process.type}: edm has it by itself, and "
+                f"the others begin where no signal is left. Leave it out."
+            )
+        return super().shifted(process)
+
+    def grid(self, process: Process) -> Grid:
+        """As of every sampler, with this spacing."""
+        process = self.shifted(process)
+        if self.spacing == "karras" and isinstance(process, Discrete):
+            return process.build().karras_grid(self.num_steps)
+        return super().grid(process)
 
 
 def initial_scale(grid: Grid) -> float:

@@ -25,7 +25,7 @@ from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
+from image_diffusion.samplers.sampler import NumSteps, SpacedByNoise, Step
 
 Form = Literal["constant", "sbdm", "sigma", "decreasing", "increasing_decreasing"]
 
@@ -39,7 +39,7 @@ FORMS: dict[Form, Callable[[float, float], float]] = {
 """D of the time t, 1 at noise, and of `norm`."""
 
 
-class Sde(SamplerConfig):
+class Sde(SpacedByNoise):
     """One network call a step, order 1 in distribution; the last step draws no noise."""
 
     type: Literal["sde"] = "sde"
@@ -60,7 +60,7 @@ class Sde(SamplerConfig):
         return True
 
     def grid(self, process: Process) -> Grid:
-        """As of every sampler. Raises ValueError for the size of a last step that the process fixes."""
+        """As of its kind. Raises ValueError for the size of a last step that the process fixes."""
         process, size = self.shifted(process), self.last_step_size
         if isinstance(process, Flow | Continuous):
             return process.build().grid(self.num_steps, last_step=0.04 if size is None else size)
@@ -68,7 +68,7 @@ class Sde(SamplerConfig):
             raise ValueError(
                 f"last_step_size is {size:g}, but the process {process.type} says where noise ends. Leave it out."
             )
-        return process.build().grid(self.num_steps)
+        return super().grid(process)
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
         """y_s = y_t - (v + D eps / t) dt + sqrt(2 D dt) z of y = x / (alpha + sigma), with v = eps - x0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.text.encoder import TextEncoder
+from image_diffusion.core.weights import content_digest
 
 Pool = Callable[[Any, Tensor], Tensor]
 """What the model gives, and which tokens [B, L] are a caption's -> one embedding a caption, [B, dim]."""
@@ -70,7 +70,7 @@ class TransformerText:
         self.identity: dict[str, Any] = {
             "type": kind,
             "weights": weights,
-            "sha256": _digest(model),
+            "sha256": content_digest(model.state_dict()),
             "num_tokens": num_tokens,
         }
         embedded, tokens = self(["a"])
@@ -109,12 +109,3 @@ def pooled(found: Any, said: Tensor) -> Tensor:
     """What the model itself makes of a caption, [B, dim]."""
     embedding: Tensor = found.pooler_output
     return embedding
-
-
-def _digest(model: nn.Module) -> str:
-    """Of all weights: another file under the same name is another encoder."""
-    content = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        content.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()

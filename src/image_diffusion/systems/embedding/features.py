@@ -17,6 +17,7 @@ from image_diffusion.data.records import Quarantined, Sample, read_record
 from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.detector import InPipe
 from image_diffusion.metrics.dinov2 import Dinov2
+from image_diffusion.metrics.encoders import Transformers
 from image_diffusion.systems.embedding.given import Given
 
 
@@ -27,17 +28,20 @@ class FeaturePairs(Config):
     """Of the shards."""
     type: Literal["features"] = "features"
     """What a teacher sees in the crops; for system.alignment."""
-    teacher: Annotated[InPipe | Dinov2, Field(discriminator="type")] = InPipe()
-    """Who looks: the classifier that `detect` trains on the data set's own classes, which needs no download, or
-    DINOv2."""
+    teacher: Annotated[InPipe | Dinov2 | Transformers, Field(discriminator="type")] = InPipe()
+    """Who looks: the classifier that `detect` trains on the data set's own classes, which needs no download, DINOv2, or
+    a vision transformer of the package transformers, of which the last hidden states of the patches are taken."""
     dtype: Literal["float16", "float32"] = "float16"
     """How features are stored."""
 
     @property
     def name(self) -> str:
         """The folder of the features."""
-        model = {} if isinstance(self.teacher, InPipe) else {"model": self.teacher.model}
-        return f"features-{model.get('model', self.teacher.type)}"
+        match self.teacher:
+            case InPipe():
+                return "features-inpipe"
+            case Dinov2(model=name) | Transformers(name=name):
+                return f"features-{name}"
 
     @property
     def needs_source(self) -> bool:

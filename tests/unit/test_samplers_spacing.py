@@ -1,0 +1,92 @@
+"""Karras's spacing of the steps of a discrete process, against diffusers' numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
+from torch import Tensor
+
+from image_diffusion.core.streams import Streams
+from image_diffusion.process import Process
+from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.edm import Edm
+from image_diffusion.process.flow import Flow
+from image_diffusion.process.grid import Denoised, Grid
+from image_diffusion.process.schedules import Cosine, Jsd
+from image_diffusion.samplers import DpmSolver, Euler, Heun, Sde, UniPc
+from image_diffusion.samplers.sampler import SpacedByNoise
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
+
+KARRAS: dict[str, Any] = {"spacing": "karras", "num_steps": 11}
+EVERY = [DpmSolver(**KARRAS), DpmSolver(adds_noise=True, **KARRAS), UniPc(**KARRAS), Sde(**KARRAS), Euler(**KARRAS)]
+EVERY = [*EVERY, Heun(**KARRAS)]
+LINEAR: dict[str, Any] = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "use_karras_sigmas": True}
+SCHEDULERS = {
+    "dpm_solver": lambda: DPMSolverMultistepScheduler(prediction_type="sample", **LINEAR),
+    "unipc": lambda: UniPCMultistepScheduler(prediction_type="sample", **LINEAR),
+}
+
+
+@pytest.mark.parametrize("num_steps", [4, 20, 50])
+def test_sigmas_and_timesteps_are_those_of_diffusers(num_steps: int) -> None:
+    grid = DpmSolver(spacing="karras", num_steps=num_steps).grid(Discrete())
+    for scheduler in (*(make() for make in SCHEDULERS.values()), EulerDiscreteScheduler(**LINEAR)):
+        scheduler.set_timesteps(num_steps)
+        sigmas = scheduler.sigmas.double()
+        torch.testing.assert_close((grid.sigma / grid.alpha)[:-1], sigmas[:num_steps], rtol=1e-4, atol=1e-5)
+        assert grid.time.tolist() == [round(each) for each in scheduler.timesteps.tolist()]
+    assert grid.alpha[-1] == 1 and grid.sigma[-1] == 0
+    torch.testing.assert_close(grid.alpha**2 + grid.sigma**2, torch.ones(num_steps + 1).double())
+
+
+@pytest.mark.parametrize("sampler", [DpmSolver(**KARRAS), UniPc(**KARRAS)], ids=lambda each: each.type)
+def test_samples_are_those_of_diffusers(sampler: SpacedByNoise) -> None:
+    torch.manual_seed(0)
+    grid, noise, scheduler = sampler.grid(Discrete()), torch.randn(2, 3, 4, 4).double(), SCHEDULERS[sampler.type]()
+    assert isinstance(grid, Grid)
+
+    def x0(x: Tensor, t: float) -> Tensor:
+        return 0.4 * x.tanh() + 1e-4 * t
+
+    def denoiser(x: Tensor, i: int) -> Denoised:
+        seen = x0(x, grid.time[i].item())
+        return Denoised(seen, (x - grid.alpha[i].item() * seen) / grid.sigma[i].item())
+
+    zeros = torch.zeros(2, dtype=torch.int64)
+    found = sampler(denoiser, grid, noise, Streams(0, zeros, zeros))
+    scheduler.set_timesteps(sampler.num_steps)
+    x = noise
+    for t in scheduler.timesteps:
+        x = scheduler.step(x0(x, t.item()), t, x, return_dict=False)[0]
+    torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=lambda each: each.type)
+def test_every_such_sampler_takes_it_and_tells_where_it_does_not_go(sampler: SpacedByNoise) -> None:
+    plain = sampler.model_copy(update={"spacing": "time"}).grid(Discrete())
+    grid = sampler.grid(Discrete(rescale_timesteps=True, num_timesteps=4000, schedule=Cosine()))
+    assert grid.num_steps == 11 and grid.time[0] == 999.75 and grid.time[-1] == 0
+    spaced = sampler.grid(Discrete())
+    torch.testing.assert_close(spaced.sigma[[0, -2, -1]], plain.sigma[[0, -2, -1]])
+    assert not torch.allclose(spaced.sigma, plain.sigma, rtol=0.01)
+    processes: list[Process] = [Continuous(), Flow(), Edm()]
+    for process in processes:
+        with pytest.raises(ValueError, match=f"karras, which is for the process discrete, not {process.type}"):
+            sampler.grid(process)
+    with pytest.raises(ValueError, match="ends without any signal"):
+        sampler.grid(Discrete(schedule=Jsd()))
+    with pytest.raises(ValueError, match="takes a number of steps, at least 1; got 'ddim50'"):
+        sampler.model_copy(update={"num_steps": "ddim50"}).grid(Discrete())
+
+
+def test_churn_on_edm_tells_of_settings_that_would_do_nothing() -> None:
+    for given, told in (({"spacing": "karras"}, "spacing is karras"), ({"shift": 3.0}, "shift is 3")):
+        with pytest.raises(ValueError, match=told):
+            Heun.model_validate({"s_churn": 30.0, "num_steps": 10} | given).grid(Edm())
