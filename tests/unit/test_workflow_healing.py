@@ -116,3 +116,16 @@ def test_a_preview_that_is_damaged_is_told_and_trains_nothing_again(capsys: pyte
     )
     (folder / "listing.json").write_bytes(b"x")
     assert Damage(STORE).fault_of(Path("train/model.json")) is None and "is damaged" in capsys.readouterr().err
+
+
+def test_a_listing_that_was_damaged_is_told_from_then_on_whatever_is_added(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("train/previews/f")
+    for step in (0, 1):
+        write_bytes(folder / f"step-{step:07d}.npz", b"x")
+        write_listing(folder, f"step-{step:07d}*")
+    listing = folder / "listing.json"
+    listing.write_text(listing.read_text().replace("step-0000000", "step-0000008"))  # a bit
+    write_bytes(folder / "step-0000008.npz", b"x")
+    write_listing(folder, "step-0000008*")
+    assert Damage(STORE).fault_of(Path("train/model.json")) is None
+    assert f"note: the previews in {folder} are not as they were drawn: {listing} is damaged" in capsys.readouterr().err

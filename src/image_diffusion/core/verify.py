@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files import Stamp, read_json, sha256_file, stamp_of, write_json, write_text
+from image_diffusion.core.files import Stamp, digest, read_json, sha256_file, stamp_of, write_json, write_text
 
 AT_ONCE_BYTES = 2 << 30
 """What is hashed before training begins, a second or two; more than that while it goes on."""
@@ -64,19 +64,29 @@ def write_checksums(folder: Path) -> None:
 
 
 def write_listing(folder: Path, pattern: str) -> None:
-    """Note the sha256 of the files in a folder whose names fit a pattern, where there are any, in its listing.json."""
+    """Note the sha256 of the files in a folder whose names fit a pattern, where there are any, in its listing.json.
+
+    One that was damaged stays so, whatever is added: what it listed before is not known.
+    """
     if files := sorted(folder.glob(pattern)):
         try:
-            listed = read_listing(folder)
-        except (ValueError, KeyError, TypeError):  # told by those who read it
-            listed = {}
-        write_json(folder / _LISTING, {"files": dict(sorted({**listed, **describe(folder, files)}.items()))})
+            listed, is_whole = read_listing(folder), True
+        except ValueError:
+            listed, is_whole = {}, False
+        listed = dict(sorted({**listed, **describe(folder, files)}.items()))
+        write_json(folder / _LISTING, {"files": listed, "digest": digest(listed) if is_whole else None})
 
 
 def read_listing(folder: Path) -> dict[str, str]:
-    """What `write_listing` wrote; empty where it did not. Raises ValueError when it is damaged."""
+    """What `write_listing` wrote; empty where it did not. Raises ValueError when it is, or was, damaged."""
     path = folder / _LISTING
-    return dict(read_json(path)["files"]) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    found = read_json(path)
+    listed = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(listed, dict) or found.get("digest") != digest(listed):
+        raise ValueError(f"{path} is damaged.")
+    return listed
 
 
 def tell_of_previews(folder: Path, fault_of: Callable[[Path, Mapping[str, str]], str | None] | None = None) -> None:
@@ -87,8 +97,8 @@ def tell_of_previews(folder: Path, fault_of: Callable[[Path, Mapping[str, str]],
     """
     try:
         fault = (fault_of or _fault_of)(folder, read_listing(folder))
-    except (ValueError, KeyError, TypeError) as error:
-        fault = str(error)
+    except ValueError as error:
+        fault = str(error).rstrip(".")
     if fault is not None:
         print(
             f"note: the previews in {folder} are not as they were drawn: {fault}. The curve leaves out what is "

@@ -29,7 +29,7 @@ def read_previews(folder: Path, classes: list[str], num_steps: int) -> tuple[dic
     previews, left_out = dict[int, Samples](), list[str]()
     try:
         described = {name: sha256 for name, sha256 in read_listing(folder).items() if name.endswith(".npz")}
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         described = {}
         left_out.append(f"A preview that is missing is not noticed: {error}")
     for name in sorted({*names, *described}):
