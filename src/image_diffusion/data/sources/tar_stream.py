@@ -82,7 +82,7 @@ class TarStream(Config):
         """The images of a tar and how each is read, sorted by key. Raises ValueError when it cannot be fetched or read;
         reading raises OSError."""
         numbers = {name: number for number, name in enumerate(self.known_classes())}
-        with _fetched(str(item.address[0])) as file:
+        with _fetched(item) as file:
             members = members_of(file, item.name, labelled=bool(numbers))
             for key in sorted(members.images.keys() | members.labels.keys()):
                 label, problem = _label(members, key, numbers)
@@ -96,7 +96,7 @@ class TarStream(Config):
             raise ValueError("data.source.classes is set, so that texts in the tars tell classes. Leave one out.")
         found: dict[str, list[str]] = {}
         for item in self.listing().items:
-            with _fetched(str(item.address[0])) as file:
+            with _fetched(item) as file:
                 captions = members_of(file, item.name, labelled=False).captions
             found |= {f"{item.name}/{key}": texts for key, texts in captions.items()}
         return found
@@ -137,10 +137,10 @@ def _read(file: IO[bytes], start: int, size: int, problem: str) -> bytes:
 
 
 @contextmanager
-def _fetched(url: str) -> Iterator[IO[bytes]]:
+def _fetched(item: Item) -> Iterator[IO[bytes]]:
     """A tar as a file without a name, which is gone with this process whatever ends it."""
     with tempfile.TemporaryFile() as file:
-        patiently(url, lambda: _fetch(url, file))
+        patiently(item.name, lambda: _fetch(str(item.address[0]), file))
         yield file
 
 
