@@ -35,6 +35,7 @@ from image_diffusion.data.chosen import chosen
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.duplicates import grey, looks, pixel_hash, sharpness
 from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
+from image_diffusion.data.reading import Image, images_of, state_of
 from image_diffusion.data.records import (
     FORMAT,
     Quarantined,
@@ -58,7 +59,7 @@ from image_diffusion.data.write import Chunk, histogram, write_shard
 
 _GROUPS_A_SHARD = 32  # of images that are read together; their numbers in a shard then vary by a sixth
 _LOOK_S = 0.5  # between looks at what other processes have done
-_done: Synchronized[int] | None = None  # in a process of the pool: how many images all of them have done
+_done: Synchronized[int] | None = None  # in a process of the pool: how many items all of them have done
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,17 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
     records: list[ShardRecord] = []
     written: set[int] = set()
-    with Progress("crop", len(listing.items), "image") as progress:
-        for record, is_new in _map(config, tasks, output, processes, None, progress):
+    layout = crop_layout(config, labelled=bool(listing.classes))
+    with Progress("crop", len(listing.items), listing.unit) as progress:
+        for record, is_new in _map(config, layout, tasks, output, processes, None, progress):
             records.append(record)
             written |= {record.shard} if is_new else set()
     spare = same_crops(records) if config.duplicates == "drop" else {}
-    again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != _spare_of(items, spare)]
+    drops = {record.shard: _spare_of(record, spare) for record in records}
+    again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != drops[shard]]
     if again:
-        with Progress("crop: without duplicates", sum(len(items) for _, items in again), "image") as progress:
-            for record, _ in _map(config, again, output, processes, spare, progress):
+        with Progress("crop: without duplicates", sum(len(items) for _, items in again), listing.unit) as progress:
+            for record, _ in _map(config, layout, again, output, processes, drops, progress):
                 records[record.shard] = record
                 written.add(record.shard)
     bad = sorted(
@@ -105,11 +108,11 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     )
     listed = [*bad, *unwanted, *left_out(records, spare)]
     write_quarantine(output / "quarantine.csv", sorted(listed, key=lambda each: each.path))
-    _judge(config, output, bad, len(listing.items) + len(listing.rejected))
+    found = sum(len(record.samples) + len(record.dropped) + len(record.quarantined) for record in records)
+    _judge(config, output, bad, found + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
-    layout = crop_layout(config, labelled=bool(listing.classes))
     moved = not_held_out(records, output, layout, config.validation_fraction, processes)
     manifest = _manifest(config, listing, records, bad, output) | ({"not_held_out": moved} if moved else {})
     write_json(output / "manifest.json", manifest)
@@ -128,6 +131,7 @@ def crop_layout(config: DataConfig, labelled: bool) -> Layout:
 
 def crop_shard(
     config: DataConfig,
+    layout: Layout,
     shard: int,
     items: list[Item],
     output: Path,
@@ -137,18 +141,17 @@ def crop_shard(
     """Crop the images of one shard, unless it already holds exactly them; returns its record and whether it was
     written.
 
-    drop: the names of those that are left out; None: a shard that is there may have left out any. count: called with
-    how many images are done, now and then.
+    layout: of a crop. drop: the names of those that are left out; None: a shard that is there may have left out any.
+    count: called with how many items are done, now and then. Raises ValueError for a tar that cannot be had.
     """
     if record_path(output, shard).is_file():
-        made_from = _made_from(config, items, [_sha256(config, item) for item in items])
+        made_from = _made_from(config, items, [state_of(config.source, item) for item in items])
         record = kept(output, shard, made_from)
         if record is not None and drop in (None, _dropped(record)) and _is_looked_at(record):
             count(len(items))
             return record, False
     noted: list[tuple[Sample, NDArray[np.uint8]]] = []
     bad: list[Quarantined] = []
-    layout = crop_layout(config, labelled=bool(items) and items[0].label is not None)
     with quiet_pillow():
         crops = _crops(config, shard, items, drop or set(), noted, bad, count)
         sha256, size, num_samples = write_shard(output, shard, layout, crops)
@@ -156,7 +159,8 @@ def crop_shard(
     samples, dropped = [each for each in every if each.key], [each for each in every if not each.key]
     # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
     read = _hashes([*samples, *dropped], bad)
-    made_from = _made_from(config, items, [read[item.name] for item in items])
+    states = [read[item.name] if item.name in read else state_of(config.source, item) for item in items]
+    made_from = _made_from(config, items, states)
     versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
     classes = histogram(each.label for each in samples)
     record = ShardRecord(shard, made_from, sha256, size, num_samples, classes, samples, versions, bad, dropped=dropped)
@@ -176,11 +180,10 @@ def _crops(
     """The crops of a shard, one at a time; notes each image, with its crop in grey, or as bad, and has it counted. One
     that is dropped has no key."""
     number = 0
-    for item in items:
+    for item, read in _images(config, items, count):
         data = b""
-        count(1)
         try:
-            data = config.source.read(item)
+            data = read()
             crop = crop_image(data, config)
         except OSError as error:
             bad.append(Quarantined(item.name, f"cannot be read: {error.strerror or error}"))
@@ -198,6 +201,13 @@ def _crops(
         yield {"npy": crop.pixels[np.newaxis]}, np.array([item.label or 0])
 
 
+def _images(config: DataConfig, items: list[Item], count: Callable[[int], None]) -> Iterator[Image]:
+    """Every image of the items, each of which is counted."""
+    for item in items:
+        count(1)
+        yield from images_of(config.source, item)
+
+
 def _looked_at(noted: Sequence[tuple[Sample, NDArray[np.uint8]]]) -> list[Sample]:
     """The samples, with what their crops in grey tell of all of them at once."""
     if not noted:
@@ -213,13 +223,6 @@ def _hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, 
     return {each.path: each.sha256 for each in samples} | {each.path: each.sha256 for each in bad}
 
 
-def _sha256(config: DataConfig, item: Item) -> str:
-    try:
-        return hashlib.sha256(config.source.read(item)).hexdigest()
-    except OSError:
-        return ""
-
-
 def _dropped(record: ShardRecord) -> set[str]:
     return {each.path for each in record.dropped}
 
@@ -229,8 +232,8 @@ def _is_looked_at(record: ShardRecord) -> bool:
     return all(each.pixels for each in (*record.samples, *record.dropped))
 
 
-def _spare_of(items: Iterable[Item], spare: Mapping[str, str]) -> set[str]:
-    return {item.name for item in items if item.name in spare}
+def _spare_of(record: ShardRecord, spare: Mapping[str, str]) -> set[str]:
+    return {each.path for each in (*record.samples, *record.dropped) if each.path in spare}
 
 
 def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
@@ -241,37 +244,39 @@ def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
 
 def _by_shard(items: Sequence[Item], num_shards: int) -> list[list[Item]]:
     """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other. What is
-    best read together stays so where there are enough such groups to fill the shards evenly."""
+    best read together stays so where there are enough such groups to fill the shards evenly. Tars take turns."""
     shards: list[list[Item]] = [[] for _ in range(num_shards)]
     in_groups = len({item.together for item in items}) >= _GROUPS_A_SHARD * num_shards
     for item in items:
         key = item.together if in_groups and item.together else item.name
-        number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        hashed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        number = hashed if item.turn is None else item.turn
         shards[number % num_shards].append(item)
     return shards
 
 
 def _map(
     config: DataConfig,
+    layout: Layout,
     tasks: list[tuple[int, list[Item]]],
     output: Path,
     processes: int,
-    spare: Mapping[str, str] | None,
+    drops: Mapping[int, Set[str]] | None,
     progress: Progress,
 ) -> Iterator[tuple[ShardRecord, bool]]:
-    """Crop the shards, in their order; in this process where one is enough or no others can be had. spare: what is left
-    out, by name; None: nothing is, of shards that are not there yet."""
-    drops = [None if spare is None else _spare_of(items, spare) for _, items in tasks]
+    """Crop the shards, in their order; in this process where one is enough or no others can be had. drops: what each
+    leaves out, by name; None: nothing is left out of shards that are not there yet."""
     shared = _pool(config, min(processes, len(tasks)))
     if shared is None:
-        for (shard, items), drop in zip(tasks, drops, strict=True):
-            yield crop_shard(config, shard, items, output, drop, progress.advance)
+        for shard, items in tasks:
+            drop = None if drops is None else drops[shard]
+            yield crop_shard(config, layout, shard, items, output, drop, progress.advance)
         return
     (pool, done), shown = shared, 0
     with pool:
         futures = [
-            pool.submit(_crop_shard, config, shard, items, output, drop)
-            for (shard, items), drop in zip(tasks, drops, strict=True)
+            pool.submit(_crop_shard, config, layout, shard, items, output, None if drops is None else drops[shard])
+            for shard, items in tasks
         ]
         try:
             for future in futures:
@@ -289,7 +294,7 @@ def _map(
 
 
 def _pool(config: DataConfig, workers: int) -> tuple[ProcessPoolExecutor, Synchronized[int]] | None:
-    """Processes that crop, and how many images all of them have done."""
+    """Processes that crop, and how many items all of them have done."""
     if workers <= 1:
         return None
     try:
@@ -315,6 +320,8 @@ def _set_up(config: DataConfig, parent: str, done: Synchronized[int]) -> None:
 
 def _judge(config: DataConfig, output: Path, bad: list[Quarantined], total: int) -> None:
     """Raise ValueError when too little is left."""
+    if not total:
+        raise ValueError("The source holds no images. Its tars must hold files like 0001.jpg.")
     if not bad:
         return
     reason, count = Counter(each.reason.split(":")[0] for each in bad).most_common(1)[0]
@@ -368,17 +375,17 @@ def _manifest(
 
 
 def _crop_shard(
-    config: DataConfig, shard: int, items: list[Item], output: Path, drop: Set[str] | None
+    config: DataConfig, layout: Layout, shard: int, items: list[Item], output: Path, drop: Set[str] | None
 ) -> tuple[ShardRecord, bool]:
     """`crop_shard` in a process of the pool, which counts with all others."""
     done = _done
     assert done is not None
 
-    def count(images: int) -> None:
+    def count(items: int) -> None:
         with done.get_lock():
-            done.value += images
+            done.value += items
 
-    return crop_shard(config, shard, items, output, drop, count)
+    return crop_shard(config, layout, shard, items, output, drop, count)
 
 
 def write_sheets(output: Path, done: Cropped) -> list[Path]:

@@ -279,6 +279,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if others.codec is not None and others.codec.data != experiment.data:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     experiment.system.check_flips(experiment.train.flip_probability)
+    if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
+        raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
     if experiment.train.tunes:
         with shapes_only():

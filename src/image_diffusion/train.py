@@ -109,6 +109,8 @@ def prepare_training(
             f"The data set has {training.num_samples:,} training images, fewer than one batch of "
             f"train.global_batch = {stage.train.global_batch}. Add images, or make the batch smaller."
         )
+    if stage.train.balance_classes and not training.num_classes:
+        raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     system, kind = stage.system, training.manifest["kind"]
     if kind not in system.reads:
         raise ValueError(

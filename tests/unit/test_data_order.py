@@ -1,10 +1,13 @@
 """Every sample once an epoch, in one order, whatever reads it: 10,000 generated configurations of pure arithmetic."""
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_diffusion.data.order import at_positions, epoch_order, share
+from image_diffusion.data.order import Balanced, at_positions, epoch_order, share
 
 
 @settings(max_examples=10_000, deadline=None)
@@ -65,3 +68,45 @@ def test_neighbouring_seeds_and_epochs_give_unrelated_orders() -> None:
     for i, first in enumerate(orders):
         for second in orders[:i]:
             assert abs(np.corrcoef(first, second)[0, 1]) < 0.12
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    rounds=st.integers(1, 30),
+    seed=st.integers(0, 2**63 - 1),
+    cuts=st.lists(st.integers(0, 180), max_size=5),
+)
+def test_balanced_classes_come_equally_often_and_none_of_their_samples_twice_before_the_others(
+    counts: list[int], rounds: int, seed: int, cuts: list[int]
+) -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    present = [label for label, count in enumerate(counts) if count]
+    total = rounds * len(present)
+    bounds = sorted({0, total, *(cut for cut in cuts if cut < total)})
+    parts = [Balanced(labels, seed).at(*each) for each in pairwise(bounds)]  # each as after another interruption
+    sample, epoch = (np.concatenate(column) for column in zip(*parts, strict=True))
+    assert (np.stack(Balanced(labels, seed).at(0, total)) == np.stack([sample, epoch])).all()
+    assert (np.sort(labels[sample].reshape(rounds, -1), axis=1) == present).all()
+    for label in present:
+        drawn = sample[labels[sample] == label]
+        for number in range(0, rounds, counts[label]):
+            pass_over = drawn[number : number + counts[label]]
+            assert len(set(pass_over.tolist())) == len(pass_over)
+            assert (epoch[labels[sample] == label][number : number + counts[label]] == number // counts[label]).all()
+
+
+def test_balanced_classes_share_the_draws_of_a_long_tail() -> None:
+    labels = np.repeat(np.arange(3), [900, 90, 10])
+    sample, epoch = Balanced(labels, seed=1).at(0, 3 * 900)
+    assert np.bincount(labels[sample]).tolist() == [900, 900, 900]
+    assert set(Counter(sample[labels[sample] == 0].tolist()).values()) == {1}
+    assert set(Counter(sample[labels[sample] == 1].tolist()).values()) == {10}
+    assert set(Counter(sample[labels[sample] == 2].tolist()).values()) == {90}
+    assert len({*zip(sample.tolist(), epoch.tolist(), strict=True)}) == 2700
+
+
+def test_the_order_of_balanced_classes_never_changes() -> None:
+    sample, epoch = Balanced(np.array([0, 0, 0, 1, 2, 2]), seed=0).at(0, 9)
+    assert sample.tolist() == [3, 1, 5, 3, 0, 4, 3, 2, 5]
+    assert epoch.tolist() == [0, 0, 0, 1, 0, 0, 2, 0, 1]

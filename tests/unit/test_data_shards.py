@@ -19,7 +19,7 @@ from image_diffusion.core import verify
 from image_diffusion.core.files import read_json, sha256_file, write_json
 from image_diffusion.core.streams import Streams
 from image_diffusion.data.batches import Batches, Examples
-from image_diffusion.data.order import epoch_order
+from image_diffusion.data.order import Balanced, epoch_order
 from image_diffusion.data.records import Sample, ShardRecord, describe_shards, read_record, write_index, write_record
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.tar import Layout
@@ -157,6 +157,21 @@ def test_a_number_of_epochs_ends_with_all_ranks_together(make: Make) -> None:
     assert sum(len(batches[-1].sample) for batches in ranks) == 2
     seen = [sample for batches in ranks for each in batches for sample in each.sample.tolist()]
     assert sorted(seen) == sorted([*range(11), *range(11)])
+
+
+@pytest.mark.parametrize("start", [0, 21])
+def test_balanced_classes_are_so_for_all_ranks_together(make: Make, start: int) -> None:
+    folder, _, labels = make([7, 4])
+    dataset = open_shards(folder)
+    for world in (1, 3):
+        ranks = [iter(Batches(dataset, 5, 0, rank, world, start, balance_classes=True)) for rank in range(world)]
+        steps = [[next(rank) for rank in ranks] for _ in range(6)]
+        sample = torch.cat([each.sample for step in steps for each in step])
+        assert np.bincount(labels[sample]).tolist() == [10, 10, 10]
+        assert (
+            np.stack([sample, torch.cat([each.epoch for step in steps for each in step])])
+            == np.stack(Balanced(labels, 0).at(start, start + 30))
+        ).all()
 
 
 def test_examples_split_into_microbatches() -> None:

@@ -91,7 +91,7 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "train.global_batch": (16, "one batch size for all systems; say what the machine holds"),
         "sample.sampler.type": ("ddim", ""),
         "sample.sampler.num_steps": (1000, ""),
-        "data.resize": ("bilinear", "ADM's crop for every system, so that their data are the same"),
+        "data.crop.type": ("resize", "ADM's crop for every system, so that their data are the same"),
     },
     "dvae": {
         "system.network.num_tokens": (8192, ""),
@@ -111,7 +111,7 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "train.weights": ("raw", ""),
         "train.flip_probability": (0.0, ""),
         "train.global_batch": (8, "one batch size for all systems; say what the machine holds"),
-        "data.resize": ("bilinear", "ADM's crop for every system, so that their data are the same"),
+        "data.crop.type": ("resize", "ADM's crop for every system, so that their data are the same"),
     },
     "prior": {
         "system.network.max_text_len": (256, ""),

@@ -90,6 +90,13 @@ def demo() -> dict[str, Any]:
         ({"system": {"network": {"patch": 3}}}, "patches of 3"),
         ({"system": {"process": {"schedule": {"type": "cosin"}}}}, "Known: "),
         ({"system": {"process": {"num_timesteps": 10, "schedule": {"type": "linear"}}}}, "num_steps >= 20"),
+        (
+            {
+                "data": {"source": {"type": "folder", "path": "x", "classes": "none"}},
+                "train": {"balance_classes": True},
+            },
+            "train.balance_classes is true, but the data have no classes",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -360,7 +360,8 @@ def test_what_may_change_between_starts_is_no_part_of_the_identity(change: dict[
 @pytest.mark.parametrize(
     "change",
     [{"seed": 1}, {"global_batch": 8}, {"precision": "bf16"}, {"grad_clip": 1.0}, {"deterministic": "strict"},
-     {"optimizer": {"type": "adam"}}, {"ema": {"type": "power"}}, {"flip_probability": 0.0}],
+     {"optimizer": {"type": "adam"}}, {"ema": {"type": "power"}}, {"flip_probability": 0.0},
+     {"balance_classes": True}],
 )  # fmt: skip
 def test_what_decides_the_result_is_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**change).identity() != settings().identity()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.streams import Streams
-from image_diffusion.data.order import at_positions, share
+from image_diffusion.data.order import Balanced, Order, Shuffled, share
 from image_diffusion.data.shards import Shards
 
 
@@ -20,9 +20,9 @@ from image_diffusion.data.shards import Shards
 class Examples:
     """Samples as the shards hold them.
 
-    stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data.
-    sample: int64 [B], the sample's number in its split; with the epoch it keys all its random numbers. beside: what a
-    set that was joined holds of them, [B, …]; nothing without one.
+    stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data, or with
+    balanced classes over its class. sample: int64 [B], the sample's number in its split; with the epoch it keys all its
+    random numbers. beside: what a set that was joined holds of them, [B, …]; nothing without one.
     """
 
     stored: Tensor
@@ -52,6 +52,7 @@ class Batches:
     flip_probability: how often an example is mirrored. prefetch: batches read ahead. device: where examples are put;
     through reused page-locked memory when it is a GPU. epochs: stop after this many passes; the last batch may then
     be smaller than the others, on some ranks even empty, and all ranks still see the same number of batches.
+    balance_classes: whether every class comes as often as any other; a pass is as many examples as without.
     """
 
     dataset: Shards
@@ -64,6 +65,7 @@ class Batches:
     prefetch: int = 2
     device: torch.device | None = None
     epochs: int | None = None
+    balance_classes: bool = False
 
     def __post_init__(self) -> None:
         if self.dataset.num_samples == 0:
@@ -94,19 +96,24 @@ class Batches:
 
     def _read_ahead(self, waiting: queue.Queue[Any], stop: threading.Event, staging: _Staging | None) -> None:
         try:
+            order: Order = (
+                Balanced(self.dataset.labels, self.seed)
+                if self.balance_classes
+                else Shuffled(self.dataset.num_samples, self.seed)
+            )
             position = self.start
             last = None if self.epochs is None else self.epochs * self.dataset.num_samples
             while not stop.is_set() and (last is None or position < last):
                 end = position + self.global_batch if last is None else min(position + self.global_batch, last)
-                waiting.put(self._read(position, end, staging))
+                waiting.put(self._read(order, position, end, staging))
                 position = end
             waiting.put(None)
         except BaseException as error:  # handed to the one who waits
             waiting.put(error)
 
-    def _read(self, start: int, stop: int, staging: _Staging | None) -> Any:
+    def _read(self, order: Order, start: int, stop: int, staging: _Staging | None) -> Any:
         mine = share(start, stop, self.rank, self.world_size)
-        samples, epochs = at_positions(*mine, self.dataset.num_samples, self.seed)
+        samples, epochs = order.at(*mine)
         sample, epoch = torch.from_numpy(samples), torch.from_numpy(epochs)
         flip = None
         if self.flip_probability > 0 and len(samples):

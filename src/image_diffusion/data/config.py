@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from image_diffusion.core.config import Config
+from image_diffusion.data.crops import AnyCrop
+from image_diffusion.data.crops.adm import AdmCrop
 from image_diffusion.data.rules import parse_rule
 from image_diffusion.data.sources import Source
 
@@ -26,11 +28,14 @@ class DataConfig(Config):
     """Side of a crop in pixels."""
     channels: Literal[1, 2, 3, 4] = 3
     """Channels of a crop: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha."""
+    crop: AnyCrop = AdmCrop()
+    """How an image becomes a square."""
     resize: Literal["exact", "fast"] = "exact"
-    """exact: Pillow, the bytes of the original ADM crop. fast: torch's uint8 kernel, at most 2 of 255 off."""
+    """exact: Pillow, the bytes of the original ADM crop. fast: torch's uint8 kernel, at most 2 of 255 off.
+    For the crop adm."""
     background: tuple[int, int, int] | None = None
-    """RGB colour, 0 to 255, put behind transparent pixels when the crops have no alpha channel. Unset: white, and an
-    error when every image has an alpha channel."""
+    """RGB colour, 0 to 255, of bars, and put behind transparent pixels when the crops have no alpha channel. Unset:
+    white, and an error when every image has an alpha channel."""
     min_side: int = Field(default=1, ge=1)
     """Images whose shorter side is less than this many pixels are quarantined."""
     max_pixels: int = Field(default=90_000_000, ge=1)
@@ -75,6 +80,12 @@ class DataConfig(Config):
             raise ValueError(f"{list(value)} is not a colour. Give red, green and blue from 0 to 255.")
         return value
 
+    @model_validator(mode="after")
+    def _fast_is_of_adm(self) -> DataConfig:
+        if self.resize == "fast" and self.crop.type != "adm":
+            raise ValueError(f"resize: fast is of the crop adm; data.crop is {self.crop.type}. Set resize to exact.")
+        return self
+
     @property
     def folder(self) -> str:
         """Name of the data set's folder under results/datasets."""
@@ -83,7 +94,7 @@ class DataConfig(Config):
     def crop_identity(self) -> dict[str, Any]:
         """Everything that decides the pixels of a crop. Crops of another identity are never mixed with these."""
         return {
-            "method": "adm-centre-crop",
+            **self.crop.identity(),
             "version": 1,
             "resolution": self.resolution,
             "channels": self.channels,

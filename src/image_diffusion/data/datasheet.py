@@ -49,6 +49,7 @@ def describe_images(
     """
     sizes = np.array([sample.size for sample in samples], dtype=np.float64).reshape(-1, 2)
     short, long = sizes.min(1, initial=np.inf), sizes.max(1, initial=0)
+    is_cut = manifest["crop"].get("cuts", True)
     seen = {
         "brightness": np.array([each.brightness for each in samples]),
         "contrast": np.array([each.contrast for each in samples]),
@@ -58,7 +59,7 @@ def describe_images(
         "width": sizes[:, 0],
         "height": sizes[:, 1],
         "aspect ratio": sizes[:, 0] / sizes[:, 1],
-        "share cut away": 1 - short / long,
+        "share cut away": (1 - short / long) * is_cut,
         **seen,
     }
     same = [[int(place) for place in group] for group in groups(each.pixels for each in samples)]
@@ -86,7 +87,8 @@ def describe_images(
     typical = float(np.median(detail[~plain])) if (~plain).any() else 0.0
     found.where("blurred", "crops have less than an eighth of the usual detail", (detail < BLURRED * typical) & ~plain)
     resolution = manifest["shape"][-1]
-    found.where("enlarged", f"images were enlarged {ENLARGED:g} times or more", short * ENLARGED <= resolution)
+    fitted = short if is_cut else long
+    found.where("enlarged", f"images were enlarged {ENLARGED:g} times or more", fitted * ENLARGED <= resolution)
     found.where("cut", "images lose more than half of themselves to the crop", measures["share cut away"] > CUT)
     for flag in sorted(_UNUSUAL):
         found.where(flag, f"images are unusual: {flag}", np.array([flag in each.flags for each in samples], dtype=bool))

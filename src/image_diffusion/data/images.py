@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from image_diffusion.data.centre_crop import centre_crop, scaled_size
 from image_diffusion.data.config import WHITE, DataConfig
 from image_diffusion.data.jpeg import plain_header
 
@@ -92,7 +91,7 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     if config.resize == "fast":
         return Crop(_fast_crop(upright, config.resolution), upright.size, sorted(flags), *stored)
-    pixels = np.asarray(centre_crop(upright, config.resolution))
+    pixels = np.asarray(config.crop.square(upright, config.resolution, config.background or WHITE))
     pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
     return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags), *stored)
 
@@ -104,7 +103,7 @@ def _check_size(size: tuple[int, int], config: DataConfig) -> None:
         raise BadImage(f"too large: {width} x {height} pixels, more than max_pixels = {config.max_pixels}")
     if min(size) < config.min_side:
         raise BadImage(f"too small: {width} x {height} pixels, less than min_side = {config.min_side}")
-    scaled = scaled_size(width, height, config.resolution)
+    scaled = config.crop.scaled_size(width, height, config.resolution)
     if scaled[0] * scaled[1] > max(config.max_pixels, config.resolution**2):
         raise BadImage(f"too thin: {width} x {height} pixels would be scaled to {scaled[0]} x {scaled[1]}")
 

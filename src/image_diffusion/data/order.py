@@ -1,14 +1,19 @@
-"""Which sample comes when: a full shuffle of every epoch that is a pure function of (seed, epoch).
+"""Which sample comes when: a full shuffle of every epoch that is a pure function of (seed, epoch), of all samples or of
+each class.
 
 The stream of samples is the epochs one after another. Step s takes the positions [s G, (s + 1) G) of the stream, G
 the global batch, and each rank its contiguous share of them. So every sample comes once an epoch whatever the batch,
 the number of processes and the number of samples; no tail is dropped or padded; and the state is one integer.
+
+With balanced classes the stream is rounds in place of epochs: a round shows every class once, and each class goes
+through its own samples, epoch after epoch. So every C examples hold each of C classes once, and no sample comes again
+before all others of its class have come.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +40,16 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
     The hash is one-to-one in the sample, so there are no ties and the order is the same on every machine.
     """
-    key = _mix_one(_mix_one(int(seed) + _GOLDEN) + (int(epoch) + 1) * _GOLDEN)
-    words = np.arange(num_samples, dtype=np.uint64)
-    words *= np.uint64(_GOLDEN)
-    words += np.uint64(key)
-    return np.argsort(_mix(words), kind="stable").astype(np.int64, copy=False)
+    (order,) = _orders(num_samples, seed, epoch, 1)
+    return cast("Indices", order)
+
+
+def _orders(num_samples: int, seed: int, first: int, count: int) -> Indices:
+    """The orders of some epochs, int64 [count, num_samples], the first of them of the epoch `first`."""
+    epochs = np.arange(int(first) + 1, int(first) + 1 + count, dtype=np.uint64)
+    keys = _mix(np.uint64(_mix_one(int(seed) + _GOLDEN)) + epochs * np.uint64(_GOLDEN))
+    words = keys[:, None] + np.arange(num_samples, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return np.argsort(_mix(words), axis=1, kind="stable").astype(np.int64, copy=False)
 
 
 _cached_order = lru_cache(maxsize=2)(epoch_order)
@@ -64,3 +74,61 @@ def at_positions(start: int, stop: int, num_samples: int, seed: int) -> tuple[In
     if not samples:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     return np.concatenate(samples), np.concatenate(epochs)
+
+
+class Order(Protocol):
+    """What stands where in the stream."""
+
+    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        """What stands at the positions [start, stop): (sample, epoch), both int64 [stop - start]. No two positions have
+        the same of both."""
+        ...
+
+
+class Shuffled:
+    """Every sample once an epoch."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples, self._seed = num_samples, seed
+
+    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        """See `Order`."""
+        return at_positions(start, stop, self._num_samples, self._seed)
+
+
+class Balanced:
+    """Every class once a round, and every sample of a class once an epoch of that class.
+
+    labels: int64 [N], of each sample. Classes without samples have no place in a round.
+    """
+
+    def __init__(self, labels: Indices, seed: int) -> None:
+        by_class = np.argsort(labels, kind="stable")
+        counts = np.bincount(labels)
+        self._members = [each for each in np.split(by_class, np.cumsum(counts)[:-1]) if len(each)]
+        self._seed = seed
+        self._known: dict[int, tuple[int, Indices]] = {}
+
+    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        """See `Order`; an epoch is one of the sample's class."""
+        num_classes = len(self._members)
+        rounds, places = np.divmod(np.arange(start, stop), num_classes)
+        samples, epochs = np.empty_like(rounds), np.empty_like(rounds)
+        if len(rounds):
+            first, last = int(rounds[0]), int(rounds[-1])
+            classes = _orders(num_classes, self._seed, first, last - first + 1)[rounds - first, places]
+            for each in np.unique(classes).tolist():
+                mine = classes == each
+                epochs[mine], place = np.divmod(rounds[mine], len(self._members[each]))
+                begun, orders = self._orders_of(each, int(epochs[mine][0]), int(epochs[mine][-1]))
+                samples[mine] = orders[epochs[mine] - begun, place]
+        return samples, epochs
+
+    def _orders_of(self, each: int, first: int, last: int) -> tuple[int, Indices]:
+        """The samples of a class in the order of some epochs, and the first epoch of which they are."""
+        known = self._known.get(each)
+        if known is None or not known[0] <= first <= last < known[0] + len(known[1]):
+            members = self._members[each]
+            seed = _mix_one(_mix_one(self._seed) + each)
+            known = self._known[each] = first, members[_orders(len(members), seed, first, last - first + 1)]
+        return known

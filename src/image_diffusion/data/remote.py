@@ -51,7 +51,7 @@ class Remote:
     def manifest(self) -> Any:
         """The plain data of its manifest, fetched each time. Raises ValueError."""
         url = f"{self.url}/manifest.json"
-        return parse_json(_patiently(url, lambda: b"".join(_blocks(url))), url, "Write it again.")
+        return parse_json(patiently(url, lambda: b"".join(_blocks(url))), url, "Write it again.")
 
     def inspect(self, hashes: Iterable[str]) -> Inspection | None:
         """Compare what is kept of these files with its hash; None when nothing is."""
@@ -78,7 +78,7 @@ class Remote:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 if not self._is_there(path, size):  # another process may have fetched it meanwhile
                     url = f"{self.url}/{file}"
-                    _patiently(url, lambda: _download(url, path, sha256))
+                    patiently(url, lambda: _download(url, path, sha256))
                 lock.unlink(missing_ok=True)
         return path
 
@@ -105,8 +105,9 @@ def _blocks(url: str) -> Iterator[bytes]:
             yield block
 
 
-def _patiently(url: str, action: Callable[[], T]) -> T:
-    """The result of an action; it is tried again when a connection fails. Raises ValueError with the reason."""
+def patiently(url: str, action: Callable[[], T]) -> T:
+    """The result of an action that fetches from a URL; it is tried again when a connection fails. Raises ValueError
+    with the reason."""
     for wait in (*_WAITS_S, None):
         try:
             return action()

@@ -2,9 +2,9 @@
 
 Defaults that differ from those of lucidrains/DALLE-pytorch (docs/systems.md has all):
 
-    key                 original  here   why
-    train.global_batch  8         256    one batch size for all systems; say what the machine holds
-    data.resize         bilinear  exact  ADM's crop for every system, so that their data are the same
+    key                 original  here  why
+    train.global_batch  8         256   one batch size for all systems; say what the machine holds
+    data.crop.type      resize    adm   ADM's crop for every system, so that their data are the same
 """
 
 from __future__ import annotations

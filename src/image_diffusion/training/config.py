@@ -79,6 +79,9 @@ class TrainConfig(Config):
     """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """How often an example is mirrored."""
+    balance_classes: bool = False
+    """Show every class as often as any other, however many images it has: of C classes every C examples hold one each,
+    and no image comes again before all others of its class have come."""
     init_from: WeightsOf | str | None = None
     """Weights to start from, with a fresh optimizer: {experiment: NAME} for those of another experiment, or a weights
     folder, as `export --read` makes of published ones. Other classes start from those of the same name, or from the
@@ -194,7 +197,9 @@ class TrainConfig(Config):
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")
-        free |= {key for key in ("freeze", "lora", "layer_decay", "lr_factors") if not getattr(self, key)}
+        free |= {
+            key for key in ("freeze", "lora", "layer_decay", "lr_factors", "balance_classes") if not getattr(self, key)
+        }
         told = {key: value for key, value in dump(self).items() if key not in free}
         if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
             told["deterministic"] = "off"

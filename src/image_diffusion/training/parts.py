@@ -177,6 +177,7 @@ class Parts:
                 world_size=1 if strict else self.world.size,
                 start=step * self.config.global_batch,
                 flip_probability=self.config.flip_probability,
+                balance_classes=self.config.balance_classes,
                 device=self.world.device,
             )
         )

@@ -12,6 +12,7 @@ from image_diffusion.data.sources.painted import PaintedDigits
 from image_diffusion.data.sources.parquet import Parquet
 from image_diffusion.data.sources.path_list import PathList
 from image_diffusion.data.sources.table import Table
+from image_diffusion.data.sources.tar_stream import TarStream
 from image_diffusion.data.sources.torchvision_set import TorchvisionSet
 from image_diffusion.data.sources.webdataset import Webdataset
 from image_diffusion.data.sources.zip_archive import ZipArchive
@@ -23,6 +24,7 @@ Source = Annotated[
     | Table
     | PathList
     | Webdataset
+    | TarStream
     | Parquet
     | HuggingFace
     | ZipArchive

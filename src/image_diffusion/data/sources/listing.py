@@ -27,13 +27,14 @@ class Item:
 
     name: unique and stable within the source, in plain text; it decides the shard and the order. label: the number
     of its class, None without classes. address: where the source finds its bytes. together: what it has in common with
-    images that are best read one after another, where there are such.
+    images that are best read one after another, where there are such. turn: of a tar of images, which one it is.
     """
 
     name: str
     label: int | None
     address: tuple[str | int, ...]
     together: str = ""
+    turn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,18 @@ class Listing:
     """Every image of a source, sorted by name.
 
     classes: their names by number; empty for unconditional data. rejected: (name, reason) of what can be no image.
-    ignored: number of hidden files.
+    ignored: number of hidden files. unit: what an item is, in the singular.
     """
 
     items: list[Item]
     classes: list[str]
     rejected: list[tuple[str, str]]
     ignored: int
+    unit: str = "image"
 
 
 class ImageSource(Protocol):
-    """What every source offers."""
+    """What every source offers; one whose items are tars has the methods of `reading.InTars` in place of `read`."""
 
     def listing(self) -> Listing:
         """Every image there is. Raises ValueError when there is none."""

@@ -40,14 +40,21 @@ class Members:
 
 
 def read_members(path: Path, labelled: bool, names: tuple[str, ...] = ()) -> Members:
-    """List a tar, and read its classes, or where it is not labelled its captions, or what `.json` says under
+    """List a tar. See `members_of`."""
+    with path.open("rb") as file:
+        return members_of(file, str(path), labelled, names)
+
+
+def members_of(file: IO[bytes], name: str, labelled: bool, names: tuple[str, ...] = ()) -> Members:
+    """List an open tar, and read its classes, or where it is not labelled its captions, or what `.json` says under
     `names`. Nothing is unpacked.
 
     Raises ValueError in one line that names the tar: for one that is damaged or cut short, that another one was added
     to, whose members lead out of it, are no plain files, or say more of a sample than is possible.
     """
     found, end = Members(), 0
-    with _told(path), path.open("rb") as file, tarfile.open(fileobj=cast("IO[bytes]", _Sober(file)), mode="r:") as tar:
+    file.seek(0)
+    with _told(name), tarfile.open(fileobj=cast("IO[bytes]", _Sober(file)), mode="r:") as tar:
         for member in tar:
             shown = plain_text(member.name)
             end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE * member.isreg()
@@ -137,14 +144,14 @@ class _Refused(Exception):  # noqa: N818 - told as a ValueError, with the name o
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _told(name: str) -> Iterator[None]:
     """Errors are told in one line that names the tar."""
     try:
         yield
     except _Refused as refused:
-        raise ValueError(f"{path} {refused}") from None
+        raise ValueError(f"{name} {refused}") from None
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} cannot be read as a tar file: {error}. Download or write it again.") from None
+        raise ValueError(f"{name} cannot be read as a tar file: {error}. Download or write it again.") from None
 
 
 class _Sober:

@@ -1,0 +1,34 @@
+"""ADM's centre crop, which DiT, EDM2 and most since use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from image_diffusion.core.config import Config
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class AdmCrop(Config):
+    """Halve with a box filter while the shorter side is at least twice the resolution, scale bicubically, cut out the
+    centre (Dhariwal and Nichol 2021, guided-diffusion)."""
+
+    type: Literal["adm"] = "adm"
+    """The centre crop of ADM."""
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the pixels."""
+        return {"method": "adm-centre-crop"}
+
+    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> Image:
+        """The centre of an image, of its own mode."""
+        from image_diffusion.data.centre_crop import centre_crop  # Pillow is not for those who only plan
+
+        return centre_crop(image, resolution)
+
+    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+        """The size (width, height) that an image has before anything is cut off."""
+        from image_diffusion.data.centre_crop import scaled_size
+
+        return scaled_size(width, height, resolution)

@@ -1,0 +1,41 @@
+"""The whole image, with bars where it is no square."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from image_diffusion.core.config import Config
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Pad(Config):
+    """Scale bicubically, so that the longer side equals the resolution, and fill up with `data.background`, or with
+    nothing where the crops have an alpha channel. Nothing is cut off, and a model learns the bars."""
+
+    type: Literal["pad"] = "pad"
+    """The whole image, with bars (letterbox)."""
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the pixels."""
+        return {"method": "pad", "cuts": False}
+
+    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> Image:
+        """The whole of an image, of its own mode."""
+        from PIL import Image as Pillow  # Pillow is not for those who only plan
+        from PIL import ImageColor
+
+        width, height = self.scaled_size(*image.size, resolution)
+        opacity = "00" if image.mode.endswith("A") else ""
+        colour = ImageColor.getcolor(f"#{bytes(background).hex()}{opacity}", image.mode)
+        square = Pillow.new(image.mode, (resolution, resolution), colour)
+        scaled = image.resize((width, height), Pillow.Resampling.BICUBIC)
+        square.paste(scaled, (round((resolution - width) / 2), round((resolution - height) / 2)))
+        return square
+
+    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+        """The size (width, height) that an image has before bars are added, one pixel at least."""
+        if width >= height:
+            return resolution, max(1, round(height / width * resolution))
+        return max(1, round(width / height * resolution)), resolution

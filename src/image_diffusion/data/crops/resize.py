@@ -1,0 +1,41 @@
+"""torchvision's Resize and CenterCrop: what most implementations outside ADM's family do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from image_diffusion.core.config import Config
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ResizeCrop(Config):
+    """Scale with antialiasing, so that the shorter side equals the resolution, and cut out the centre: the bytes of
+    `Resize(resolution)` and `CenterCrop(resolution)` of torchvision.transforms on a Pillow image, as
+    recurrent-interface-network-pytorch and DALLE-pytorch use them."""
+
+    type: Literal["resize"] = "resize"
+    """torchvision's Resize and CenterCrop."""
+    interpolation: Literal["bilinear", "bicubic", "lanczos"] = "bilinear"
+    """The filter, by Resize's name. OpenAI's DALL-E scales by lanczos."""
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the pixels."""
+        return {"method": "resize-centre-crop", "interpolation": self.interpolation}
+
+    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> Image:
+        """The centre of an image, of its own mode."""
+        from PIL.Image import Resampling  # Pillow is not for those who only plan
+
+        width, height = self.scaled_size(*image.size, resolution)
+        if image.size != (width, height):
+            image = image.resize((width, height), Resampling[self.interpolation.upper()])
+        left, top = round((width - resolution) / 2), round((height - resolution) / 2)
+        return image.crop((left, top, left + resolution, top + resolution))
+
+    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+        """The size (width, height) that an image has before anything is cut off."""
+        if width <= height:
+            return resolution, int(resolution * height / width)
+        return int(resolution * width / height), resolution
