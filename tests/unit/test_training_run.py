@@ -132,6 +132,20 @@ def test_a_finished_run_only_writes_its_weights_again(tmp_path: Path) -> None:
     assert (tmp_path / "train/weights.safetensors").read_bytes() == before
 
 
+def test_a_journal_that_was_cut_short_is_told_by_the_attempt_that_goes_on(tmp_path: Path) -> None:
+    start(tmp_path)
+    journal = tmp_path / "journal/train/attempt-0001.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:5]))
+    (tmp_path / "train/weights.safetensors").unlink()
+    start(tmp_path)
+    history = read_journal(journal.parent)
+    assert history is not None and history.status == "finished" and len(history.damaged) == 1
+    journal.write_text("".join(lines))
+    history = read_journal(journal.parent)
+    assert history is not None and history.damaged == []
+
+
 def test_what_is_written_describes_itself(tmp_path: Path) -> None:
     start(tmp_path, steps=12)
     _, model = read_weights(tmp_path / "train")

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,5 +203,4 @@ def _on_host(checkpoint: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | Non
     if on_gpu:
         copied = torch.cuda.Event()
         copied.record()
-    host = Checkpoint(checkpoint.step, checkpoint.examples_seen, checkpoint.reports_due, groups, checkpoint.extra)
-    return host, copied
+    return replace(checkpoint, groups=groups), copied
