@@ -84,7 +84,7 @@ def read_listing(folder: Path) -> dict[str, str]:
         return {}
     found = read_json(path)
     listed = found.get("files") if isinstance(found, dict) else None
-    if not isinstance(listed, dict) or found.get("digest") != digest(listed):
+    if not isinstance(listed, dict) or found.get("digest", digest(listed)) != digest(listed):  # older ones have none
         raise ValueError(f"{path} is damaged.")
     return listed
 
