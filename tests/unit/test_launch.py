@@ -128,7 +128,8 @@ import os, pathlib, signal, time
 from image_diffusion.core import command
 from image_diffusion.core.errors import Stopped
 
-def stop(*_):
+def stop(number, _):
+    signal.signal(number, signal.SIG_IGN)  # a stop is asked for again and again, by all who notice
     raise Stopped("saved.")
 
 def main():
@@ -170,6 +171,33 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
     assert "stopped: saved.\n" in said
     if ended == "launcher":
         assert (running.returncode, said) == (75, "stopped: saved.\n")
+
+
+ASKED_TWICE = """
+import os, signal, sys
+from image_diffusion.core import command
+from image_diffusion.core.errors import Stopped
+
+class Teller:
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return sys.__stderr__.write(text)
+
+    def flush(self):
+        sys.__stderr__.flush()
+
+def main():
+    sys.stderr = Teller()
+    raise Stopped("saved.")
+
+command.run(main)
+"""
+
+
+def test_who_is_asked_again_while_telling_that_it_has_stopped_has_stopped() -> None:
+    """By the launcher and by what ends with it, say: a signal's own ending would look like a crash."""
+    done = subprocess.run([sys.executable, "-c", ASKED_TWICE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, "stopped: saved.\n")
 
 
 def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -93,6 +94,7 @@ def run(main: Callable[[], None], *smaller: str) -> None:
     try:
         main()
     except Stopped as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it was asked to, perhaps by more than one
         print(f"stopped: {stopped}", file=sys.stderr, flush=True)
         note("stopped", str(stopped))
         sys.exit(STOPPED)
