@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
-from tracked import check_whole, contents, forked, make_experiment, status_of, track
+from tracked import check_same, check_whole, contents, forked, make_experiment, status_of, track
 
 from image_diffusion.core import command
 from image_diffusion.core.files import write_text
@@ -34,7 +34,7 @@ def test_everything_arrives_once_and_a_replay_adds_nothing(finished: Path, sent:
     held = contents(database)
     check_whole(held, finished)
     assert track(f"sqlite:///{database}", finished) == tracked
-    assert contents(database) == held
+    check_same(contents(database), held)
 
 
 def test_a_replay_sends_no_point_that_a_run_has(
@@ -64,7 +64,7 @@ def test_who_stays_logs_no_model_and_whoever_comes_after_does(
     tracker.send(Request(finished), live=True)
     assert not contents(database)["models"]
     track(f"sqlite:///{database}", finished)
-    assert contents(database) == contents(sent[0])
+    check_same(contents(database), contents(sent[0]))
 
 
 def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_killed_at_any_instant_it_is_made_whole_by_the_next_call(
                 break
             kills += 1
             given_s *= 1.3  # at first it does not get far; in the end it gets through
-        assert contents(database) == whole
+        check_same(contents(database), whole)
     assert kills >= 20
 
 
@@ -120,7 +120,7 @@ def test_two_at_once_on_one_experiment(
     shutil.copyfile(empty, database)
     children = [forked(lambda: track(f"sqlite:///{database}", finished)) for _ in range(2)]
     assert [status_of(child) for child in children] == [0, 0]
-    assert contents(database) == contents(sent[0])
+    check_same(contents(database), contents(sent[0]))
 
 
 def _track(database: Path, experiment: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_store_that_another_process_has_locked_is_waited_for(
         child = forked(lambda: command.run(lambda: _track(database, finished)), tmp_path / "said")
         assert status_of(child) == 0, (tmp_path / "said").read_text()
         assert other.wait() == 0
-    assert contents(database) == contents(sent[0])
+    check_same(contents(database), contents(sent[0]))
 
 
 def test_a_store_without_room_is_told_and_made_whole_later(
@@ -168,7 +168,7 @@ def test_a_store_without_room_is_told_and_made_whole_later(
     assert said.splitlines()[-1].startswith("error: MLflow at sqlite:///"), said
     assert "Traceback" not in said
     track(f"sqlite:///{database}", finished)
-    assert contents(database) == contents(sent[0])
+    check_same(contents(database), contents(sent[0]))
 
 
 def train_until_killed(folder: Path, pause_s: float) -> None:

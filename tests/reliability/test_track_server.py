@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from breaking import BreakingProxy, Server, free_port
-from tracked import check_whole, contents, forked, status_of, track
+from tracked import check_same, check_whole, contents, forked, status_of, track
 
 from image_diffusion.follow import follow
 from image_diffusion.tracking.connection import Connection
@@ -45,7 +45,7 @@ def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
     held = contents(server.database)
     check_whole(held, finished)
     track(proxy, finished)
-    assert contents(server.database) == held
+    check_same(contents(server.database), held)
 
 
 def test_lost_answers_leave_no_twins(

@@ -6,6 +6,7 @@ What MLflow should hold is worked out from what was logged; what it holds is rea
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sqlite3
 import sys
@@ -142,6 +143,26 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
     assert {"input_example.json", "serving_input_example.json"} <= {name for name, _ in held["model_files"]}
     assert len(held["model_files"]) == 10
     assert ("sample " + experiment.name, "mlflow.parentRunId", experiment.name) in held["tags"]
+
+
+def check_same(held: dict[str, Any], other: dict[str, Any]) -> None:
+    """Fails with what only one of them has, long bytes by their ends."""
+    for kind, mine in other.items():
+        one, two = (
+            Counter(map(_short, each.elements() if isinstance(each, Counter) else each)) for each in (held[kind], mine)
+        )
+        assert one == two, f"{kind}: {[*(one - two)]} in place of {[*(two - one)]}"
+    assert held == other
+
+
+def _short(item: Any) -> str:
+    parts = item if isinstance(item, tuple) else (item,)
+    return ", ".join(
+        f"{len(part)} bytes {hashlib.sha256(part).hexdigest()[:8]}: {part[:80]!r} ... {part[-80:]!r}"
+        if isinstance(part, bytes) and len(part) > 200
+        else repr(part)
+        for part in parts
+    )
 
 
 def forked(work: Callable[[], object], says: Path = Path(os.devnull)) -> int:

@@ -58,7 +58,7 @@ class MinSnrWeighting(Config):
 
 
 class P2Weighting(Config):
-    """(k + SNR)^-gamma, whatever is predicted (Choi et al. 2022, "Perception prioritized training", equation 8)."""
+    """(k + SNR)^-gamma, whatever is predicted (Choi et al. 2022, "Perception prioritized training")."""
 
     type: Literal["p2"] = "p2"
     gamma: float = Field(1.0, ge=0)

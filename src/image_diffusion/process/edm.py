@@ -84,7 +84,7 @@ class EdmProcess:
         return x_t
 
     def preconditioned(self, network: Network) -> Network:
-        """D of a network F (equation 7), which predicts x0: D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)."""
+        """D of a network F, which predicts x0: D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)."""
 
         def denoise(x: Tensor, c_noise: Tensor, /, **cond: Tensor) -> Tensor:
             sigma = (4 * c_noise).exp().view(-1, *[1] * (x.ndim - 1)).to(x.dtype)

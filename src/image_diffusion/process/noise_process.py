@@ -73,7 +73,7 @@ def evenly(num_steps: int, last_step: float | None = None) -> Tensor:
 def karras_sigmas(first: float, last: float, num_steps: int) -> Tensor:
     """Float64 [num_steps]: noise levels sigma / alpha from `first` to `last`, evenly spaced in their seventh root.
 
-    Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", equation 5: steps are the
+    Karras et al. 2022, "Elucidating the design space of diffusion-based generative models": steps are the
     shorter, the nearer the data; of rho, section 3 finds 5 to 10 best for images.
     """
     rho = 7.0

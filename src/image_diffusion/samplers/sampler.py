@@ -147,7 +147,7 @@ class SpacedByNoise(SamplerConfig):
 
     spacing: Literal["time", "karras"] = "time"
     """Where the steps of a discrete process lie: evenly in time, or evenly in the seventh root of sigma / alpha (Karras
-    et al. 2022, equation 5), as with diffusers' use_karras_sigmas. The process edm always has the second."""
+    et al. 2022), as with diffusers' use_karras_sigmas. The process edm always has the second."""
 
     def shifted(self, process: Process) -> Process:
         """As of every sampler. Raises ValueError for Karras's spacing of another process than discrete."""

@@ -110,7 +110,7 @@ class Wsd(_Schedule):
 
 class Power(_Schedule):
     """Constant for `constant_steps`, then falling with a power of the steps, without an end in sight (Karras et al.
-    2024, "Analyzing and improving the training dynamics of diffusion models", equation 67: the inverse square root)."""
+    2024, "Analyzing and improving the training dynamics of diffusion models": the inverse square root)."""
 
     type: Literal["power"] = "power"
     """Constant at first, then falling with a power of the steps."""
