@@ -22,12 +22,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from image_diffusion.core.config import parse
+from image_diffusion import sample
+from image_diffusion.codecs.hashing import HashingText
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config import dump, parse, to_yaml
+from image_diffusion.core.files import write_text
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Network
+from image_diffusion.core.weights import save_weights
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.diffusion.enlarging import shrink
+from image_diffusion.systems.embedding import making
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.tokens import TokensSystem
 from image_diffusion.training import run as training_run
@@ -415,5 +421,45 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def start(folder: Path, system: str = "mlp", **changes: Any) -> None:
-    """One start of a training in a folder."""
-    run(SYSTEMS[system], config(**changes), MODEL, {"digest": "x"}, folder / "train", folder / "journal")
+    """One start of a training in a folder, or of another name in `STAGES`."""
+    if system in STAGES:
+        STAGES[system](folder, **changes)
+    else:
+        run(SYSTEMS[system], config(**changes), MODEL, {"digest": "x"}, folder / "train", folder / "journal")
+
+
+def write_prior(folder: Path) -> None:
+    """A prior that was never trained, and how `sample` makes embeddings by it."""
+    torch.manual_seed(0)
+    system, spec = parse(PriorSystem, {"type": "prior", **TINY["prior"]}, "prior"), DataSpec(channels=8, resolution=1)
+    described = {
+        "system": dump(system),
+        "spec": dump(spec),
+        "codec": {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None},
+        "classes": [],
+        "step": 1,
+        "examples_seen": 1,
+        "pairs": {"text": HashingText(8, 4).identity},
+    }
+    save_weights(folder, system.build_network(spec).state_dict(), described)
+    settings = {"prompts": ["a dark one", "a light one"], "sampler": {"type": "ddim", "num_steps": 2}, "batch_size": 4}
+    chosen = dump(parse(making.PriorSampleConfig, settings | {"num_candidates": 2}, "sample"))
+    write_text(folder / "sample.yaml", to_yaml({"sample": chosen}))
+
+
+def write_embeddings(folder: Path, num_samples: int = 23, num_parts: int = 0) -> None:
+    """The stage `sample` of the prior in the folder beside, ten rows a file. num_parts: jobs, which are then joined."""
+    making._ROWS = 10
+    prior = folder.parent / "prior"
+    given = ["--config", prior / "sample.yaml", "--weights", prior / "weights.safetensors"]
+    given += ["--set", f"sample.num_samples={num_samples}"]
+    parts = [folder / f"part-{i}-of-{num_parts}.npz" for i in range(num_parts)]
+    for i, part in enumerate(parts):
+        if not part.exists():
+            sample.main([*map(str, given), "--part", f"{i}/{num_parts}", "--output", str(part)])
+    made = ["--made", *parts] if parts else []
+    sample.main(list(map(str, [*given, *made, "--output", folder / making.FILE])))
+
+
+STAGES: dict[str, Callable[..., None]] = {"embeddings": write_embeddings}
+"""What else is started and killed, by name."""
