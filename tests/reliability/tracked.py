@@ -25,6 +25,8 @@ from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 STEPS = 360
+UPLOADING = ".artifact.uploading."
+"""How MLflow calls a file that it has not yet whole, and shows to nobody: a SIGKILL in the midst leaves it."""
 READY = LoggedModelStatus.READY.to_int()
 
 
@@ -69,7 +71,11 @@ def contents(database: Path) -> dict[str, Any]:
         )
         params = rows(f"SELECT run_uuid, key, value FROM params WHERE run_uuid IN ({active})")
         tags = rows(f"SELECT run_uuid, key, value FROM tags WHERE run_uuid IN ({active})")
-        files = [path for path in (database.parent / "mlruns").rglob("*") if path.is_file()]
+        files = [
+            path
+            for path in (database.parent / "mlruns").rglob("*")
+            if path.is_file() and not path.name.startswith(UPLOADING)
+        ]
         return {
             "runs": sorted(
                 rows("SELECT name, status, start_time, end_time FROM runs WHERE lifecycle_stage = 'active'")

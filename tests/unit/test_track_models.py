@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 import pytest
+import setuptools
 import torch
 from mlflow.tracking import MlflowClient
 
@@ -49,6 +50,25 @@ def folder(tmp_path: Path) -> Path:
     write_model(tmp_path, step=10)
     (tmp_path / "config" / "sample.yaml").rename(tmp_path / "train" / "sample.yaml")
     return tmp_path / "train"
+
+
+def test_a_model_is_the_same_whatever_was_imported_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """setuptools brings packages of its own, whose versions MLflow took for installed once something imported it."""
+    files = {path.name: path for path in folder.iterdir()}
+    taken = usage(folder)
+    assert taken is not None
+    vendored = Path(setuptools.__file__).parent / "_vendor"
+    weights = FinalWeights("key", "tiny", "run", 10, 0, {}, files)
+    written = []
+    for name, others in (("plain", []), ("after", [str(vendored)])):
+        monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(vendored)] + others)
+        write_pyfunc(tmp_path / name, "m-1", weights, taken)
+        assert (str(vendored) in sys.path) == bool(others)
+        made = (each for each in (tmp_path / name).rglob("*") if each.is_file())
+        written.append({each.relative_to(tmp_path / name): each.read_bytes() for each in made})
+    assert list(vendored.glob("wheel-*.dist-info")) and written[0] == written[1]
 
 
 def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) -> None:

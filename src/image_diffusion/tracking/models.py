@@ -6,9 +6,11 @@ A logged model carries a key and is looked for before it is made; its files are 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -193,15 +195,28 @@ def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usa
         (code := Path(temporary) / "code").mkdir()
         (code / f"{_LOADER}.py").write_text(_LOADER_CODE)
         zip_package(code / "image_diffusion.zip")
-        mlflow.pyfunc.save_model(
-            str(folder),
-            loader_module=_LOADER,
-            data_path=str(data),
-            code_paths=[str(each) for each in sorted(code.iterdir())],
-            mlflow_model=model,
-            pip_requirements=requirements(),
-            input_example=usable.example,
-        )
+        with _installed_only():
+            mlflow.pyfunc.save_model(
+                str(folder),
+                loader_module=_LOADER,
+                data_path=str(data),
+                code_paths=[str(each) for each in sorted(code.iterdir())],
+                mlflow_model=model,
+                pip_requirements=requirements(),
+                input_example=usable.example,
+            )
+
+
+@contextmanager
+def _installed_only() -> Iterator[None]:
+    """Hide the packages that setuptools brings for itself: once something has imported it, MLflow writes down their
+    versions as installed, and the same model is described in two ways."""
+    path, hidden = sys.path, Path("setuptools", "_vendor")
+    sys.path = [each for each in path if Path(*Path(each).parts[-2:]) != hidden]
+    try:
+        yield
+    finally:
+        sys.path = path
 
 
 def zip_package(target: Path) -> None:
