@@ -28,6 +28,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "source": {"type": "folder", "path": "images"},
         "num_shards": 2,
         "makes_samples": True,
+        "keeps_samples": True,
         "makes_embeddings": False,
         "sample_jobs": 1,
         "global_batch": 8,

@@ -260,6 +260,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "captions": caption_table(pairs),
         "prompts": prompt_file(experiment),
         "makes_samples": makes(experiment, "images"),
+        "keeps_samples": samples is None or samples.num_stored == samples.num_samples,
         "makes_embeddings": makes(experiment, "embeddings"),
         "sample_jobs": samples.num_jobs if samples is not None else 0,
         "global_batch": experiment.train.global_batch,

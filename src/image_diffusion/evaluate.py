@@ -11,7 +11,8 @@ processes, they share the images and the numbers stay the same.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import load_sections
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.samples import Samples, read_made, read_samples
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
-from image_diffusion.systems.given import Section, ToJudge
+from image_diffusion.systems.given import Section, ToJudge, ToSample
 from image_diffusion.training.distributed import join
-from image_diffusion.training.model import load_model
+from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
 
 
@@ -41,6 +43,10 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote; unset: samples alone")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of pictures; a codec needs none")
+    parser.add_argument("--making", type=Path, help="sample.yaml: make the samples now; --samples has the first ones")
+    parser.add_argument("--codec-weights", type=Path, help="as sample takes it, with --making")
+    parser.add_argument("--small-images", type=Path, help="as sample takes it, with --making")
+    parser.add_argument("--embeddings", type=Path, nargs="+", default=[], help="as sample takes it, with --making")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
     parser.add_argument("--encoded", type=Path, help="folder of what the codec made of --data; for a model of tokens")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
@@ -107,7 +113,20 @@ def to_judge(arguments: argparse.Namespace) -> ToJudge:
         arguments.report,
         arguments.encoded,
         raw,
+        making(arguments) if arguments.making else read_samples,
     )
+
+
+def making(arguments: argparse.Namespace) -> Callable[[Path, list[str]], Samples]:
+    """What reads samples that are made as they are looked at. Raises ValueError for what does not fit the model."""
+    if arguments.weights is None:
+        raise ValueError("--making needs the network. Name it: --weights weights.safetensors.")
+    model = load_model(arguments.weights.parent)
+    settings = load_sections(arguments.making, ["sample"], model.system.sections)["sample"]
+    codec = load_codec(model, arguments.codec_weights.parent if arguments.codec_weights else None, best_device())
+    given = ToSample(model, settings, codec, load_model, arguments.small_images, arguments.embeddings)
+    made = model.system.maker(given)
+    return partial(read_made, made, made.labels, settings.batch_size)
 
 
 def judge(given: ToJudge) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     python -m image_diffusion.sample --config sample.yaml --weights weights.safetensors --output samples.npz
 
 Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
-grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory.
+grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory. With
+`keep: false` only the images of the grid are made here, and `evaluate` makes them all as it looks at them.
 A prior's samples are embeddings: img_emb/img_emb_0.npy and metadata/metadata_0.parquet, as clip-retrieval writes them,
 and embeddings.json.
 
@@ -126,12 +127,16 @@ def main(given: Sequence[str] | None = None) -> None:
         return
 
     journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
-    with journal, Progress("sample", settings.num_samples, samples.one) as progress:
+    # Who names a trained experiment wants to have the images, and parts have been stored.
+    stored = settings.num_samples if arguments.trained or arguments.made else settings.num_stored
+    with journal, Progress("sample", stored, samples.one) as progress:
         journal.params({"sample": dump(settings)})
         rows_of_all = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
         batches_made = joined(arguments.made, settings) if arguments.made else map(made, rows_of_all)
+        batches_made = first(batches_made, stored)
         described = protocol(settings, model) | made.described
-        given_to = ToWrite(told(batches_made, progress), made, settings, model, described, output)
+        described["settings"].pop("keep", None)  # which changes no image
+        given_to = ToWrite(told(batches_made, progress), made, settings, model, described, output, stored)
         pictures = samples.write(given_to)
         journal.metrics({"examples_seen": model.examples_seen}, model.step)
         for title, picture in pictures.items():
@@ -139,7 +144,8 @@ def main(given: Sequence[str] | None = None) -> None:
     for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
         part.unlink(missing_ok=True)
     shown = "".join(f", shown in {picture}" for picture in list(pictures.values())[:1])
-    print(f"sample: {settings.num_samples:,} {samples.kind} in {output}{shown}")
+    rest = f"; evaluate makes all {settings.num_samples:,}" if stored < settings.num_samples else ""
+    print(f"sample: {stored:,} {samples.kind} in {output}{shown}{rest}")
 
 
 def find(arguments: argparse.Namespace) -> str:
@@ -200,6 +206,15 @@ def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
     for rows in arrays:
         for start in range(0, len(rows), settings.batch_size):
             yield torch.from_numpy(rows[start : start + settings.batch_size].copy()).movedim(-1, 1)
+
+
+def first(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
+    """So many samples at most, in the same batches; none is made for nothing but those beside the last one."""
+    for batch in batches:
+        yield batch[:count]
+        count -= len(batch)
+        if count <= 0:
+            return
 
 
 def told(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,14 @@ from torchvision.transforms import functional as T
 from image_diffusion.core import command
 from image_diffusion.core.definitions import definition_of
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.copies import copies_seen, find_copies, reduced
 from image_diffusion.metrics.detector import Classifier, InPipeDetector, load_detector
 from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
+from image_diffusion.metrics.evaluation import RealImages
+from image_diffusion.metrics.features import detect, detect_each
+from image_diffusion.metrics.intervals import share_estimate
+from image_diffusion.metrics.panel import Reference, measure
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.metrics.seen import write_seen
 
 ROWS = {"train": slice(0, 1200), "validation": slice(1200, 1500), "pool": slice(1500, 2000)}
 """Of each class: what judges learn from and samples are compared with; the floor; what is damaged."""
@@ -230,22 +233,21 @@ def damage(parts: dict[str, Samples]) -> None:
     ground = Ground(pool.gather(count), pool.labels[count], others, parts["train"])
     data = RealImages(parts["train"], parts["validation"])
     with tempfile.TemporaryDirectory() as name:
-        judges, folders = trained_judges(parts, Path(name))
-        for judge, folder in zip(judges, folders, strict=True):
-            write_seen(judge, data.looked_at, folder)
+        views = [View(each, data) for each in trained_judges(parts, Path(name))]
+    pixels = pixels_of(data)
 
-        def judged(images: Tensor, labels: NDArray[np.int64]) -> dict[str, Any]:
-            samples = Samples(images.permute(0, 2, 3, 1).numpy(), labels, pool.classes, digest="damaged")
-            found: dict[str, Any] = evaluate_samples(samples, data, judges, EvaluateConfig(), references=folders)[
-                "metrics"
-            ]
-            return found
+    def judged(images: Tensor, labels: NDArray[np.int64]) -> dict[str, Any]:
+        samples = Samples(images.permute(0, 2, 3, 1).numpy(), labels, pool.classes, digest="damaged")
+        found: dict[str, Any] = {"copies": pixels(detect_each([reduced], samples)[0].features)}
+        for each in views:
+            found |= each(samples)
+        return found
 
-        clean = judged(ground.images, ground.labels)
-        found = {
-            name: [judged(change(ground, each), labels_of(name, ground, each)) for each in strengths]
-            for name, (strengths, change) in DAMAGES.items()
-        }
+    clean = judged(ground.images, ground.labels)
+    found = {
+        name: [judged(change(ground, each), labels_of(name, ground, each)) for each in strengths]
+        for name, (strengths, change) in DAMAGES.items()
+    }
     for judge in ("inpipe", "rotation"):
         names = {each: full for each in SHOWN if (full := f"{judge}_{each}") in clean}
         names |= {"copies, in pixels": "copies"} if judge == "inpipe" else {}
@@ -255,9 +257,39 @@ def damage(parts: dict[str, Samples]) -> None:
             print(f"| {name} | " + " | ".join(marks) + " |")
 
 
-def trained_judges(parts: dict[str, Samples], folder: Path) -> tuple[list[InPipeDetector], list[Path]]:
+class View:
+    """What one judge says of samples, as `evaluate` would, but without floors and self-tests: of the real images it
+    sees everything once."""
+
+    def __init__(self, judge: InPipeDetector, data: RealImages) -> None:
+        self._judge, self._settings = judge, EvaluateConfig()
+        self._train, held_out = (detect(judge, each) for each in (data.train, data.validation))
+        self._reference = Reference.of(self._train, torch.from_numpy(data.train.labels) if judge.classes else None)
+        self._threshold = copies_seen(held_out.features[:2], self._train.features, held_out.features).threshold
+
+    def __call__(self, samples: Samples) -> dict[str, Any]:
+        seen, classes = detect(self._judge, samples), self._judge.classes
+        labels = torch.from_numpy(samples.labels) if classes else None
+        entries = measure(seen, labels, self._reference, classes, self._settings)
+        copies = copies_seen(seen.features, self._train.features, None)
+        entries["copies"] = share_estimate(replace(copies, threshold=self._threshold).flagged)
+        return {self._judge.metric_name(name): each.as_dict() for name, each in entries.items()}
+
+
+def pixels_of(data: RealImages) -> Callable[[Tensor], dict[str, Any]]:
+    """What the pixels say of copies among samples, `reduced`."""
+    held_out = detect_each([reduced], data.validation)[0].features
+    threshold = find_copies(held_out[:2], data.train, data.validation).threshold
+
+    def entry(samples: Tensor) -> dict[str, Any]:
+        return share_estimate(replace(find_copies(samples, data.train, None), threshold=threshold).flagged).as_dict()
+
+    return entry
+
+
+def trained_judges(parts: dict[str, Samples], folder: Path) -> list[InPipeDetector]:
     """The judge that has learned the classes, and the one that a folder without classes gets."""
-    judges, folders = [], []
+    judges = []
     for name in ("inpipe", "rotation"):
         train, held_out = (
             Samples(each.gather(np.arange(each.num_samples)).permute(0, 2, 3, 1).numpy(),
@@ -268,8 +300,7 @@ def trained_judges(parts: dict[str, Samples], folder: Path) -> tuple[list[InPipe
         judge = load_detector(folder / name)
         judge.metric_name = f"{name}_{{}}".format  # type: ignore[method-assign]
         judges.append(judge)
-        folders.append(folder / f"seen-{name}")
-    return judges, folders
+    return judges
 
 
 def mark(metric: str, levels: list[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from image_diffusion import evaluate
+from image_diffusion import evaluate, sample
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.arrays import save_samples
 from image_diffusion.core.config import dump, to_yaml
@@ -23,7 +23,12 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
+from image_diffusion.metrics.features import Detected, detect_each
+from image_diffusion.metrics.samples import MadeRows, Samples
 from image_diffusion.networks.dvae import DVAEConfig
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.dvae import DVAESystem
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=2)
@@ -87,3 +92,54 @@ def test_the_same_bytes_for_any_number_of_processes(
     assert any(entry["interval"] for entry in json.loads(expected)["metrics"].values())
     for processes in (2, 3):
         assert judged(folder, what, processes, monkeypatch) == expected
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> Path:
+    """Samples of an untrained DiT, stored and not."""
+    system = DiTSystem.model_validate({"type": "dit", "network": {"depth": 1, "width": 8, "num_heads": 2, "patch": 4}})
+    codec = {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None}
+    model = {"system": dump(system), "spec": dump(SPEC), "codec": codec}
+    model |= {"classes": ["dark", "light"], "step": 1, "examples_seen": 1}
+    network = system.build_network(SPEC)
+    streams = torch.Generator().manual_seed(0)
+    for each in network.parameters():
+        torch.nn.init.normal_(each, std=0.3, generator=streams)
+    save_weights(folder / "dit", network.state_dict(), model)
+    for name, keep in (("stored", True), ("judged", False)):
+        settings = SampleConfig(num_samples=70, sampler=Ddim(num_steps=2), batch_size=11, grid_images=13, keep=keep)
+        (folder / f"{name}.yaml").write_text(to_yaml({"sample": dump(settings)}))
+        given = ["--config", folder / f"{name}.yaml", "--weights", folder / "dit/weights.safetensors"]
+        sample.main([*map(str, given), "--output", str(folder / name / "samples.npz")])
+    return folder
+
+
+def test_samples_that_are_not_stored_give_the_same_bytes(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = ["--weights", "dit/weights.safetensors"]
+    expected = judged(made, [*weights, "--samples", "stored/samples.npz"], 1, monkeypatch)
+    drawn = {path.name: path.read_bytes() for path in (made / "report").iterdir()}
+    assert {"classes.png", "nearest.png", "nearest-inpipe_copies.png"} <= drawn.keys()
+    unstored = [*weights, "--samples", "judged/samples.npz"]
+    for processes in (1, 2):
+        assert judged(made, [*unstored, "--making", "judged.yaml"], processes, monkeypatch) == expected
+        assert drawn == {path.name: path.read_bytes() for path in (made / "report").iterdir()}
+    with pytest.raises(ValueError, match=r"holds 13 of 70 samples, since sample\.keep is false\. Set it to true"):
+        judged(made, unstored, 1, monkeypatch)
+    for name in ("grid.png", "steps.png"):
+        assert (made / "judged" / name).read_bytes() == (made / "stored" / name).read_bytes()
+    with np.load(made / "judged/samples.npz") as some, np.load(made / "stored/samples.npz") as all_of_them:
+        assert len(some["arr_0"]) == len(some["arr_1"]) == 13
+        assert (some["arr_0"] == all_of_them["arr_0"][:13]).all()
+
+
+def test_no_batch_is_made_twice_in_one_pass() -> None:
+    calls: list[slice] = []
+
+    def make(rows: slice) -> torch.Tensor:
+        calls.append(rows)
+        return torch.arange(rows.start, rows.stop, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 2)
+
+    samples = Samples(MadeRows(make, 70, 11, (2, 2, 3)), None, [])
+    seen = detect_each([lambda images: Detected(images[:, 0, 0, :1].float())], samples)[0]
+    assert seen.features[:, 0].tolist() == list(range(70))
+    assert [rows.start for rows in calls] == [0, 11, 22, 33, 44, 55, 66] and calls[-1].stop == 70

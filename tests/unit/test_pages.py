@@ -90,7 +90,10 @@ def test_rows_of_classes_have_the_names_of_those_that_were_drawn(scripts: Module
     experiment = tmp_path / "mine"
     assert scripts.class_names(experiment, tmp_path / "data") == []
     (experiment / "samples").mkdir(parents=True)
+    write_json(experiment / "samples" / "samples.json", {"num_samples": 4})
     np.savez(experiment / "samples" / "samples.npz", np.zeros((3, 2, 2, 3), np.uint8), np.array([2, 2, 0]))
+    assert scripts.class_names(experiment, tmp_path / "data") == [], "others were drawn than those that are stored"
+    write_json(experiment / "samples" / "samples.json", {"num_samples": 3})
     assert scripts.class_names(experiment, tmp_path / "data") == ["cat", "owl"]
     np.savez(experiment / "samples" / "samples.npz", np.zeros((3, 2, 2, 3), np.uint8))
     assert scripts.class_names(experiment, tmp_path / "data") == []

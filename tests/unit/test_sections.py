@@ -142,6 +142,11 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         ),
         ({"system": SMALL_DIT | {"process": {"type": "edm"}}}, "Use objective edm"),
         ({"system": SMALL_DIT | {"objective": {"type": "flow_matching"}}}, "Objective flow_matching needs the flow"),
+        (
+            DIT | {"sample": {"keep": False, "pictures": True}},
+            "sample.keep is false, so that images are looked at once, but sample.pictures needs them again",
+        ),
+        (DIT | {"preview": {"keep": False}}, "preview.keep is set, but a system of type dit has no use for it"),
         (PRIOR | {"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),
         ({"system": {"type": "prior"}}, "pairs is missing, and a system of type prior needs it"),
     ],

@@ -127,6 +127,16 @@ def test_what_makes_no_samples_has_none_to_be_judged_or_shown() -> None:
     assert not [path for path in judged.made(ONE) if "samples" in path]
 
 
+def test_images_that_are_not_stored_are_made_by_who_judges_them() -> None:
+    kept = files(a_plan(codec_experiment="one", prompts="words.txt"))
+    made = files(a_plan(codec_experiment="one", prompts="words.txt", keeps_samples=False, sweep={"ema": {"1": "a"}}))
+    assert kept.made_with(ONE) == kept.making_option(ONE) == []
+    assert made.made_with(ONE) == ["out/one/train/weights.safetensors", "words.txt"]
+    codec = ["--codec-weights", "out/one/train/weights.safetensors"]
+    assert made.making_option(ONE) == ["--making", "results/one/config/sample.yaml", *codec]
+    assert made.making_option({"experiment": "one", "axis": "ema", "value": "1"}) == ["--making", "a", *codec]
+
+
 def test_pairs_of_embeddings() -> None:
     made = files(a_plan(pairs="hashed", pairs_of_images=True, pairs_of_detector=True, captions="captions.csv"))
     job = {"dataset": "dots-16", "pairs": "hashed"}

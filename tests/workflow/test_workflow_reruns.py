@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 
+import numpy as np
 from projects import Project
 
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import read_json, write_json
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 
@@ -92,3 +93,21 @@ def test_changed_code_of_training_is_told_and_makes_nothing_again(finished: Proj
     shutil.rmtree(finished / "results/micro/train")
     assert finished.planned() == {"train", *AFTER_SAMPLE}
     assert "has changed since" not in finished.run("-n")
+
+
+def test_images_that_are_not_stored_give_the_same_numbers(finished: Project) -> None:
+    result = finished / "results/micro"
+    before = read_json(result / "metrics.json")
+    finished.edit(lambda experiment: experiment["sample"].update(keep=False, grid_images=4, images_per_job=4))
+    finished.run()
+    with np.load(result / "samples/samples.npz") as arrays:
+        assert len(arrays["arr_0"]) == 4
+    after = read_json(result / "metrics.json")
+    changed = after["protocol"]["samples"]["settings"] | {"grid_images": 100, "images_per_job": 5000}
+    assert after["protocol"]["samples"] | {"settings": changed} == before["protocol"]["samples"]
+    assert after["protocol"]["samples_sha256"] == before["protocol"]["samples_sha256"]
+    assert after["metrics"] == before["metrics"] and after["classes"] == before["classes"]
+    assert "Nothing to be done" in finished.run()
+    (finished / "config/experiments/mine.yaml").write_text("base: micro\nevaluate: {against: {experiment: micro}}\n")
+    told = finished.snakemake("mine").stdout
+    assert "evaluate.against.experiment stores 4 of its 16 images, since its sample.keep is false" in told

@@ -9,6 +9,7 @@ rule evaluate:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
         samples=files.samples,
+        made_with=files.made_with,
         data=files.real_data,
         encoded=files.judged_on,
         detector=files.detector,
@@ -52,10 +53,11 @@ rule evaluate:
         data=subpath(input.data, parent=True),
         previews=f"{results}/{{experiment}}/train/previews",
         samples=files.samples_option,
+        making=files.making_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " {params.samples:q} --data {params.data:q} {params.encoded:q} {params.detector:q} {params.references:q}"
+        " {params.samples:q} {params.making:q} --data {params.data:q} {params.encoded:q} {params.detector:q} {params.references:q}"
         " {params.reference:q} --previews {params.previews:q}"
         " --report {output.pictures:q} --output {output.metrics:q} --journal {params.journal:q}"

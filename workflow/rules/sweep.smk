@@ -74,6 +74,7 @@ rule sweep_evaluate:
         weights=files.swept_weights,
         samples=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.npz",
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",
+        made_with=files.made_with,
         data=files.real_data,
         detector=files.detector,
         references=files.references,
@@ -97,6 +98,7 @@ rule sweep_evaluate:
     params:
         code=code["evaluate"],
         trained_by=files.trained_by_option,
+        making=files.making_option,
         detector=files.detector_option,
         references=files.references_option,
         reference=files.reference_option,
@@ -104,7 +106,7 @@ rule sweep_evaluate:
     shell:
         "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
-        " --samples {input.samples:q} --data {params.data:q} {params.detector:q}"
+        " --samples {input.samples:q} {params.making:q} --data {params.data:q} {params.detector:q}"
         " {params.references:q} {params.reference:q} --output {output.metrics:q}"
 
 

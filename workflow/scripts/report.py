@@ -117,6 +117,8 @@ def class_names(experiment: Path, data: Path) -> list[str]:
         return []
     classes = read_json(known).get("classes") or []
     with np.load(made) as arrays:
+        if read_json(made.with_suffix(".json"))["num_samples"] != len(arrays["arr_0"]):  # the first ones alone
+            return []
         drawn = np.unique(arrays["arr_1"])[:MOST_CLASSES].tolist() if "arr_1" in arrays else []
     return [classes[label] for label in drawn] if all(label < len(classes) for label in drawn) else []
 

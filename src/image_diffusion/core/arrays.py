@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +40,35 @@ def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Te
             with _member(archive, "arr_1") as member:
                 _write_header(member, np.dtype(np.int64), tuple(labels.shape))
                 member.write(labels.contiguous().numpy().data)
+
+
+class ImageDigests:
+    """The sha256 of images that pass batch by batch: of that of each image, [H, W, C], in order. So those who share the
+    images can tell it together."""
+
+    def __init__(self) -> None:
+        self._each: list[bytes] = []
+
+    def passed(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The batches, [B, C, H, W]."""
+        for batch in batches:
+            self._each += digests_of(batch.movedim(1, -1).contiguous().numpy())
+            yield batch
+
+    @property
+    def of_all(self) -> str:
+        """In hexadecimal, of what has passed."""
+        return digest_of(self._each)
+
+
+def digests_of(images: NDArray[Any]) -> list[bytes]:
+    """The sha256 of each image, [N, H, W, C]."""
+    return [hashlib.sha256(np.ascontiguousarray(image).data).digest() for image in images]
+
+
+def digest_of(digests: Iterable[bytes]) -> str:
+    """The sha256 of those of images, in hexadecimal."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:

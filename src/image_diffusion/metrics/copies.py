@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.metrics.features import ImageSet
+from image_diffusion.metrics.features import Detected, ImageSet
 from image_diffusion.metrics.neighbours import squared_distances
 
 _SIZE = 16
@@ -44,9 +44,17 @@ class Copies:
         return self.distance < (self.threshold if self.threshold is not None else -1.0)
 
 
-def find_copies(samples: ImageSet, train: ImageSet, held_out: ImageSet | None, k: int = 4) -> Copies:
-    """The k nearest training images of every sample, mirrored ones included, and whether they are suspiciously near."""
-    queries = [_reduced(samples)]
+def reduced(images: Tensor) -> Detected:
+    """What is compared of uint8 images [B, C, H, W]: float32 [B, C * 16 * 16], in [0, 1], reduced by averaging."""
+    return Detected(F.adaptive_avg_pool2d(images.to(torch.float32) / 255, _SIZE).flatten(1))
+
+
+def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: int = 4) -> Copies:
+    """The k nearest training images of every sample, mirrored ones included, and whether they are suspiciously near.
+
+    samples: `reduced`, [N, D].
+    """
+    queries = [samples]
     if held_out is not None and held_out.num_samples >= LEAST_HELD_OUT:
         queries.append(_reduced(held_out))
 
@@ -91,10 +99,7 @@ def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor,
 
 
 def _reduced(images: ImageSet, start: int = 0, stop: int | None = None) -> Tensor:
-    """Float32 [N, C * 16 * 16]: the images in [0, 1], reduced by averaging; those from `start` to `stop`."""
+    """The images from `start` to `stop`, `reduced`."""
     chosen = np.arange(start, images.num_samples if stop is None else stop)
-    parts = [
-        F.adaptive_avg_pool2d(images.gather(rows).to(torch.float32) / 255, _SIZE).flatten(1)
-        for rows in np.array_split(chosen, -(-len(chosen) // _READ))
-    ]
+    parts = [reduced(images.gather(rows)).features for rows in np.array_split(chosen, -(-len(chosen) // _READ))]
     return torch.cat(parts)

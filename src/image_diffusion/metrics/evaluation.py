@@ -16,7 +16,7 @@ from image_diffusion.core.config import dump
 from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.metrics.classes import confusion
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.copies import LEAST_HELD_OUT, Copies, copies_seen, find_copies
+from image_diffusion.metrics.copies import LEAST_HELD_OUT, Copies, copies_seen, find_copies, reduced
 from image_diffusion.metrics.curve import measure_previews, plot_curve
 from image_diffusion.metrics.doubt import doubts_of
 from image_diffusion.metrics.features import Detected, Detector, ImageSet, detect, detect_each
@@ -79,7 +79,8 @@ def evaluate_samples(
     known = read_seen(references, detectors, data.looked_at)
     looked: Sequence[Mapping[str, Seen]] = []  # what detectors see in the splits, where they look at any
     statistics = [_statistics(reference_file, samples, each) if reference_file else None for each in detectors]
-    made = detect_each(detectors, samples, "features of samples")
+    made = detect_each([*detectors, reduced], samples, "features of samples")
+    small = made.pop().features
     if reference_file is not None and is_statistics(reference_file):
         against = [_Against(Reference(each)) for each in statistics if each is not None]
         described: dict[str, Any] = {"file": reference_file.name, "sha256": sha256_file(reference_file)}
@@ -98,7 +99,7 @@ def evaluate_samples(
         for point in measure_previews(previews or {}, detector, other.reference, _classes(detector, samples), settings):
             points.setdefault(point["step"], {}).update(point)
     if settings.copies:
-        entries["copies"] = _copies(find_copies(samples, data.train, data.validation), samples, data, report)
+        entries["copies"] = _copies(find_copies(small, data.train, data.validation), samples, data, report)
         for detector, seen, real in zip(detectors, made, looked if data.train.num_samples > 1 else [], strict=False):
             entries |= judged({"copies": _copies_seen(detector, seen, real, samples, data, settings, report)}, detector)
     curve = list(points.values())

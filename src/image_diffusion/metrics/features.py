@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,11 @@ class ImageSet(Protocol):
     shape: tuple[int, ...]
     labels: np.ndarray
     classes: list[str]
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        """Of the images."""
+        ...
 
     def gather(self, indices: np.ndarray) -> Tensor:
         """Uint8 [B, C, H, W]: the images at these positions."""
@@ -100,7 +104,10 @@ def detect(detector: Detector, images: ImageSet, title: str = "features", limit:
 
 @torch.inference_mode()
 def detect_each(
-    detectors: Sequence[Detector], images: ImageSet, title: str = "features", limit: int | None = None
+    detectors: Sequence[Callable[[Tensor], Detected]],
+    images: ImageSet,
+    title: str = "features",
+    limit: int | None = None,
 ) -> list[Detected]:
     """What each detector sees in every image of a set, in the set's order; or in `limit` of them, drawn once for all.
     Each image is read once.

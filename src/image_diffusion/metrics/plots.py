@@ -35,13 +35,14 @@ def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
 
 def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
     """The first samples of each class, a row a class, uncurated."""
-    rows = []
-    for label in np.unique(samples.labels)[:_MOST_CLASSES]:
-        chosen = np.flatnonzero(samples.labels == label)[:columns]
-        images = samples.gather(chosen)
-        blank = torch.full((columns - len(images), *images.shape[1:]), 255, dtype=torch.uint8)
-        rows.append(torch.cat([images, blank]))
-    save_picture(image_grid(torch.cat(rows), columns), path)
+    labels = np.unique(samples.labels)[:_MOST_CLASSES]
+    chosen = [np.flatnonzero(samples.labels == label)[:columns] for label in labels]
+    rows = np.sort(np.concatenate(chosen))
+    images = samples.gather(rows)
+    shown = torch.full((len(labels), columns, *images.shape[1:]), 255, dtype=torch.uint8)
+    for line, mine in zip(shown, chosen, strict=True):
+        line[: len(mine)] = images[torch.from_numpy(np.searchsorted(rows, mine))]
+    save_picture(image_grid(shown.flatten(0, 1), columns), path)
 
 
 def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, rows: int = 10) -> None:

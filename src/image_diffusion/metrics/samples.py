@@ -1,9 +1,10 @@
-"""Generated images as files: an .npz in ADM's layout, or a folder of pictures."""
+"""Generated images: an .npz in ADM's layout, a folder of pictures, or made when they are looked at."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,33 +12,89 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from image_diffusion.core.arrays import read_arrays
+from image_diffusion.core.arrays import digest_of, digests_of, read_arrays
 from image_diffusion.core.files import read_json, sha256_file
+from image_diffusion.core.together import gathered
 from image_diffusion.core.verify import damaged
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
-class Samples:
-    """Images in memory or in a mapped file, with the labels that were asked for. An ImageSet.
+class Rows(Protocol):
+    """Images uint8 [N, H, W, C], of which some are asked for at a time: an array, for instance."""
 
-    images: uint8 [N, H, W, C]. labels: int64 [N], or None for samples without classes. protocol: how they were made.
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.uint8]: ...
+
+
+class MadeRows:
+    """Images that are made when they are looked at: nowhere are more than a batch of them, always the same batches.
+
+    make: rows that follow one another -> uint8 [n, C, H, W], the same at each call. num_samples: of all. batch_size: of
+    each call but the last. image_shape: (H, W, C).
+    """
+
+    def __init__(
+        self, make: Callable[[slice], Tensor], num_samples: int, batch_size: int, image_shape: tuple[int, ...]
+    ) -> None:
+        self._make, self._batch_size = make, batch_size
+        self.shape = (num_samples, *image_shape)
+        self._number, self._batch = -1, np.empty((0, *image_shape), np.uint8)
+        self._digests: dict[int, list[bytes]] = {}
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        batch_of_each = rows // self._batch_size
+        for number in np.unique(batch_of_each).tolist():
+            mine = batch_of_each == number
+            found[mine] = self._made(number)[rows[mine] - number * self._batch_size]
+        return found
+
+    @property
+    def digest(self) -> str:
+        """That of all images, once the processes that share them have looked at each."""
+        known = {number: each for some in gathered(self._digests) for number, each in some.items()}
+        assert sum(map(len, known.values())) == self.shape[0]
+        return digest_of(each for number in sorted(known) for each in known[number])
+
+    def _made(self, number: int) -> NDArray[np.uint8]:
+        if number != self._number:
+            start = number * self._batch_size
+            images = self._make(slice(start, min(start + self._batch_size, self.shape[0])))
+            self._number, self._batch = number, images.movedim(1, -1).numpy()
+            self._digests[number] = digests_of(self._batch)
+        return self._batch
+
+
+class Samples:
+    """Images in memory, in a mapped file or made when they are looked at, with the labels that were asked for. An
+    ImageSet.
+
+    images: uint8 [N, H, W, C]. labels: int64 [N], or None for samples without classes. digest: of the images, or what
+    tells it once all have been looked at. protocol: how they were made.
     """
 
     def __init__(
         self,
-        images: NDArray[np.uint8],
+        images: Rows,
         labels: NDArray[np.int64] | None,
         classes: list[str],
-        digest: str = "",
+        digest: str | Callable[[], str] = "",
         protocol: dict[str, Any] | None = None,
     ) -> None:
-        self._images = images
+        self._images, self._digest = images, digest
         self.num_samples, height, width, channels = images.shape
         self.shape: tuple[int, ...] = (channels, height, width)
-        self.labels = np.zeros(len(images), np.int64) if labels is None else labels
+        self.labels = np.zeros(self.num_samples, np.int64) if labels is None else labels
         self.has_labels = labels is not None
-        self.classes, self.digest, self.protocol = classes, digest, protocol or {}
+        self.classes, self.protocol = classes, protocol or {}
+
+    @property
+    def digest(self) -> str:
+        """Of the images."""
+        return self._digest if isinstance(self._digest, str) else self._digest()
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         """Uint8 [B, C, H, W]."""
@@ -47,10 +104,36 @@ class Samples:
 def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
     """Read samples.npz (arr_0 uint8 [N, H, W, C], arr_1 int64 [N]) and samples.json beside it, or a folder of pictures.
 
-    Raises ValueError when there are none, they are damaged, or they differ in size.
+    Raises ValueError when there are none, they are damaged, they differ in size, or not all are stored.
     """
     if path.is_dir():
         return _read_pictures(path, classes or [])
+    found = _read_stored(path, classes)
+    wanted = found.protocol.get("num_samples", found.num_samples)
+    if found.num_samples < wanted:
+        raise ValueError(
+            f"{path} holds {found.num_samples:,} of {wanted:,} samples, since sample.keep is false. Set it to "
+            f"true, and run sample again."
+        )
+    return found
+
+
+def read_made(
+    make: Callable[[slice], Tensor], labels: Tensor | None, batch_size: int, path: Path, classes: list[str]
+) -> Samples:
+    """Samples of which samples.npz at `path` holds the first ones, and which are made as they are looked at.
+
+    make: rows that follow one another -> uint8 [n, C, H, W]. labels: of all, int64 [N], where they have any.
+    batch_size: that they are made in. Raises ValueError as `read_samples` does.
+    """
+    stored = _read_stored(path, classes)
+    channels, height, width = stored.shape
+    images = MadeRows(make, int(stored.protocol["num_samples"]), batch_size, (height, width, channels))
+    known = None if labels is None else labels.numpy()
+    return Samples(images, known, classes, lambda: images.digest, stored.protocol)
+
+
+def _read_stored(path: Path, classes: list[str] | None) -> Samples:
     arrays = read_arrays(path)
     if "arr_0" not in arrays:
         raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are uint8 [N, H, W, C].")
@@ -66,7 +149,7 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
     stated = protocol.pop("files", {}).get(path.name)
     if stated is not None and damaged(path.parent, {path.name: stated}):
         raise ValueError(f"{path} is not the file that {described} describes. Run sample again.")
-    digest = stated or sha256_file(path)
+    digest = protocol.pop("images_sha256", None) or stated or sha256_file(path)
     return Samples(images, None if labels is None else labels.astype(np.int64), classes or [], digest, protocol)
 
 

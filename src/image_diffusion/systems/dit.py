@@ -75,7 +75,7 @@ class DiTSystem(DiffusionSystem):
             optional=True,
         ),
         "preview": Section(
-            SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "embeddings", "compile")
+            SampleConfig, SampleConfig(), all_but(SampleConfig, "small_images", "embeddings", "compile", "keep")
         ),
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }

@@ -16,6 +16,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec, SamplesOf, WeightsOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards import Shards
+from image_diffusion.metrics.samples import Samples, read_samples
 
 if TYPE_CHECKING:
     from image_diffusion.systems.system import System
@@ -200,6 +201,11 @@ class SampleSettings(Protocol):
         ...
 
     @property
+    def num_stored(self) -> int:
+        """How many of the samples are stored, the first ones."""
+        ...
+
+    @property
     def first_seed(self) -> int:
         """Seed of the first sample; sample number i has seed first_seed + i."""
         ...
@@ -251,8 +257,9 @@ class Maker(Protocol):
 class ToWrite:
     """Samples that the stage `sample` is about to write.
 
-    batches: all of them, in order. made: what makes them. settings: the section `sample`. model: what makes them.
-    described: how they are made, for a JSON file beside them. output: where the command line wants them.
+    batches: the samples, in order; count: their number, below that of the settings where not all are stored. made: what
+    makes them. settings: the section `sample`. model: what makes them. described: how they are made, for a JSON file
+    beside them. output: where the command line wants them.
     """
 
     batches: Iterable[Tensor]
@@ -261,6 +268,7 @@ class ToWrite:
     model: Model
     described: dict[str, Any]
     output: Path
+    count: int
 
 
 class SampleFiles(Protocol):
@@ -296,7 +304,8 @@ class ToJudge:
     compared with in place of a split; references: folders of what detectors have seen in the splits; previews: those
     that training kept, in a folder for each fingerprint of a run; report: a folder for pictures. encoded: the
     folder of what the codec makes of the crops, where `System.judged_on_encoded` says so. raw: loads the network
-    with the weights that were not averaged, where they were kept.
+    with the weights that were not averaged, where they were kept. read: what `samples` names -> the images, with these
+    classes.
     """
 
     model: Model | None
@@ -310,6 +319,7 @@ class ToJudge:
     report: Path | None = None
     encoded: Path | None = None
     raw: Callable[[], nn.Module | None] = lambda: None
+    read: Callable[[Path, list[str]], Samples] = read_samples
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from image_diffusion.nn.precision import Precision
 from image_diffusion.objectives import TokenObjective
 from image_diffusion.objectives.masked_tokens import MaskedTokens
 from image_diffusion.systems.diffusion.asked import Asked
+from image_diffusion.systems.diffusion.checks import check_kept
 from image_diffusion.systems.diffusion.conditions import LabelCondition, TextCondition
 from image_diffusion.systems.diffusion.making import Generates, Images, image_columns, make_images, preview_images
 from image_diffusion.systems.diffusion.prompts import check_judged
@@ -71,7 +72,7 @@ class TokensSystem(System):
         "codec": Section(TokensOf, None, example="{type: tokens, of: {type: trained, experiment: my_dvae}}"),
         "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
         "pairs": Section(CaptionPairs, None, example="{type: captions}", optional=True),
-        "preview": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
+        "preview": Section(TokenSampleConfig, TokenSampleConfig(), KEYS - {"keep"}),
         "sample": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
         "sweep": Section(TokenSweepConfig, TokenSweepConfig(), SWEPT),
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips", "likelihood")),
@@ -115,6 +116,7 @@ class TokensSystem(System):
             )
         self.condition.check_pairs(pairs)
         check_judged(experiment)
+        check_kept(experiment, others)
         super().check(experiment, others)
         spec = spec_of(experiment, others.codec)
         check_settings("sample", self, experiment, spec)

@@ -268,6 +268,23 @@ class Files:
         """How `evaluate` is told where those lie."""
         return _option("--samples", self.samples(wildcards)[:1])
 
+    def made_with(self, wildcards: Wildcards) -> list[str]:
+        """What `evaluate` reads to make the images itself, where they are not stored: what `sample` reads."""
+        if self.plans.of(wildcards).keeps_samples:
+            return []
+        read = [each(wildcards) for each in (self.codec_weights, self.small_images, self.embeddings, self.prompts)]
+        return [path for paths in read for path in ([paths] if isinstance(paths, str) else paths)]
+
+    def making_option(self, wildcards: Wildcards) -> list[str]:
+        """How `evaluate` is told where those lie."""
+        plan = self.plans.of(wildcards)
+        if plan.keeps_samples:
+            return []
+        swept = "axis" in wildcards.keys()  # noqa: SIM118 - Snakemake's wildcards are a list with names
+        config = self.swept_config(wildcards) if swept else plan.configs["sample"]
+        options = [each(wildcards) for each in (self.codec_option, self.small_images_option, self.embeddings_option)]
+        return ["--making", config, *(word for option in options for word in option)]
+
     def grid(self, wildcards: Wildcards) -> Paths:
         """A picture of the images that an experiment makes, where it makes any."""
         plan = self.plans.of(wildcards)

@@ -80,6 +80,8 @@ class Plan:
     """The file that prompts are read from."""
     makes_samples: bool
     """Whether `sample` makes images."""
+    keeps_samples: bool
+    """Whether it stores them all, or `evaluate` makes them as it looks at them."""
     makes_embeddings: bool
     """Whether `sample` makes embeddings."""
     sample_jobs: int

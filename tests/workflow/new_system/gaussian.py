@@ -70,6 +70,11 @@ class Drawing(Config):
         """Small enough for one."""
         return 1
 
+    @property
+    def num_stored(self) -> int:
+        """All of them."""
+        return self.num_samples
+
 
 class Judging(Config):
     """How the likelihood of images is measured."""

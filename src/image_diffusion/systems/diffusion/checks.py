@@ -44,6 +44,30 @@ def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Other
     if likelihood is not None:
         check_likelihood(system, experiment.codec, likelihood)
     _check_against(experiment, others)
+    check_kept(experiment, others)
+
+
+def check_kept(experiment: Sections, others: Others) -> None:
+    """Raise ValueError where images that are not stored are needed after they were judged, or looked at twice."""
+    for key, other in (("evaluate.against", others.against), ("sample.small_images", others.small_images)):
+        theirs = other.section("sample") if other is not None else None
+        if theirs is not None and theirs.num_stored < theirs.num_samples:
+            raise ValueError(
+                f"{key}.experiment stores {theirs.num_stored:,} of its {theirs.num_samples:,} images, since its "
+                f"sample.keep is false. Leave that out."
+            )
+    sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
+    needs = {
+        "sample.pictures": sample.pictures,
+        "sample.small_images: validation": sample.small_images == "validation",
+        "evaluate.attributes": evaluate.attributes is not None,
+        "evaluate.prompts": evaluate.prompts is not None,
+    }
+    if not sample.keep and (asked := [key for key, is_set in needs.items() if is_set]):
+        raise ValueError(
+            f"sample.keep is false, so that images are looked at once, but {asked[0]} needs them again. Leave one of "
+            f"the two out."
+        )
 
 
 def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem, experiment: Sections) -> None:

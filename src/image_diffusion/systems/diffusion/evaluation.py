@@ -17,7 +17,7 @@ from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.painted import evaluate_painted
 from image_diffusion.metrics.prompted import check_prompted, evaluate_prompted
-from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.metrics.samples import Samples
 from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
 from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
 from image_diffusion.systems.given import Model, ToJudge
@@ -38,7 +38,7 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
         if settings.against is not None and given.reference is None:
             raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
         detectors = [each.build(given.detector, str(best_device())) for each in settings.detectors]
-        samples = read_samples(given.samples, data.train.classes)
+        samples = given.read(given.samples, data.train.classes)
         both = None
         if settings.prompts is not None:
             check_prompted(samples)

@@ -70,7 +70,9 @@ class DiffusionSystem(System):
     sections: ClassVar[Mapping[str, Section]] = {
         "codec": Section(CodecConfig, Rgb()),
         "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
-        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS, "small_images", "compile")),
+        "preview": Section(
+            SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS, "small_images", "compile", "keep")
+        ),
         "sample": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS)),
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips")),
         "sweep": Section(SweepConfig, SweepConfig()),

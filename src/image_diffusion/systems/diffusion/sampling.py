@@ -96,11 +96,20 @@ class SampleConfig(Config):
     """Also keep each image as a PNG named after its seed, in the folder `pictures`."""
     grid_images: int = Field(100, ge=1)
     """Images in the picture grid.png."""
+    keep: bool = True
+    """Store all images. false: `samples.npz` holds those of grid.png alone, and `evaluate` makes them all as it looks
+    at them, in one job; metrics.json stays the same."""
 
     @property
     def num_jobs(self) -> int:
         """How many jobs make the images: each makes whole batches."""
-        return min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
+        jobs = min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
+        return jobs if self.keep else 1
+
+    @property
+    def num_stored(self) -> int:
+        """How many of the images are stored, the first ones."""
+        return self.num_samples if self.keep else min(self.num_samples, self.grid_images)
 
 
 def fitted(system: Denoises, codec: Codec, settings: SampleConfig) -> SampleConfig:

@@ -61,6 +61,11 @@ class PriorSampleConfig(EmbeddingSampling):
         """How many jobs make the embeddings: each makes whole batches."""
         return min(-(-self.num_samples // self.embeddings_per_job), -(-self.num_samples // self.batch_size))
 
+    @property
+    def num_stored(self) -> int:
+        """All of them are stored."""
+        return self.num_samples
+
 
 def check_sample(system: PriorSystem, settings: PriorSampleConfig) -> None:
     """Raise ValueError where steps, guidance or prompts do not fit; a file of prompts is read when it is there."""

@@ -47,7 +47,7 @@ class TokenSampleConfig(SampleConfig):
 
 KEYS = frozenset(
     {"num_samples", "first_seed", "seed", "labels", "prompts", "negative_prompt", "sampler", "guidance", "batch_size"}
-    | {"images_per_job", "precision", "pictures", "grid_images"}
+    | {"images_per_job", "precision", "pictures", "grid_images", "keep"}
 )
 """Those of its keys that do something."""
 
