@@ -22,7 +22,7 @@ from image_diffusion.core import command
 from image_diffusion.metrics.features import AT_ONCE
 from image_diffusion.metrics.moments import NUM_BLOCKS
 from image_diffusion.metrics.neighbours import manifold_estimates
-from image_diffusion.training.counted import _Memory
+from image_diffusion.training.counted import Memory
 
 ONE_DIRECTION = 1000
 """Directions of MIND."""
@@ -116,7 +116,7 @@ def held(metric: Callable[[Tensor, Tensor], object], samples: int, others: int, 
 
     def peak(n: int, m: int) -> int:
         made, real = torch.rand(n, dimension), torch.rand(m, dimension)
-        with _Memory() as memory:
+        with Memory() as memory:
             metric(made, real)
         return memory.peak
 

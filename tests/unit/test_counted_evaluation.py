@@ -18,7 +18,7 @@ from image_diffusion.metrics.kernel import kernel_distance
 from image_diffusion.metrics.moments import Moments
 from image_diffusion.metrics.neighbours import manifold_estimates
 from image_diffusion.metrics.sliced import monge_distance
-from image_diffusion.training.counted import _Memory
+from image_diffusion.training.counted import Memory
 
 _FILE = Path(__file__).parents[1] / "bench" / "bench_evaluation.py"
 N, M, D = 400, 300, 8
@@ -67,7 +67,7 @@ def test_statistics_of_a_reference_take_the_same_memory_for_any_number_of_images
 
     def peak(rows: int, dimension: int) -> int:
         features = torch.zeros(rows, dimension)
-        with _Memory() as memory:
+        with Memory() as memory:
             Moments.of(features)
         return memory.peak - features.nbytes  # which would lie in a file
 

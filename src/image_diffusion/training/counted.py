@@ -48,7 +48,7 @@ def counted(
     """Count a step of one of so many processes. network: builds it; task: what is done with it."""
     share = -(-config.global_batch // processes)
     plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
-    fake, memory = FakeTensorMode(allow_non_fake_inputs=True), _Memory()
+    fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
     with fake, memory:
         built = network()
     whole = task(built)
@@ -90,7 +90,7 @@ def _nothing_moves() -> Iterator[None]:
         module.to = moves
 
 
-class _Memory(TorchDispatchMode):
+class Memory(TorchDispatchMode):
     """Bytes of all tensors that were made inside and still live, and the most there ever were."""
 
     def __init__(self) -> None:
