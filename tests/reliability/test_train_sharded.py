@@ -48,6 +48,18 @@ def test_a_sharded_run_gives_the_numbers_of_a_whole_one(attempts: Attempts, tmp_
     assert_same(tmp_path / "full", tmp_path / "none")
 
 
+MUON = {"type": "muon", "lr": 1e-4, "weight_decay": 0.1, "adamw": {"lr": 1e-3}}
+
+
+def test_matrices_that_are_spread_move_as_whole_ones(attempts: Attempts, tmp_path: Path) -> None:
+    """By Muon, of which each process takes its rows of what all work out; three, so that rows are not shared evenly."""
+    changes = STEADY | {"steps": 6, "log_every_steps": 1, "optimizer": MUON}
+    for sharding in ("none", "full"):
+        settings = changes | {"sharding": sharding}
+        finished(attempts, tmp_path / sharding, system="dit", processes=3, changes=settings)
+    assert_same(tmp_path / "full", tmp_path / "none")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", sorted(TINY.keys() - {"aligned"}))  # which is refused: tests/unit/test_alignment.py
 def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system: str) -> None:

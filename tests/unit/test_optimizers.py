@@ -143,10 +143,9 @@ def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
         tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
 
 
-@pytest.mark.parametrize("kind", ["muon", "lamb"])
-def test_what_needs_whole_parameters_is_not_sharded(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"full does not go with optimizer: {kind}, which needs each parameter whole"):
-        TrainConfig.model_validate({"steps": 1, "sharding": "full", "optimizer": {"type": kind}})
+def test_what_needs_whole_parameters_is_not_sharded() -> None:
+    with pytest.raises(ValueError, match="full does not go with optimizer: lamb, which needs each parameter whole"):
+        TrainConfig.model_validate({"steps": 1, "sharding": "full", "optimizer": {"type": "lamb"}})
 
 
 def test_lion_is_the_papers() -> None:

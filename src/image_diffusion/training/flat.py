@@ -7,7 +7,7 @@ one order that nothing at run time can change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,10 @@ class Slot:
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def within(self, vector: Tensor) -> Tensor:
+        """The part of a vector, in the parameter's shape."""
+        return vector.as_strided(self.shape, self.stride, self.start)
 
 
 class Layout:
@@ -50,7 +54,15 @@ class Layout:
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parts of a vector of this layout, one a tensor, in the tensors' shapes."""
-        return [vector.as_strided(slot.shape, slot.stride, slot.start) for slot in self.slots]
+        return [slot.within(vector) for slot in self.slots]
+
+    def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
+        """One tensor of a vector of this layout, whole in every process. All processes call it together."""
+        return slot.within(vector)
+
+    def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
+        """Copy what this process keeps of such a tensor into the vector."""
+        slot.within(vector).copy_(whole)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """The same by name. All processes call it together."""
@@ -73,6 +85,8 @@ class Flat(Layout):
 
     sums_gradients = False
     """Whether the backward pass already adds up the gradients of all processes."""
+    is_whole = True
+    """Whether each process has all of every parameter."""
 
     def __init__(self, network: nn.Module) -> None:
         self.parameters, self.inner = trainable(network), inner_matrices(network)
@@ -89,6 +103,10 @@ class Flat(Layout):
         super().__init__(tensors)
         self.values = torch.zeros(self.size, device=device)
         self.gradient = torch.zeros_like(self.values)
+
+    def of(self, names: Container[str]) -> Layout:
+        """The layout of these parameters alone."""
+        return Layout({name: parameter for name, parameter in self.parameters.items() if name in names})
 
     def norm(self) -> Tensor:
         """The norm of the gradient, [] on the device, the same in every process."""

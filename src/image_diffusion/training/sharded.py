@@ -7,7 +7,7 @@ in the backward pass, which adds up the gradients and leaves each process those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
@@ -17,23 +17,66 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from image_diffusion.nn.blocks import blocks
+from image_diffusion.nn.blocks import blocks, inner_matrices
 from image_diffusion.training.distributed import World
-from image_diffusion.training.flat import Flat, trainable
+from image_diffusion.training.flat import Flat, Layout, Slot, trainable
 
 
-class ShardedFlat(Flat):
-    """The rows of one process. A parameter of n rows has ceil(n / world size) in every process, the last ones of zeros
+class Shares(Layout):
+    """The rows of one process. A tensor of n rows has ceil(n / world size) in every process, the last ones of zeros
     where there are no more, so that the layout is the same in all of them.
+
+    shares: the tensors' rows, by name. rows: how many the whole tensors have, by name.
+    """
+
+    def __init__(self, shares: Mapping[str, Tensor], rows: Mapping[str, int], world: World) -> None:
+        super().__init__(shares)
+        self._rows, self._world = rows, world
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Whole tensors by name, gathered one after the other in the first process, on the CPU; elsewhere none."""
+        whole = {}
+        for slot in self.slots:
+            rows = self.gathered(vector, slot)
+            if self._world.is_main:
+                whole[slot.name] = rows.cpu()
+        return whole
+
+    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+        """Give every process its rows of tensors of these names, which the first process has."""
+        for slot in self.slots:
+            whole = torch.empty(self._rows[slot.name], *slot.shape[1:], device=vector.device)
+            if tensors is not None:
+                whole.copy_(tensors[slot.name])
+            world.broadcast(whole)
+            self.keep(vector, slot, whole)
+
+    def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
+        """One tensor of a vector of this layout, whole in every process. All processes call it together."""
+        return self._world.gather(slot.within(vector)).flatten(0, 1)[: self._rows[slot.name]]
+
+    def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
+        """Copy this process's rows of such a tensor into the vector."""
+        own = self.own(vector, slot)
+        own.copy_(whole[self._world.rank * slot.shape[0] :][: len(own)])
+
+    def own(self, vector: Tensor, slot: Slot) -> Tensor:
+        """This process's rows of a tensor, without the zeros behind the last ones."""
+        return slot.within(vector)[: max(0, self._rows[slot.name] - self._world.rank * slot.shape[0])]
+
+
+class ShardedFlat(Shares, Flat):
+    """The rows of one process of a network's parameters.
 
     What is gathered together, and freed again: each block, a member of the network's outermost lists of modules; and
     all else, which stays through forward and backward pass. Parameters without gradient are whole everywhere.
     """
 
     sums_gradients = True
+    is_whole = False
 
     def __init__(self, network: nn.Module, world: World) -> None:
-        self._world = world
+        self._world, self.inner = world, inner_matrices(network)
         shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
         frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
         mesh = init_device_mesh(world.device.type, (world.size,))
@@ -50,31 +93,18 @@ class ShardedFlat(Flat):
         self._rows = {name: shape[0] for name, shape in shapes.items()}
         shares = {name: torch.empty(-(-n // world.size), *rest, device="meta") for name, (n, *rest) in shapes.items()}
         self._lay_out(shares, world.device)
-        for value, own in zip(self._own(self.values), self._shards(), strict=True):
+        for value, own in zip(self._all_own(self.values), self._shards(), strict=True):
             value.copy_(own)
-        for parameter, gradient in zip(self.parameters.values(), self._own(self.gradient), strict=True):
+        for parameter, gradient in zip(self.parameters.values(), self._all_own(self.gradient), strict=True):
             sharded = cast("DTensor", parameter)
             parameter.grad = DTensor.from_local(
                 gradient, mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
             )
 
-    def named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Whole tensors by name, gathered one after the other in the first process, on the CPU; elsewhere none."""
-        whole = {}
-        for slot, view in zip(self.slots, self.views(vector), strict=True):
-            rows = self._world.gather(view).flatten(0, 1)[: self._rows[slot.name]]
-            if self._world.is_main:
-                whole[slot.name] = rows.cpu()
-        return whole
-
-    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
-        """Give every process its rows of tensors of these names, which the first process has."""
-        for slot, own in zip(self.slots, self._own(vector), strict=True):
-            whole = torch.empty(self._rows[slot.name], *slot.shape[1:], device=vector.device)
-            if tensors is not None:
-                whole.copy_(tensors[slot.name])
-            world.broadcast(whole)
-            own.copy_(whole[world.rank * slot.shape[0] :][: slot.shape[0]])
+    def of(self, names: Container[str]) -> Layout:
+        """The layout of these parameters alone."""
+        shares = {slot.name: torch.empty(slot.shape, device="meta") for slot in self.slots if slot.name in names}
+        return Shares(shares, self._rows, self._world)
 
     def norm(self) -> Tensor:
         """The norm of the gradient over all processes, [] on the device."""
@@ -107,15 +137,11 @@ class ShardedFlat(Flat):
 
     def _give(self, vector: Tensor) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self._shards(), self._own(vector))
+            torch._foreach_copy_(self._shards(), self._all_own(vector))
 
     def _shards(self) -> list[Tensor]:
         """This process's rows of each parameter, where the network gathers them from."""
         return [cast("DTensor", parameter).to_local().detach() for parameter in self.parameters.values()]
 
-    def _own(self, vector: Tensor) -> list[Tensor]:
-        """The parts of a vector without the rows of zeros behind the parameters' last ones."""
-        return [
-            view[: max(0, self._rows[slot.name] - self._world.rank * len(view))]
-            for slot, view in zip(self.slots, self.views(vector), strict=True)
-        ]
+    def _all_own(self, vector: Tensor) -> list[Tensor]:
+        return [self.own(vector, slot) for slot in self.slots]

@@ -7,7 +7,7 @@ that several maps share are taken apart first, which "CMuon" (arXiv:2608.02502) 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config import Config
-from image_diffusion.training.flat import Flat, Layout
+from image_diffusion.training.flat import Flat, Slot
 from image_diffusion.training.optimizers.flat import FlatOptimizer, OptimizerConfig, Probability, pieces
 
 
@@ -36,7 +36,6 @@ class Muon(OptimizerConfig):
     """Orthogonalised momentum for the linear and convolutional layers in and between the network's blocks, AdamW for
     all else: the layers before and behind the blocks, embeddings, biases and gains."""
 
-    needs_whole: ClassVar[bool] = True
     looks_inside: ClassVar[bool] = True
 
     type: Literal["muon"] = "muon"
@@ -81,38 +80,83 @@ class _FlatMuon(FlatOptimizer):
         ratio = 1.0 if rest.lr is None else rest.lr / config.lr
         others = [p._replace(stop=p.start) if p.start in inner else p._replace(factor=p.factor * ratio) for p in cut]
         settings = {"betas": rest.betas, "eps": rest.eps}
-        kept = Layout({name: p for name, p in flat.parameters.items() if name not in flat.inner})
+        kept = flat.of(flat.parameters.keys() - flat.inner.keys())
         super().__init__(flat, others, {"exp_avg": flat, "exp_avg_sq": kept}, config.lr, _adamw, **settings)
+        matrices = [
+            (inner[piece.start], piece.factor) for piece in cut if piece.start in inner and piece.stop > piece.start
+        ]
+        kind = _Whole if flat.is_whole else _Shared
+        self.torch = _Both(kind(flat, self.moments["exp_avg"], matrices, config), self.torch)
+
+
+Matrices = Sequence[tuple[Slot, float]]
+"""Where each lies, and the factor of its learning rate."""
+
+
+class _Whole(torch.optim.Muon):
+    """Muon on matrices that lie whole in the vectors."""
+
+    def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
         groups: list[dict[str, Any]] = []
         states: dict[Tensor, Any] = {}
-        for piece in cut:
-            if piece.start == piece.stop or piece.start not in inner:
-                continue
-            slot = inner[piece.start]
-            vectors = (flat.values, flat.gradient, self.moments["exp_avg"])
-            chunks = [_rows(vector, slot.start, slot.shape).chunk(flat.inner[slot.name]) for vector in vectors]
-            parts = []
-            for values, gradient, momentum in zip(*chunks, strict=True):
-                part = nn.Parameter(values)
-                part.grad = gradient
-                states[part] = {"momentum_buffer": momentum}
-                parts.append(part)
-            groups.append({"params": parts, "factor": piece.factor})
-        muon = torch.optim.Muon(
-            groups,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            adjust_lr_fn=config.scale,
+        for slot, factor in matrices:
+            parts = _parts(
+                [_rows(each, slot) for each in (flat.values, flat.gradient, momentum)], flat.inner[slot.name]
+            )
+            groups.append({"params": list(parts), "factor": factor})
+            states |= parts
+        super().__init__(groups, lr=config.lr, **_settings(config))
+        self.state.update(states)
+
+
+class _Shared(torch.optim.Optimizer):
+    """The same on matrices of which each process has rows: one after the other is gathered, moved in every process, and
+    each keeps its rows."""
+
+    def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
+        self._flat, self._momentum, self._config = flat, momentum, config
+        super().__init__(
+            [{"params": [slot.within(flat.values)], "factor": f, "slot": slot} for slot, f in matrices], {}
         )
-        muon.state.update(states)
-        self.torch = _Both(muon, self.torch)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all. All processes take it together."""
+        flat = self._flat
+        for group in self.param_groups:
+            slot = group["slot"]
+            whole = [flat.gathered(each, slot) for each in (flat.values, flat.gradient, self._momentum)]
+            parts = _parts([each.flatten(1) for each in whole], flat.inner[slot.name])
+            muon = torch.optim.Muon(list(parts), lr=group["lr"], **_settings(self._config))
+            muon.state.update(parts)
+            muon.step()
+            flat.keep(flat.values, slot, whole[0])
+            flat.keep(self._momentum, slot, whole[2])
 
 
-def _rows(vector: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+def _settings(config: Muon) -> dict[str, Any]:
+    return {
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+        "nesterov": config.nesterov,
+        "adjust_lr_fn": config.scale,
+    }
+
+
+def _parts(matrices: Sequence[Tensor], count: int) -> dict[Tensor, dict[str, Tensor]]:
+    """The parts of a matrix that are maps of their own, each with its gradient, and their momentum as Muon keeps it.
+    matrices: values, gradient and momentum, with a row an output."""
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    for values, gradient, momentum in zip(*(each.chunk(count) for each in matrices), strict=True):
+        part = nn.Parameter(values)
+        part.grad = gradient
+        found[part] = {"momentum_buffer": momentum}
+    return found
+
+
+def _rows(vector: Tensor, slot: Slot) -> Tensor:
     """A weight as a matrix, a row an output. The columns are in the order of the memory, which Muon does not see."""
-    return vector[start : start + math.prod(shape)].view(shape[0], -1)
+    return vector[slot.start : slot.start + math.prod(slot.shape)].view(slot.shape[0], -1)
 
 
 def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
