@@ -62,7 +62,7 @@ bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.
 soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks: SEED=1 MINUTES=120
 	python tests/reliability/soak.py --seed $(SEED) --minutes $(MINUTES)
 
-test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, every stage three times in place of once, 20,000 steps in place of 100
+test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, 20,000 steps in place of 100
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
 
 mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices
