@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -292,6 +293,27 @@ def test_the_grid_shows_the_averaged_weights(tmp_path: Path, capsys: pytest.Capt
     start(tmp_path, task={"grid": grid}, grid_every_steps=6)
     assert len(shown) == 3
     assert f"note: the previews in {drawn} are not as they were drawn: step-0000006.npz" in capsys.readouterr().err
+
+
+def test_a_training_from_nothing_draws_every_preview_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
+        write_bytes(folder / f"step-{step:07d}.npz", b"%d" % step)
+        return {}
+
+    start(tmp_path, task={"grid": grid}, grid_every_steps=6)
+    (drawn,) = tmp_path.glob("**/previews/*")
+    listing, whole = drawn / "listing.json", read_listing(drawn)
+    cut = listing.read_bytes()[:-3]
+    for path in sorted(tmp_path.glob("train/state/*/step-*"))[:-1]:
+        shutil.rmtree(path)
+    # The checkpoint of a longer run is kept with what that run drew: what is wrong there is told.
+    listing.write_bytes(cut)
+    start(tmp_path, task={"grid": grid}, grid_every_steps=6, steps=6)
+    assert f"note: the previews in {drawn} are not as they were drawn" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "train/state")
+    listing.write_bytes(cut)
+    start(tmp_path, task={"grid": grid}, grid_every_steps=6)
+    assert read_listing(drawn) == whole and "previews" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("at", [0, 6])

@@ -75,7 +75,9 @@ def run(
                 for name in set(rows) - {plain_name(each) for each in parts.flat.parameters}:
                     print(f"warning: {name} is new for other classes, but frozen. {_THAW}", file=sys.stderr)
         step, due = parts.restore(checkpoint)
-        if state is not None and checkpoint is not None:
+        if state is not None and checkpoint is None and not state.holds_any:
+            shutil.rmtree(state.previews, ignore_errors=True)  # every one is drawn again; its listing may be damaged
+        elif state is not None:
             tell_of_previews(state.previews)  # what those drawn by now are like, nobody else looks at before the end
         keeps = state is not None and journal is not None
         book: Journal | NullJournal = NullJournal()

@@ -53,6 +53,11 @@ class State:
         return self._root.parent / "previews" / self.fingerprint
 
     @property
+    def holds_any(self) -> bool:
+        """Whether a checkpoint is kept here, also past the steps asked for."""
+        return bool(self._all())
+
+    @property
     def advice(self) -> str:
         """Where the last good checkpoint is, for the end of an error message."""
         return f"State kept in {self._good}." if self._good else "There is no checkpoint yet."
