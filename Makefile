@@ -5,9 +5,10 @@ MINUTES ?= 120
 SHELL := bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 python_files := src tests docs workflow/scripts
+tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface tuning)
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint docs format test-slurm submit test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
+.PHONY: help demo test lint docs format test-extras test-slurm submit test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -38,6 +39,10 @@ format: .venv/.ready ## put every file into the style that lint checks
 	ruff check --fix $(python_files)
 	ruff format $(python_files)
 	snakefmt $(snakefiles)
+
+test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LoRA
+	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -c 'import datasets, peft, sentencepiece, transformers'
+	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -m pytest $(tests_of_extras)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
 	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadfile
@@ -71,11 +76,17 @@ mutants: .venv/.ready ## break the code in small ways, and see which of them no 
 ui: .venv/.ready ## review every run in MLflow
 	sh workflow/scripts/ui.sh
 
-lock: .venv/.ready ## pin the newest packages that envs/requirements.in allows
+lock: .venv/.ready ## pin the newest packages that envs/requirements.in and the optional extras allow
 	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
 		--output-file envs/requirements.lock envs/requirements.in
 	sed --in-place '1i # Made by `make lock` from envs/requirements.in: every package the project uses, pinned, with hashes.' \
 		envs/requirements.lock
+	uv pip compile --upgrade --generate-hashes --no-header --no-annotate --quiet \
+		--extra text --extra huggingface --extra lora --constraint envs/requirements.lock \
+		$$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' envs/requirements.lock) \
+		--output-file envs/extras.lock pyproject.toml
+	sed --in-place '1i # Made by `make lock` from the extras text, huggingface and lora of pyproject.toml: what they add to requirements.lock.' \
+		envs/extras.lock
 
 clean: ## delete the environment; results stay
 	rm -rf .venv
@@ -91,3 +102,8 @@ clean: ## delete the environment; results stay
 		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
 	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch .venv/.ready
+
+# Beside the packages of the lock, not among them: what runs without the extras is tested without them.
+.venv/.extras: envs/extras.lock .venv/.ready
+	uv pip install --quiet --target .venv/extras --no-deps --require-hashes --requirement envs/extras.lock
+	touch .venv/.extras
