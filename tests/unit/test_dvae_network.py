@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dvae import DVAE, DVAEConfig, relaxed_one_hot
+from image_diffusion.networks.finite_scalar import FiniteScalars
 
 TINY: dict[str, Any] = {"num_tokens": 6, "codebook_dim": 5, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8}
 
@@ -134,3 +136,78 @@ def test_transparent_images_and_opaque_ones_are_not_mixed_up(built: int, given: 
         ValueError, match=rf"shape \[{given}, 16, 16\] but the network was built for \[{built}, 16, 16\]"
     ):
         network_of(built).indices(images_of(1, given))
+
+
+LEVELS: dict[str, Any] = {"levels": (4, 3, 5), "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8}
+
+
+def finite(resolution: int = 16, **settings: Any) -> DVAE:
+    torch.manual_seed(0)
+    return DVAEConfig(**LEVELS | settings).build(DataSpec(channels=3, resolution=resolution))
+
+
+@pytest.mark.parametrize("levels", [(3,), (4, 3, 5), (8, 6, 5)])
+def test_every_combination_of_levels_is_one_token(levels: tuple[int, ...]) -> None:
+    grid = FiniteScalars(levels)
+    codes = grid(torch.arange(grid.num_embeddings))
+    of_each = [[(level - count // 2) / (count // 2) for level in range(count)] for count in levels]
+    # The first channel is the fastest.
+    expected = [code[::-1] for code in itertools.product(*reversed(of_each))]
+    torch.testing.assert_close(codes, torch.tensor(expected))
+    far = torch.tensor([-30.0, 0.0, 30.0]).view(3, 1, 1, 1).expand(3, len(levels), 1, 1)
+    made, tokens = grid.quantize(far)
+    middle = grid.num_embeddings // 2 if all(count % 2 for count in levels) else tokens[1].item()
+    assert tokens.flatten().tolist() == [0, middle, grid.num_embeddings - 1]
+    assert not made[1].any()
+
+
+def test_rounding_to_levels_passes_the_gradient_of_what_was_rounded() -> None:
+    """Mentzer et al. 2024, section 3.1: round(floor(L / 2) tanh(z)) of an odd number, and what appendix A.1 adds."""
+    grid = FiniteScalars((5,))
+    values = torch.linspace(-3, 3, 101).view(-1, 1, 1, 1).requires_grad_()
+    made, tokens = grid.quantize(values)
+    reach = 2 * (1 - 1e-3)
+    expected = (reach * values.detach().tanh()).round()
+    torch.testing.assert_close(made.detach(), expected / 2)
+    assert torch.equal(tokens.flatten(), expected.long().flatten() + 2)
+    made.sum().backward()
+    torch.testing.assert_close(values.grad, reach / 2 * (1 - values.detach().tanh().square()))
+
+
+@pytest.mark.parametrize("layout", ["dalle_pytorch", "openai"])
+def test_a_finite_one_has_tokens_that_decode_to_its_reconstruction(layout: str) -> None:
+    network, x = finite(layout=layout), images_of(3)
+    reconstruction, target, tokens = network(x)
+    assert network.codebook.num_embeddings == 60 and network.config.codebook_dim == 3
+    assert torch.equal(tokens, network.indices(x)) and tokens.shape == (3, 4, 4) and len(tokens.unique()) > 1
+    assert torch.equal(target, network.normalise(x))
+    hard = network.decode(network.hard_latent(tokens))
+    torch.testing.assert_close(network.normalise(hard), reconstruction)
+    assert torch.equal(network.soft_latent(x), network.hard_latent(tokens))
+    assert list(network.reconstructions(x)) == ["hard"] and torch.equal(network.reconstructions(x)["hard"], hard)
+    assert not any(name.startswith("codebook") for name in network.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_no_token_is_out_of_range(dtype: torch.dtype) -> None:
+    for levels in ((3,), (4,), (5,), (8,), (16,)):
+        grid = FiniteScalars(levels).to(dtype)
+        _, tokens = grid.quantize(torch.linspace(-20, 20, 4001, dtype=dtype).view(-1, 1, 1, 1))
+        assert tokens.unique().tolist() == list(range(levels[0]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_tokens": 64}, r"num_tokens is 64, but levels is \[4, 3, 5\], from which it follows: 60"),
+        ({"codebook_dim": 4}, "codebook_dim is 4, but levels"),
+        ({"estimator": "reinmax"}, "estimator is reinmax, but levels"),
+        ({"levels": (2, 5)}, "greater than or equal to 3"),
+        ({"levels": ()}, "at least 1 item"),
+    ],
+)
+def test_what_levels_decide_is_not_said_twice(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        finite(**settings)
+    known = DVAEConfig(**LEVELS)
+    assert DVAEConfig.model_validate(known.model_dump()) == known and known.num_tokens == 60

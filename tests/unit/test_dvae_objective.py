@@ -110,3 +110,26 @@ def test_use_of_tokens() -> None:
     for row, number, value in zip(rows, num_tokens, perplexity, strict=True):
         p = np.unique(row, return_counts=True)[1] / len(row)
         assert number.item() == pytest.approx(len(p)) and value.item() == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+
+
+FINITE = {"type": "dvae", "network": {"levels": [4, 3], "num_layers": 2, "num_resnet_blocks": 0, "hidden_dim": 8}}
+
+
+@pytest.mark.parametrize("reconstruction", ["mse", "smooth_l1"])
+def test_tokens_that_are_not_drawn_cost_the_error_alone(reconstruction: str) -> None:
+    torch.manual_seed(0)
+    system = DVAESystem.model_validate(FINITE | {"objective": {"reconstruction": reconstruction}})
+    network, objective = system.build_network(SPEC), system.build_objective(SPEC)
+    whole = objective(network, batch_of([4, 9, 2], step=3))
+    assert set(whole.parts) == {"mse", reconstruction, "tokens", "perplexity"}
+    assert torch.equal(whole.loss.detach(), whole.parts[reconstruction])
+    for row, sample in enumerate([4, 9, 2]):
+        torch.testing.assert_close(objective(network, batch_of([sample])).loss[0], whole.loss[row])
+    whole.loss.sum().backward()
+    assert all(each.grad is not None and each.grad.any() for each in network.parameters())
+
+
+@pytest.mark.parametrize("setting", [{"kl_weight": 0.1}, {"temperature": {"final": 0.1}}])
+def test_a_setting_of_the_drawing_is_refused_where_nothing_is_drawn(setting: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"system.objective.{next(iter(setting))} is set, but system.network.levels"):
+        DVAESystem.model_validate(FINITE | {"objective": setting})

@@ -6,17 +6,20 @@ decoder turns the grid of embeddings back into pixels. Parameters carry the name
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks import dvae_openai
+from image_diffusion.networks.finite_scalar import FiniteScalars
 
 Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
 
@@ -31,6 +34,10 @@ class DVAEConfig(Config):
     """Tokens in the codebook."""
     codebook_dim: int = Field(512, ge=1)
     """Length of a token's embedding: the channels of the latent."""
+    levels: tuple[Annotated[int, Field(ge=3)], ...] | None = Field(None, min_length=1)
+    """Finite scalar quantisation (Mentzer et al. 2024) in place of a codebook: the latent has as many channels as there
+    are levels here, each is rounded to its number of levels, and num_tokens is their product. Its table 1 proposes
+    [8, 6, 5] for 2^8 tokens and [8, 5, 5, 5] for 2^10. Unset: a codebook is learnt."""
     num_layers: int = Field(3, ge=1)
     """Layers of the encoder and of the decoder that halve, and double, the resolution."""
     num_resnet_blocks: int = Field(2, ge=0)
@@ -44,6 +51,20 @@ class DVAEConfig(Config):
     """What is taken from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel."""
     std: tuple[float, ...] | None = None
     """What each channel is then divided by; unset: 0.5, and 1 for an alpha channel."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _levels_tell(cls, given: Any) -> Any:
+        levels = given.get("levels") if isinstance(given, Mapping) else None
+        if not levels or not isinstance(levels, list | tuple) or not all(isinstance(each, int) for each in levels):
+            return given
+        told = {"num_tokens": math.prod(levels), "codebook_dim": len(levels), "estimator": "gumbel_softmax"}
+        for key, value in told.items():
+            if given.get(key, value) != value:
+                raise ValueError(
+                    f"{key} is {given[key]}, but levels is {[*levels]}, from which it follows: {value}. Leave it out."
+                )
+        return {**given, **told}
 
     def build(self, spec: DataSpec) -> DVAE:
         """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
@@ -68,7 +89,7 @@ class DVAEConfig(Config):
                 )
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
-        return DVAE(self, spec)
+        return DVAE(self, spec) if self.levels is None else FiniteDVAE(self, spec)
 
     def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Shape [num_tokens, h, w] of the logits of an image of `spec`."""
@@ -113,8 +134,8 @@ class DVAE(nn.Module):
         self.image_shape = (spec.channels, spec.resolution, spec.resolution)
         if config.layout == "openai":
             sizes = (config.hidden_dim, config.num_layers + 1, config.num_resnet_blocks)
-            self.encoder = dvae_openai.encoder(spec.channels, config.num_tokens, *sizes)
-            self.codebook = nn.Embedding(config.num_tokens, config.codebook_dim)
+            self.encoder = dvae_openai.encoder(spec.channels, self.encoded_channels, *sizes)
+            self.codebook = self.build_codebook()
             self.decoder = dvae_openai.decoder(spec.channels, config.codebook_dim, *sizes)
         else:
             self._build_layers(config, spec.channels)
@@ -139,12 +160,21 @@ class DVAE(nn.Module):
         ]
         entry = [nn.Conv2d(config.codebook_dim, hidden, 1)] if blocks else []
         self.encoder = nn.Sequential(
-            *downs, *(ResBlock(hidden) for _ in range(blocks)), nn.Conv2d(hidden, config.num_tokens, 1)
+            *downs, *(ResBlock(hidden) for _ in range(blocks)), nn.Conv2d(hidden, self.encoded_channels, 1)
         )
-        self.codebook = nn.Embedding(config.num_tokens, config.codebook_dim)
+        self.codebook = self.build_codebook()
         self.decoder = nn.Sequential(
             *entry, *(ResBlock(hidden) for _ in range(blocks)), *ups, nn.Conv2d(hidden, channels, 1)
         )
+
+    @property
+    def encoded_channels(self) -> int:
+        """Channels of what the encoder gives."""
+        return self.config.num_tokens
+
+    def build_codebook(self) -> nn.Embedding | FiniteScalars:
+        """The embeddings of the tokens."""
+        return nn.Embedding(self.config.num_tokens, self.config.codebook_dim)
 
     def forward(self, x: Tensor, gumbel: Tensor, temperature: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         """The reconstruction and what it should be, both normalised, [B, C, H, W], and the logits [B, N, h, w].
@@ -156,7 +186,11 @@ class DVAE(nn.Module):
         return self.decoder(self.embedding(one_hot)), self.normalise(x), logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Log probabilities of the tokens up to a constant, float32 [B, N, h, w].
+        """Log probabilities of the tokens up to a constant, float32 [B, N, h, w]. Raises what `encoded` says."""
+        return self.encoded(x)
+
+    def encoded(self, x: Tensor) -> Tensor:
+        """What the encoder gives, float32 [B, `encoded_channels`, h, w].
 
         Raises ValueError for images of another shape than the network was built for.
         """
@@ -165,8 +199,8 @@ class DVAE(nn.Module):
                 f"Images have shape {list(x.shape[1:])} but the network was built for {list(self.image_shape)}. "
                 f"Set data.channels and data.resolution to what it was trained with."
             )
-        logits: Tensor = self.encoder(self.normalise(x)).float()
-        return logits
+        encoded: Tensor = self.encoder(self.normalise(x)).float()
+        return encoded
 
     def embedding(self, one_hot: Tensor) -> Tensor:
         """The mean embedding [B, D, h, w] of tokens weighed by [B, N, h, w]."""
@@ -200,6 +234,37 @@ class DVAE(nn.Module):
     def normalise(self, x: Tensor) -> Tensor:
         """Pixels in [-1, 1] -> what the network works in."""
         return x * self.scale + self.shift
+
+
+class FiniteDVAE(DVAE):
+    """One whose tokens are combinations of levels. Its encoder gives a number for each channel of the latent."""
+
+    codebook: FiniteScalars
+
+    @property
+    def encoded_channels(self) -> int:
+        return self.config.codebook_dim
+
+    def build_codebook(self) -> FiniteScalars:
+        assert self.config.levels is not None
+        return FiniteScalars(self.config.levels)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]  # nothing is drawn
+        """The reconstruction and what it should be, both normalised, [B, C, H, W], and the tokens [B, h, w]."""
+        latent, tokens = self.codebook.quantize(self.encoded(x))
+        return self.decoder(latent), self.normalise(x), tokens
+
+    def indices(self, x: Tensor) -> Tensor:
+        """The tokens of images, int64 [B, h, w]."""
+        return self.codebook.quantize(self.encoded(x))[1]
+
+    def soft_latent(self, x: Tensor) -> Tensor:
+        """The codes of the tokens of images, [B, D, h, w]: there is no distribution over them."""
+        return self.hard_latent(self.indices(x))
+
+    def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
+        """Images [B, C, H, W] -> decoded from their tokens."""
+        return {"hard": self.decode(self.hard_latent(self.indices(x)))}
 
 
 class ResBlock(nn.Module):

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from image_diffusion.core.config import Config
 from image_diffusion.core.types import Batch, Losses
 
+Reconstruction = Literal["mse", "smooth_l1"]
+
 
 class TemperatureConfig(Config):
     """The temperature as a function of the step: max(start exp(-rate step), final)."""
@@ -39,7 +41,7 @@ class TemperatureConfig(Config):
 class DiscreteAutoencodingConfig(Config):
     """What a reconstruction costs, and how the tokens are drawn."""
 
-    reconstruction: Literal["mse", "smooth_l1"] = "mse"
+    reconstruction: Reconstruction = "mse"
     """Error of the normalised pixels: squared, or squared below 1 and linear above (Girshick 2015, equation 3)."""
     kl_weight: float = Field(0.0, ge=0)
     """Weight of the divergence of the tokens' distribution from the uniform one, in nats, a mean over positions."""
@@ -52,6 +54,15 @@ class DiscreteAutoencodingConfig(Config):
     def build(self, logits_shape: tuple[int, int, int]) -> DiscreteAutoencoding:
         """The objective for logits [N, h, w]."""
         return DiscreteAutoencoding(self, logits_shape)
+
+    def without_a_choice(self) -> FiniteAutoencoding:
+        """The objective for tokens that are not drawn. Raises ValueError for a setting of the drawing."""
+        if set_ := [name for name in ("kl_weight", "temperature") if getattr(self, name) != _default(name)]:
+            raise ValueError(
+                f"system.objective.{set_[0]} is set, but system.network.levels draws no token: it has no distribution "
+                f"and no temperature. Leave it out."
+            )
+        return FiniteAutoencoding(self.reconstruction)
 
 
 class DiscreteAutoencoding:
@@ -75,12 +86,7 @@ class DiscreteAutoencoding:
         gumbel = batch.streams.gumbel("gumbel", self._logits_shape)
         temperature = gumbel.new_full((), self._config.temperature.at(batch.step))
         reconstruction, target, logits = network(batch.x, gumbel, temperature)
-        reconstruction, target = reconstruction.float(), target.float()
-
-        mse = (reconstruction - target).square().flatten(1).mean(1)
-        parts = {"mse": mse}
-        if self._config.reconstruction == "smooth_l1":
-            parts["smooth_l1"] = F.smooth_l1_loss(reconstruction, target, reduction="none").flatten(1).mean(1)
+        parts = _errors(self._config.reconstruction, reconstruction, target)
         error = parts[self._config.reconstruction]
         log_q = F.log_softmax(logits.float(), dim=1)  # [B, N, h, w]
         kl = self._log_num_tokens + (log_q.exp() * log_q).sum(1).flatten(1).mean(1)
@@ -88,6 +94,36 @@ class DiscreteAutoencoding:
         num_tokens, perplexity = token_use(logits.detach().argmax(1).flatten(1))
         parts |= {"kl": kl, "temperature": temperature.expand(len(kl)), "tokens": num_tokens, "perplexity": perplexity}
         return Losses(error + self._kl_weight * kl, {name: part.detach() for name, part in parts.items()})
+
+
+class FiniteAutoencoding:
+    """Error of the pixels, per example, through tokens that are rounded to (Mentzer et al. 2024).
+
+    Parts: as those of `DiscreteAutoencoding`, without "kl" and "temperature".
+    """
+
+    def __init__(self, reconstruction: Reconstruction) -> None:
+        self._reconstruction: Reconstruction = reconstruction
+
+    def __call__(self, network: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], batch: Batch) -> Losses:
+        reconstruction, target, tokens = network(batch.x)
+        parts = _errors(self._reconstruction, reconstruction, target)
+        loss = parts[self._reconstruction]
+        parts["tokens"], parts["perplexity"] = token_use(tokens.flatten(1))
+        return Losses(loss, {name: part.detach() for name, part in parts.items()})
+
+
+def _errors(reconstruction: Reconstruction, made: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """The squared error of normalised pixels [B, C, H, W], and the one asked for, [B]."""
+    made, target = made.float(), target.float()
+    errors = {"mse": (made - target).square().flatten(1).mean(1)}
+    if reconstruction == "smooth_l1":
+        errors["smooth_l1"] = F.smooth_l1_loss(made, target, reduction="none").flatten(1).mean(1)
+    return errors
+
+
+def _default(name: str) -> object:
+    return DiscreteAutoencodingConfig.model_fields[name].default
 
 
 def token_use(indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import model_validator
 
 from image_diffusion.codecs.codec import Codec
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 from image_diffusion.networks.dvae_openai import is_openai_folder, read_openai
 from image_diffusion.networks.unet_weights import check_fit
-from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
+from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencodingConfig
 from image_diffusion.systems.codec.dvae_trained import dvae_of, is_dvae
 from image_diffusion.systems.codec.family import CodecSystem
 from image_diffusion.systems.codec.hub_export import write_tokens
@@ -53,12 +54,20 @@ class DVAESystem(CodecSystem):
     exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     decoded: ClassVar[str] = "hard"
 
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> Self:
+        if self.network.levels is not None:
+            self.objective.without_a_choice()
+        return self
+
     def build_network(self, spec: DataSpec) -> DVAE:
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)
 
-    def build_objective(self, spec: DataSpec) -> DiscreteAutoencoding:
+    def build_objective(self, spec: DataSpec) -> Objective:
         """The objective for images of `spec`."""
+        if self.network.levels is not None:
+            return self.objective.without_a_choice()
         return self.objective.build(self.network.logits_shape(spec))
 
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
