@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from image_diffusion.codecs.codec import Codec
-from image_diffusion.codecs.dvae import DVAECodec
+from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.codecs.published import Diffusers
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.text.encoder import encode_captions
 from image_diffusion.codecs.text.hashed import HashedText
+from image_diffusion.codecs.tokens import TokenCodec, TokensOf
 from image_diffusion.core.config import dump
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.networks.dit import DiTConfig
@@ -44,6 +45,8 @@ from image_diffusion.systems.hub.sources import bundled
 from image_diffusion.systems.iddpm import IddpmSystem
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.rin import RinSystem
+from image_diffusion.systems.token.sampling import TokenSampleConfig
+from image_diffusion.systems.tokens import TokensSystem
 from tiny_autoencoders import SHAPES, write_autoencoder
 
 SEEDS = [3, 11, 5]
@@ -216,6 +219,13 @@ def cases(folder: Path) -> dict[str, Case]:
     }  # fmt: skip
 
 
+def tokens_system(objective: str) -> TokensSystem:
+    small = {"depth": 1, "width": 16, "num_heads": 2}
+    return TokensSystem.model_validate(
+        {"network": small, "objective": {"type": objective, "label_drop_probability": 0.1}}
+    )
+
+
 def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     """What makes no images from noise: what it gives here, its folder, and the same call."""
     torch.manual_seed(1)
@@ -233,21 +243,59 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     transformer = randomised(kandinsky.build_network(spec))
     normalised = EmbeddingGenerator(transformer, kandinsky, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
-    dvae = DVAESystem(network=DVAEConfig(num_tokens=16, codebook_dim=4, num_layers=1, hidden_dim=8))
     pixels = DataSpec(channels=3, resolution=16)
-    codec = randomised(dvae.build_network(pixels))
-    decoded = reconstruct(codec, torch.tensor(images).permute(0, 3, 1, 2)).decoded["hard"].permute(0, 2, 3, 1).numpy()
+    learnt, levels = (
+        DVAESystem(network=DVAEConfig(**tokens, num_layers=1, hidden_dim=8))  # type: ignore[arg-type]
+        for tokens in ({"num_tokens": 16, "codebook_dim": 4}, {"levels": (5, 4)})
+    )
+    codecs = {"dvae": (learnt, randomised(learnt.build_network(pixels)))}
+    codecs["levels"] = (levels, randomised(levels.build_network(pixels)))
+    x = torch.tensor(images).permute(0, 3, 1, 2)
+    decoded = {
+        name: reconstruct(codec, x).decoded["hard"].movedim(1, -1).numpy() for name, (_, codec) in codecs.items()
+    }
     for name, system, of, trained in (
         ("prior", prior, spec, network),
         ("kandinsky", kandinsky, spec, transformer),
-        ("dvae", dvae, pixels, codec),
+        *((name, system, pixels, codec) for name, (system, codec) in codecs.items()),
     ):
         model = Model(trained, system, of, {}, [], 1, 1, "0" * 64, num_steps=1, fingerprint="")
         system.export(model, Rgb(), "pipeline", root / name)
-    return {
+    folder = root / "vq"
+    write_autoencoder("vq", folder)
+    published = TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(folder)}})
+    of_tokens: dict[str, tuple[TokensSystem, Codec, dict[str, Any]]] = {
+        "masked": (
+            tokens_system("masked"), TokenCodec(DVAETokens(DVAECodec({}, lambda: codecs["levels"][1], 1.0), 20)),  # type: ignore[arg-type, return-value]
+            {"type": "masked", "num_steps": 3},
+        ),
+        "autoregressive": (
+            tokens_system("autoregressive"), published.build(None, None, torch.device("cpu"), torch.float32),
+            {"type": "autoregressive", "top_k": 8},
+        ),
+    }  # fmt: skip
+    made = {}
+    for name, (system, codec, sampler) in of_tokens.items():
+        of = DataSpec(channels=codec.tokens.num_tokens, resolution=8, num_classes=3)  # type: ignore[attr-defined]
+        trained = randomised(system.build_network(of))
+        settings = TokenSampleConfig.model_validate({"sampler": sampler, "guidance": {"guidance_scale": 2.0}})
+        labels = torch.tensor([2, 0, 1])
+        images_ = system.generator(trained, of, codec, settings)(torch.tensor(SEEDS), labels)
+        model = Model(trained, system, of, {}, ["a", "b", "c"], 1, 1, "0" * 64, num_steps=1, fingerprint="")
+        system.export(model, codec, "pipeline", root / name)
+        call = {"seeds": SEEDS, "class_labels": ["c", 0, 1], "sampler": sampler, "guidance_scale": 2.0}
+        made[f"{name} tokens"] = (
+            images_.movedim(1, -1).numpy(), root / name, {**call, "batch_size": 2, "output_type": "np"},
+        )  # fmt: skip
+    return made | {
         "the prior": (embedded.numpy(), root / "prior", asked),
         "a prior transformer": (normalised.numpy(), root / "kandinsky", asked),
-        "the discrete VAE": (decoded, root / "dvae", {"images": images.tolist(), "output_type": "np"}),
+        "the discrete VAE": (decoded["dvae"], root / "dvae", {"images": images.tolist(), "output_type": "np"}),
+        "a discrete VAE of levels": (
+            decoded["levels"],
+            root / "levels",
+            {"images": images.tolist(), "output_type": "np"},
+        ),
     }
 
 
@@ -256,7 +304,8 @@ NAMES = [
     "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
     "a DiT on a discrete VAE", "a DiT that is told words",
     "a DiT that is told embeddings", "a U-Net", "a U-Net that enlarges", "RIN",
-    "the discrete VAE",
+    "the discrete VAE", "a discrete VAE of levels",
+    "masked tokens", "autoregressive tokens",
 ]  # fmt: skip
 
 

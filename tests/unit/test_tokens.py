@@ -209,7 +209,7 @@ def test_an_image_depends_on_its_seed_alone(type_: str) -> None:
             "guidance": {"guidance_scale": 2},
         }
     )
-    make = TokenGenerator(network, system, LABELLED, Blocks(), settings)  # type: ignore[arg-type]
+    make = TokenGenerator(network, system.reading, LABELLED, Blocks(), settings)  # type: ignore[arg-type]
     seeds, labels = torch.arange(6), torch.arange(6) % 4
     together = make(seeds, labels)
     apart = torch.cat([make(seeds[rows], labels[rows]) for rows in (slice(4, 6), slice(0, 1), slice(1, 4))])
@@ -219,7 +219,7 @@ def test_an_image_depends_on_its_seed_alone(type_: str) -> None:
     steps = make.trajectory(seeds, labels)
     assert len(steps) == (9 if type_ == "autoregressive" else 5) and torch.equal(steps[-1], together)
     assert (steps[0] == 128).any(), "grey where nothing is known yet"
-    other = TokenGenerator(network, system, LABELLED, Blocks(), settings.model_copy(update={"seed": 1}))  # type: ignore[arg-type]
+    other = TokenGenerator(network, system.reading, LABELLED, Blocks(), settings.model_copy(update={"seed": 1}))  # type: ignore[arg-type]
     assert not torch.equal(other(seeds, labels), together)
 
 

@@ -130,6 +130,15 @@ class Tokens(Protocol):
         """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
         ...
 
+    def packed(self) -> Packed:
+        """What goes with an exported model, for `unpacked`."""
+        ...
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        """The same again, to decode with."""
+        ...
+
 
 class CodecSettings(Config, ABC):
     """Base of the section `codec`: what the stages ask of it before there is a codec."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from image_diffusion.codecs.autoencoders import Vq
 from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, Tokens, TokenShape, latent_spec
-from image_diffusion.codecs.published import Diffusers
+from image_diffusion.codecs.dvae import DVAETokens
+from image_diffusion.codecs.published import Diffusers, VqTokens
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
@@ -110,12 +111,13 @@ class TokenCodec:
         raise ValueError(f"Tokens have no decoder that {weights} could replace. Leave sample.decoder out.")
 
     def packed(self) -> Packed:
-        """Raises ValueError: nothing is exported with tokens."""
-        raise ValueError("A model of tokens cannot be exported. Set export.format to none.")
+        packed = self.tokens.packed()
+        return Packed({"kind": type(self.tokens).__name__, **packed.settings}, packed.network)
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
-        raise ValueError("A model of tokens cannot be exported. Set export.format to none.")
+        kinds: dict[str, type[Tokens]] = {each.__name__: each for each in (DVAETokens, VqTokens)}
+        return cls(kinds[packed.settings["kind"]].unpacked(packed))
 
 
 def tokens_of(codec: str) -> str:

@@ -29,11 +29,13 @@ from image_diffusion.objectives.masked_tokens import MaskedTokens
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.checks import check_kept
 from image_diffusion.systems.diffusion.conditions import LabelCondition, TextCondition
+from image_diffusion.systems.diffusion.hub_export import write_images
 from image_diffusion.systems.diffusion.making import Generates, Images, image_columns, make_images, preview_images
 from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
 from image_diffusion.systems.given import (
+    CardUse,
     Embed,
     Inputs,
     Maker,
@@ -51,7 +53,15 @@ from image_diffusion.systems.given import (
 )
 from image_diffusion.systems.system import System, spec_of
 from image_diffusion.systems.token.evaluation import judge_tokens
-from image_diffusion.systems.token.sampling import KEYS, TokenGenerator, TokenSampleConfig, check_settings, fitted
+from image_diffusion.systems.token.exported import ExportedTokenModel
+from image_diffusion.systems.token.sampling import (
+    KEYS,
+    TokenGenerator,
+    TokenReading,
+    TokenSampleConfig,
+    check_settings,
+    fitted,
+)
 from image_diffusion.systems.token.sweep import KEYS as SWEPT
 from image_diffusion.systems.token.sweep import TokenSweepConfig, check_sweep
 
@@ -82,6 +92,7 @@ class TokensSystem(System):
     }
     reads: ClassVar = ("tokens",)
     judged_on_encoded: ClassVar = True
+    exports: ClassVar[tuple[str, ...]] = ("pipeline",)
     class_rows: ClassVar[tuple[str, ...]] = ("y_embedder.embedding_table.weight",)
     positions: ClassVar[tuple[str, ...]] = ("pos_embed",)
 
@@ -98,6 +109,11 @@ class TokensSystem(System):
     def drops_labels(self) -> bool:
         """Whether the network also learns to do without a label, which guidance needs."""
         return self.objective.label_drop_probability > 0
+
+    @property
+    def reading(self) -> TokenReading:
+        """What sampling has to know of it."""
+        return TokenReading(causal=self.objective.causal, drops_labels=self.drops_labels)
 
     @property
     def low_resolution(self) -> None:
@@ -182,7 +198,7 @@ class TokensSystem(System):
     ) -> Generates:
         """What makes images. Raises ValueError for a sampler or guidance that do not fit."""
         assert isinstance(settings, TokenSampleConfig) and weaker is None
-        return TokenGenerator(network, self, spec, codec, settings, null)
+        return TokenGenerator(network, self.reading, spec, codec, settings, null)
 
     def preview(self, given: ToPreview) -> Preview | None:
         return preview_images(self, given)
@@ -203,6 +219,12 @@ class TokensSystem(System):
 
     def judge(self, given: ToJudge) -> dict[str, Any]:
         return judge_tokens(self, given)
+
+    def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
+        if format_ != "pipeline":
+            return super().export(model, codec, format_, folder)
+        usual = fitted(TokenSampleConfig(), self.objective.causal)
+        return write_images(self, model, codec, usual, ExportedTokenModel, folder)
 
     def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
         return image_columns(self, spec, classes, embeds)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ CODEC = "codec"
 
 class ExportedDiffusion(ExportedModel):
     """Seeds -> images."""
+
+    settings: ClassVar[type[SampleConfig]] = SampleConfig
 
     def forward(
         self,
@@ -56,14 +59,21 @@ class ExportedDiffusion(ExportedModel):
                 if edge is None
                 else f"image is missing: the model enlarges images of {edge} x {edge} pixels."
             )
-        reading, config = Reading(**self.described["reading"]), SampleConfig(**chosen)
-        generator = Generator(self.network, reading, self.spec, self._codec(vae), config, null=null)
+        config = self.settings(**chosen)
+        generator = self.generator(self._codec(vae), config, null)
         parts = []
         for start in range(0, len(seeds), config.batch_size):
             rows = slice(start, start + config.batch_size)
             some_labels, some_low = (None if each is None else each[rows] for each in (wanted, low_res))
             parts.append(generator(numbers[rows], some_labels, some_low, {name: t[rows] for name, t in told.items()}))
         return torch.cat(parts)
+
+    def generator(self, codec: Codec, settings: Any, null: dict[str, Tensor]) -> Callable[..., Tensor]:
+        """What makes images: seeds, labels, small images, and what else they are told, by name -> uint8 [N, C, H, W].
+        settings: of the type `settings`. null: what guidance leads away from. Raises ValueError for what does not fit.
+        """
+        reading = Reading(**self.described["reading"])
+        return Generator(self.network, reading, self.spec, codec, settings, null=null)
 
     def _codec(self, vae: nn.Module | None) -> Codec:
         described = self.described["codec"]

@@ -29,7 +29,8 @@ from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.checks import check_diffusion, check_embeddings, check_small_images
 from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.evaluation import judge_diffusion
-from image_diffusion.systems.diffusion.hub_export import write_diffusion
+from image_diffusion.systems.diffusion.exported import ExportedDiffusion
+from image_diffusion.systems.diffusion.hub_export import write_images
 from image_diffusion.systems.diffusion.making import Generates, Images, image_columns, make_images, preview_images
 from image_diffusion.systems.diffusion.reading import Reading
 from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
@@ -209,7 +210,9 @@ class DiffusionSystem(System):
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:
         if format_ != "pipeline":
             return super().export(model, codec, format_, folder)
-        return write_diffusion(self, model, codec, folder)
+        usual = self.sections["sample"].default
+        assert isinstance(usual, SampleConfig)
+        return write_images(self, model, codec, usual, ExportedDiffusion, folder)
 
     def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
         return image_columns(self, spec, classes, embeds)

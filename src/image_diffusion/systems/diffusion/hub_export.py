@@ -1,4 +1,4 @@
-"""A diffusion model for diffusers, with the code that diffusers does not have."""
+"""A model that makes images for diffusers, with the code that diffusers does not have."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ from image_diffusion.systems.hub.folder import Network, place_of, trained, write
 
 if TYPE_CHECKING:
     from image_diffusion.systems.diffusion.family import DiffusionSystem
+    from image_diffusion.systems.diffusion.sampling import SampleConfig
+    from image_diffusion.systems.tokens import TokensSystem
 
 
-def write_diffusion(system: DiffusionSystem, model: Model, codec: Codec, folder: Path) -> CardUse:
-    """Write a folder with its own pipeline.py."""
+def write_images(
+    system: DiffusionSystem | TokensSystem,
+    model: Model,
+    codec: Codec,
+    usual: SampleConfig,
+    exported: type[ExportedDiffusion],
+    folder: Path,
+) -> CardUse:
+    """Write a folder with its own pipeline.py. usual: how its images are made where a call does not say. exported: what
+    makes them."""
     from image_diffusion.systems.hub import image_pipeline
 
     packed, vae = codec.packed(), None
@@ -28,8 +38,6 @@ def write_diffusion(system: DiffusionSystem, model: Model, codec: Codec, folder:
     elif packed.network is not None:
         of_codec: Any = packed.network
         networks[CODEC] = Network(packed.network, of_codec.config, of_codec.spec, {})
-    usual = system.sections["sample"].default
-    assert usual is not None
     described = {
         "reading": dump(system.reading),
         "codec": {"class": place_of(type(codec)), "settings": packed.settings},
@@ -38,14 +46,14 @@ def write_diffusion(system: DiffusionSystem, model: Model, codec: Codec, folder:
         "pairs": model.pairs,
         "sample": dump(usual),
     }
-    write_hub_folder(folder, ExportedDiffusion, image_pipeline, networks, described, (type(codec),), vae)
+    write_hub_folder(folder, exported, image_pipeline, networks, described, (type(codec),), vae)
     return CardUse("unconditional-image-generation", "DiffusionPipeline", _code(system, model.spec))
 
 
 _TOLD = {TEXT: ', prompt="a photo of a dog"', EMBEDDING: ", image_embeds=embeddings"}
 
 
-def _code(system: DiffusionSystem, spec: DataSpec) -> str:
+def _code(system: DiffusionSystem | TokensSystem, spec: DataSpec) -> str:
     words = "".join(_TOLD[name] for name in spec.conditions)
     told = words or (", class_labels=[0]" if spec.num_classes else "")
     more = ", image=small_images" if system.low_resolution else ""

@@ -21,7 +21,7 @@ from image_diffusion.data.shards import Shards
 from image_diffusion.systems.diffusion.asked import Asked
 from image_diffusion.systems.diffusion.enlarging import small_held_out, small_images
 from image_diffusion.systems.diffusion.prompts import classes_named
-from image_diffusion.systems.diffusion.sampling import SampleConfig, requested_labels
+from image_diffusion.systems.diffusion.sampling import SampleConfig, requested_labels, ten_of
 from image_diffusion.systems.given import Column, Embed, Model, Preview, Served, ToPreview, ToSample
 from image_diffusion.systems.system import on_best_device
 
@@ -158,11 +158,6 @@ class MadeImages:
         known = self.labels if self._told_labels else None
         labels, low_res = (None if each is None else each[rows] for each in (known, self._low_res))
         return self._seeds[rows], labels, low_res, self._asked.of(torch.arange(len(self._seeds))[rows])
-
-
-def ten_of(steps: list[Tensor]) -> list[Tensor]:
-    """Ten steps evenly spread from the first to the last; all, where there are no more."""
-    return [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps
 
 
 _APART, _OF_EACH = 8, 4  # pictures beside the grid, and images in each

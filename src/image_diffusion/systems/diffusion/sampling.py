@@ -250,3 +250,8 @@ def _class_number(key: str, label: int | str, classes: list[str]) -> int:
         return label
     shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
     raise ValueError(f"{key} names the class {label!r}; the model knows 0 to {len(classes) - 1}: {shown}.")
+
+
+def ten_of(steps: list[Tensor]) -> list[Tensor]:
+    """Ten steps evenly spread from the first to the last; all, where there are no more."""
+    return [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps

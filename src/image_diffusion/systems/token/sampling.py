@@ -19,11 +19,10 @@ from image_diffusion.samplers import Autoregressive, Masked, OfTokens
 from image_diffusion.samplers.masked import hidden_counts
 from image_diffusion.samplers.noise import image_streams
 from image_diffusion.samplers.token_sampler import Predictor
-from image_diffusion.systems.diffusion.making import ten_of
-from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
-from image_diffusion.systems.given import Sections
+from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes, ten_of
 
 if TYPE_CHECKING:
+    from image_diffusion.systems.given import Sections
     from image_diffusion.systems.tokens import TokensSystem
 
 _GREY = 128
@@ -50,6 +49,15 @@ KEYS = frozenset(
     | {"images_per_job", "precision", "pictures", "grid_images", "keep"}
 )
 """Those of its keys that do something."""
+
+
+class TokenReading(Config):
+    """What `TokenGenerator` asks of a system. An exported model holds this in the system's place."""
+
+    causal: bool
+    """Whether its network tells each token from those before it, in place of those that are not hidden."""
+    drops_labels: bool
+    """Whether it learnt to do without a label."""
 
 
 def fitted(settings: TokenSampleConfig, causal: bool) -> TokenSampleConfig:
@@ -117,14 +125,14 @@ class TokenGenerator:
     def __init__(
         self,
         network: nn.Module,
-        system: TokensSystem,
+        reading: TokenReading,
         spec: DataSpec,
         codec: Codec,
         settings: TokenSampleConfig,
         null: Mapping[str, Tensor] | None = None,
     ) -> None:
-        _check_guidance("sample", settings, system.drops_labels, bool(spec.num_classes or spec.conditions))
-        self.settings = fitted(settings, system.objective.causal)
+        _check_guidance("sample", settings, reading.drops_labels, bool(spec.num_classes or spec.conditions))
+        self.settings = fitted(settings, reading.causal)
         self._network, self._spec, self._codec = network, spec, codec
         self._device = next(network.parameters()).device
         nothing = {"label": torch.tensor(spec.num_classes)} if spec.num_classes else {}
