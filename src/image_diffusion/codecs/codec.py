@@ -109,6 +109,11 @@ class Tokens(Protocol):
     """Turns images into integers, and those back into images."""
 
     @property
+    def codec(self) -> Codec:
+        """What they are the tokens of."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """How many integers there are."""
         ...
@@ -128,15 +133,6 @@ class Tokens(Protocol):
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
-        ...
-
-    def packed(self) -> Packed:
-        """What goes with an exported model, for `unpacked`."""
-        ...
-
-    @classmethod
-    def unpacked(cls, packed: Packed) -> Self:
-        """The same again, to decode with."""
         ...
 
 

@@ -96,15 +96,6 @@ class DVAETokens:
         """Uint8 [B, C, H, W] -> int64 [B, h, w]."""
         return self.codec.network.indices(self.codec.pixels(images))
 
-    def packed(self) -> Packed:
-        of_codec = self.codec.packed()
-        return Packed({"codec": of_codec.settings, "num_tokens": self.num_tokens}, of_codec.network)
-
-    @classmethod
-    def unpacked(cls, packed: Packed) -> Self:
-        codec = DVAECodec.unpacked(Packed(packed.settings["codec"], packed.network))
-        return cls(codec, packed.settings["num_tokens"])
-
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from image_diffusion.codecs.autoencoders import Vq
 from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, Tokens, TokenShape, latent_spec
-from image_diffusion.codecs.dvae import DVAETokens
-from image_diffusion.codecs.published import Diffusers, VqTokens
+from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
+from image_diffusion.codecs.published import Diffusers, DiffusersCodec, VqTokens
 from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
@@ -111,13 +111,16 @@ class TokenCodec:
         raise ValueError(f"Tokens have no decoder that {weights} could replace. Leave sample.decoder out.")
 
     def packed(self) -> Packed:
-        packed = self.tokens.packed()
-        return Packed({"kind": type(self.tokens).__name__, **packed.settings}, packed.network)
+        of_codec = self.tokens.codec.packed()
+        settings = {"num_tokens": self.tokens.num_tokens, "codec": of_codec.settings}
+        return Packed({"kind": type(self.tokens).__name__, **settings}, of_codec.network)
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
-        kinds: dict[str, type[Tokens]] = {each.__name__: each for each in (DVAETokens, VqTokens)}
-        return cls(kinds[packed.settings["kind"]].unpacked(packed))
+        of_codec, num_tokens = Packed(packed.settings["codec"], packed.network), packed.settings["num_tokens"]
+        if packed.settings["kind"] == VqTokens.__name__:
+            return cls(VqTokens(DiffusersCodec.unpacked(of_codec), num_tokens))
+        return cls(DVAETokens(DVAECodec.unpacked(of_codec), num_tokens))
 
 
 def tokens_of(codec: str) -> str:
