@@ -162,7 +162,7 @@ def test_every_combination_of_levels_is_one_token(levels: tuple[int, ...]) -> No
 
 
 def test_rounding_to_levels_passes_the_gradient_of_what_was_rounded() -> None:
-    """Mentzer et al. 2024, section 3.1: round(floor(L / 2) tanh(z)) of an odd number, and what appendix A.1 adds."""
+    """Of an odd number of levels, round(0.999 (L - 1) / 2 tanh(z))."""
     grid = FiniteScalars((5,))
     values = torch.linspace(-3, 3, 101).view(-1, 1, 1, 1).requires_grad_()
     made, tokens = grid.quantize(values)

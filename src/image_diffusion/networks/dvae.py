@@ -36,8 +36,8 @@ class DVAEConfig(Config):
     """Length of a token's embedding: the channels of the latent."""
     levels: tuple[Annotated[int, Field(ge=3)], ...] | None = Field(None, min_length=1)
     """Finite scalar quantisation (Mentzer et al. 2024) in place of a codebook: the latent has as many channels as there
-    are levels here, each is rounded to its number of levels, and num_tokens is their product. Its table 1 proposes
-    [8, 6, 5] for 2^8 tokens and [8, 5, 5, 5] for 2^10. Unset: a codebook is learnt."""
+    are numbers here, each is rounded to so many levels, and num_tokens is their product: 240 of [8, 6, 5], 1,000 of
+    [8, 5, 5, 5]. Unset: a codebook is learnt."""
     num_layers: int = Field(3, ge=1)
     """Layers of the encoder and of the decoder that halve, and double, the resolution."""
     num_resnet_blocks: int = Field(2, ge=0)

@@ -1,4 +1,4 @@
-"""Finite scalar quantisation: every channel is rounded to a few levels (Mentzer et al. 2024, section 3.1).
+"""Finite scalar quantisation: every channel is rounded to a few levels (Mentzer et al. 2024, appendix A.1).
 
 All combinations of levels are the codebook. Nothing in it is learnt, so no token can die.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _EPS = 1e-3
-"""How much of the range stays below the outermost level's upper end, of an odd number of levels (appendix A.1)."""
+"""By which share of them what is rounded stays inside the outermost levels."""
 
 
 class FiniteScalars(nn.Module):
