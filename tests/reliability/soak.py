@@ -59,6 +59,8 @@ STAGES = list(MADE_BY)
 CALM = 3
 """Commands that nothing disturbs before a round must have ended well."""
 LONGEST_S = 1200.0
+PATIENCE_S = 60.0
+"""How long a wanted stage is waited for, before whatever runs is killed: the last ones come after all others."""
 CLEAR = re.compile(r"^(\[default\d+\]:)?(error|stopped): |No space left on device", re.MULTILINE)
 OUTPUTS = re.compile(r"/(samples|evaluation|diffusers)/")
 """Folders in which nothing lies that the configuration does not ask for."""
@@ -385,7 +387,7 @@ class Soak:
         patience = draw.randint(1, 12)
         while running.poll() is None and patience:
             # A moment of a wanted stage, or of whatever runs after a while.
-            until, seen = time.monotonic() + (8 if wanted else draw.expovariate(2)), list[str]()
+            until, seen = time.monotonic() + (PATIENCE_S if wanted else draw.expovariate(2)), list[str]()
             while running.poll() is None and time.monotonic() < until and not seen:
                 time.sleep(0.01)
                 seen = [name for _, name in self._seen(began) if name in wanted]
