@@ -200,6 +200,23 @@ def test_who_is_asked_again_while_telling_that_it_has_stopped_has_stopped() -> N
     assert (done.returncode, done.stderr) == (75, "stopped: saved.\n")
 
 
+@pytest.mark.parametrize("raised", ["Stopped('saved.')", "ValueError('wrong.')", "KeyboardInterrupt"])
+def test_a_last_word_is_written_at_once_with_its_end(raised: str) -> None:
+    """Several end together, on one terminal: written apart, a line would begin in the midst of another."""
+    code = (
+        "import os, sys; from image_diffusion.core import command; from image_diffusion.core.errors import Stopped\n"
+        "class Teller:\n"
+        "    def write(self, text): os.write(1, f'{text!r} '.encode())\n"
+        "    def flush(self): pass\n"
+        "def main():\n"
+        "    sys.stderr = Teller()\n"
+        f"    raise {raised}\n"
+        "command.run(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert len(done.stdout.split("' ")) == 2 and done.stdout.endswith("\\n' "), done.stdout
+
+
 def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:
     environment = {VARIABLE: "another"}
     announce(environment)

@@ -16,6 +16,7 @@ from image_diffusion.core.errors import Stopped
 from image_diffusion.core.exhausted import sentence_on
 from image_diffusion.core.lifeline import VARIABLE, end_with
 from image_diffusion.core.secrets import hidden
+from image_diffusion.core.telling import tell
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
@@ -95,18 +96,18 @@ def run(main: Callable[[], None], *smaller: str) -> None:
         main()
     except Stopped as stopped:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it was asked to, perhaps by more than one
-        print(f"stopped: {stopped}", file=sys.stderr, flush=True)
+        tell(f"stopped: {stopped}")
         note("stopped", str(stopped))
         sys.exit(STOPPED)
     except KeyboardInterrupt:
-        print("stopped: interrupted. Run the same command again to go on.", file=sys.stderr, flush=True)
+        tell("stopped: interrupted. Run the same command again to go on.")
         sys.exit(130)
     except Exception as error:
         sentence = sentence_on(error, smaller)
         told = sentence is not None or isinstance(error, ValueError | OSError)
         if not told or os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
-            print(hidden(traceback.format_exc()), file=sys.stderr, flush=True)
+            tell(hidden(traceback.format_exc()))
         if told:
-            print(hidden(f"error: {sentence or error}"), file=sys.stderr, flush=True)
+            tell(hidden(f"error: {sentence or error}"))
         note(ending_of(error), hidden(f"{sentence or error or type(error).__name__}"))
         sys.exit(1)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from image_diffusion.core.telling import tell
 
 VARIABLE = "IMAGE_DIFFUSION_ENDS_WITH"
 """The environment variable that names, to what a process starts, the processes to end with."""
@@ -72,7 +73,7 @@ def _wait(watched: list[_Mark]) -> None:
             poll.register(descriptor, select.POLLIN)
         poll.poll()
     with suppress(OSError):  # nobody may be left to read it
-        print("stopped: what has started this is gone.", file=sys.stderr, flush=True)
+        tell("stopped: what has started this is gone.")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
