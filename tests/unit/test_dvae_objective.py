@@ -129,7 +129,7 @@ def test_tokens_that_are_not_drawn_cost_the_error_alone(reconstruction: str) -> 
     assert all(each.grad is not None and each.grad.any() for each in network.parameters())
 
 
-@pytest.mark.parametrize("setting", [{"kl_weight": 0.1}, {"temperature": {"final": 0.1}}])
+@pytest.mark.parametrize("setting", [{"kl_weight": 0.1}, {"kl_summed_over_batch": 8}, {"temperature": {"final": 0.1}}])
 def test_a_setting_of_the_drawing_is_refused_where_nothing_is_drawn(setting: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"system.objective.{next(iter(setting))} is set, but system.network.levels"):
         DVAESystem.model_validate(FINITE | {"objective": setting})

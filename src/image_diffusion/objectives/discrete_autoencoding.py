@@ -57,11 +57,12 @@ class DiscreteAutoencodingConfig(Config):
 
     def without_a_choice(self) -> FiniteAutoencoding:
         """The objective for tokens that are not drawn. Raises ValueError for a setting of the drawing."""
-        if set_ := [name for name in ("kl_weight", "temperature") if getattr(self, name) != _default(name)]:
-            raise ValueError(
-                f"system.objective.{set_[0]} is set, but system.network.levels draws no token: it has no distribution "
-                f"and no temperature. Leave it out."
-            )
+        for name in ("kl_weight", "kl_summed_over_batch", "temperature"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"system.objective.{name} is set, but system.network.levels draws no token: it has no "
+                    f"distribution and no temperature. Leave it out."
+                )
         return FiniteAutoencoding(self.reconstruction)
 
 
@@ -120,10 +121,6 @@ def _errors(reconstruction: Reconstruction, made: Tensor, target: Tensor) -> dic
     if reconstruction == "smooth_l1":
         errors["smooth_l1"] = F.smooth_l1_loss(made, target, reduction="none").flatten(1).mean(1)
     return errors
-
-
-def _default(name: str) -> object:
-    return DiscreteAutoencodingConfig.model_fields[name].default
 
 
 def token_use(indices: Tensor) -> tuple[Tensor, Tensor]:

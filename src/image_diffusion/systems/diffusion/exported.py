@@ -24,6 +24,7 @@ class ExportedDiffusion(ExportedModel):
     """Seeds -> images."""
 
     settings: ClassVar[type[SampleConfig]] = SampleConfig
+    """What says how images are made."""
 
     def forward(
         self,
