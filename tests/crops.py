@@ -14,9 +14,9 @@ from image_diffusion.data.images import crop_image, quiet_pillow
 from image_diffusion.data.shards import open_shards
 
 
-def original(image: Image.Image, size: int) -> np.ndarray:
+def original(image: Image.Image, size: int, mode: str = "RGB") -> np.ndarray:
     """The formula as guided-diffusion states it: one resize of the whole image, then the centre cut out."""
-    image = image.convert("RGB")
+    image = image.convert(mode)
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)

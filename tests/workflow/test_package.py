@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def test_commands_have_one_name(installed: Path, tmp_path: Path) -> None:
 def test_types_and_rules_come_along(installed: Path) -> None:
     package = installed / "image_diffusion"
     assert (package / "py.typed").is_file()
+    compiler = shutil.which(sysconfig.get_config_var("CC").split()[0])
+    assert bool([*(package / "data").glob("_resize*.so")]) == bool(compiler)
     shipped = {
         str(path.relative_to(package / "project")) for path in (package / "project").rglob("*") if path.is_file()
     }

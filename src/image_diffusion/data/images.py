@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,9 @@ FORMATS = (
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 _ORIENTATION = 0x0112
+_CORE: Any = Image.core  # type: ignore[attr-defined]
+_BLOCK = 2**31 - 4096
+"""The most bytes that Pillow takes for a block of memory."""
 
 
 class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
@@ -54,15 +58,18 @@ class Crop:
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Inside, Pillow neither warns nor keeps its own limit of pixels: `crop_image` holds a stricter one."""
-    limit = Image.MAX_IMAGE_PIXELS
+    """Inside, Pillow neither warns nor keeps its own limit of pixels: `crop_image` holds a stricter one. An image lies
+    in one block of memory, however large, so that its pixels can be shared with the compiled crop."""
+    limit, block = Image.MAX_IMAGE_PIXELS, _CORE.get_block_size()
     Image.MAX_IMAGE_PIXELS = None
+    _CORE.set_block_size(_BLOCK)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         Image.MAX_IMAGE_PIXELS = limit
+        _CORE.set_block_size(block)
 
 
 def crop_image(data: bytes, config: DataConfig) -> Crop:
@@ -91,7 +98,7 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     if config.resize == "fast":
         return Crop(_fast_crop(upright, config.resolution), upright.size, sorted(flags), *stored)
-    pixels = np.asarray(config.crop.square(upright, config.resolution, config.background or WHITE))
+    pixels = config.crop.square(upright, config.resolution, config.background or WHITE)
     pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
     return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags), *stored)
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from image_diffusion.core.config import Config
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 
@@ -21,8 +23,8 @@ class AdmCrop(Config):
         """What decides the pixels."""
         return {"method": "adm-centre-crop"}
 
-    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> Image:
-        """The centre of an image, of its own mode."""
+    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+        """The centre of an image, [H, W] or [H, W, C] of its own mode."""
         from image_diffusion.data.centre_crop import centre_crop  # Pillow is not for those who only plan
 
         return centre_crop(image, resolution)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from image_diffusion.core.config import Config
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 
@@ -24,15 +26,16 @@ class ResizeCrop(Config):
         """What decides the pixels."""
         return {"method": "resize-centre-crop", "interpolation": self.interpolation}
 
-    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> Image:
-        """The centre of an image, of its own mode."""
+    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+        """The centre of an image, [H, W] or [H, W, C] of its own mode."""
+        import numpy as np
         from PIL.Image import Resampling  # Pillow is not for those who only plan
 
         width, height = self.scaled_size(*image.size, resolution)
         if image.size != (width, height):
             image = image.resize((width, height), Resampling[self.interpolation.upper()])
         left, top = round((width - resolution) / 2), round((height - resolution) / 2)
-        return image.crop((left, top, left + resolution, top + resolution))
+        return np.asarray(image.crop((left, top, left + resolution, top + resolution)))
 
     def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
         """The size (width, height) that an image has before anything is cut off."""
