@@ -108,7 +108,8 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     )
     listed = [*bad, *unwanted, *left_out(records, spare)]
     write_quarantine(output / "quarantine.csv", sorted(listed, key=lambda each: each.path))
-    found = sum(len(record.samples) + len(record.dropped) + len(record.quarantined) for record in records)
+    seen = sum(each.view == 0 for record in records for each in (*record.samples, *record.dropped))
+    found = seen + sum(len(record.quarantined) for record in records)
     _judge(config, output, bad, found + len(listing.rejected))
     _judge_alpha(config, records)
     remove_surplus(output, config.num_shards)
@@ -191,14 +192,16 @@ def _crops(
         except BadImage as error:
             bad.append(Quarantined(item.name, str(error), hashlib.sha256(data).hexdigest()))
             continue
-        key = "" if item.name in drop else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
-        about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(crop.pixels)
-        sample = Sample(key, item.name, hashlib.sha256(data).hexdigest(), item.label, *about)
-        noted.append((replace(sample, sharpness=sharpness(crop.pixels)), grey(crop.pixels)))
-        if not key:
-            continue
-        number += 1
-        yield {"npy": crop.pixels[np.newaxis]}, np.array([item.label or 0])
+        sha256 = hashlib.sha256(data).hexdigest()
+        for view, pixels in enumerate(crop.squares):
+            key = "" if item.name in drop else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
+            about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(pixels)
+            sample = Sample(key, item.name, sha256, item.label, *about, sharpness=sharpness(pixels), view=view)
+            noted.append((sample, grey(pixels)))
+            if not key:
+                continue
+            number += 1
+            yield {"npy": pixels[np.newaxis]}, np.array([item.label or 0])
 
 
 def _images(config: DataConfig, items: list[Item], count: Callable[[int], None]) -> Iterator[Image]:
@@ -367,7 +370,11 @@ def _manifest(
         "histogram": class_histogram(records, len(listing.classes)),
         "flags": dict(sorted(flags.items())),
         "quarantined": len(bad),
-        **({"dropped": dropped} if (dropped := sum(len(record.dropped) for record in records)) else {}),
+        **(
+            {"dropped": dropped}
+            if (dropped := sum(each.view == 0 for record in records for each in record.dropped))
+            else {}
+        ),
         "ignored": listing.ignored,
         "index": sha256_file(output / "index.npy"),
         "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},

@@ -44,9 +44,13 @@ def write_datasheet(
     """
     every = open_shards(crops, "all")
     records = [read_record(crops, shard) for shard in range(len(every.manifest["shards"]))]
-    samples = [sample for record in records for sample in record.samples]
+    crops_of = [sample for record in records for sample in record.samples]
+    rows = [row for row, sample in enumerate(crops_of) if sample.view == 0]  # of an image of several crops the first
+    samples = [crops_of[row] for row in rows]
     compared = [sample.look for sample in samples[:MOST]]
-    pairs = near_duplicates(compared, lambda place: every.gather(np.array([place]))[0].numpy(), processes=processes)
+    pairs = near_duplicates(
+        compared, lambda place: every.gather(np.array([rows[place]]))[0].numpy(), processes=processes
+    )
     sheet = describe_images(
         every.manifest,
         samples,
@@ -54,11 +58,11 @@ def write_datasheet(
         [each for record in records for each in record.dropped],
         read_unwanted(crops / "quarantine.csv"),
         pairs,
-        every.held_out(),
+        every.held_out()[rows],
         captions,
     )
     output.mkdir(parents=True, exist_ok=True)
-    numbers = {sample.path: number for number, sample in enumerate(samples)}
+    numbers = {sample.path: row for row, sample in zip(rows, samples, strict=True)}
     drawn = [
         *_same(every, sheet, numbers, output / "same.png"),
         *_strange(every, sheet, numbers, output / "strange.png"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ from image_diffusion.data.tar import Layout, read_array
 
 
 def same_crops(records: Iterable[ShardRecord]) -> dict[str, str]:
-    """The images whose crop is that of another, byte for byte, and the first by name of those, which stays."""
+    """The images whose crops are those of another, byte for byte, and the first by name of those, which stays."""
     every = sorted(
         (each for record in records for each in (*record.samples, *record.dropped)), key=lambda each: each.path
     )
-    same = groups(each.pixels for each in every)
-    return {every[other].path: every[first].path for first, *others in same for other in others}
+    images = [(path, "".join(each.pixels for each in crops)) for path, crops in groupby(every, lambda each: each.path)]
+    same = groups(pixels for _, pixels in images)
+    return {images[other][0]: images[first][0] for first, *others in same for other in others}
 
 
 def left_out(records: Iterable[ShardRecord], same: Mapping[str, str]) -> list[Quarantined]:
@@ -30,6 +31,7 @@ def left_out(records: Iterable[ShardRecord], same: Mapping[str, str]) -> list[Qu
         Quarantined(each.path, f"the same crop as {same[each.path]}", each.sha256)
         for record in records
         for each in record.dropped
+        if each.view == 0
     ]
 
 
@@ -58,5 +60,10 @@ def not_held_out(
         told = "these images are too alike to tell near duplicates from others, so all held-out images stay held out"
         print(f"crop: {told}.", file=sys.stderr)
         return []
-    same = [(a, b) for first, *others in groups(each.pixels for each in samples) for a, b in pairwise((first, *others))]
+    same = [
+        linked
+        for alike in (groups(each.pixels for each in samples), groups(each.sha256 for each in samples))
+        for group in alike
+        for linked in pairwise(group)
+    ]
     return straddling([*same, *((a, b) for a, b, _ in pairs)], held_out)

@@ -1,4 +1,4 @@
-"""One image file -> one crop, or a reason why not.
+"""One image file -> its crop or crops, or a reason why not.
 
 What is done with images that are not plain RGB, each recorded as a flag of the sample:
 
@@ -46,10 +46,10 @@ class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of
 
 @dataclass(frozen=True)
 class Crop:
-    """pixels: uint8 [C, resolution, resolution]. size: (width, height) of the upright image. flags: sorted. format,
-    mode: of the file, by Pillow's names."""
+    """squares: uint8 [C, resolution, resolution] each, one or more. size: (width, height) of the upright image. flags:
+    sorted. format, mode: of the file, by Pillow's names."""
 
-    pixels: NDArray[np.uint8]
+    squares: list[NDArray[np.uint8]]
     size: tuple[int, int]
     flags: list[str]
     format: str
@@ -73,7 +73,7 @@ def quiet_pillow() -> Iterator[None]:
 
 
 def crop_image(data: bytes, config: DataConfig) -> Crop:
-    """The bytes of an image file -> its crop.
+    """The bytes of an image file -> its crop or crops.
 
     Raises BadImage. Call it inside `quiet_pillow()`.
     """
@@ -85,7 +85,7 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
             _check_size(header.size, config)
             pixels = _fast_crop(data, config.resolution)
             is_grey = header.components == 1
-            return Crop(pixels, header.size, ["gray"] if is_grey else [], "JPEG", "L" if is_grey else "RGB")
+            return Crop([pixels], header.size, ["gray"] if is_grey else [], "JPEG", "L" if is_grey else "RGB")
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
             stored = str(image.format), image.mode
@@ -97,10 +97,11 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     except Exception as error:  # decoders raise nearly anything when they are fed damaged files
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
     if config.resize == "fast":
-        return Crop(_fast_crop(upright, config.resolution), upright.size, sorted(flags), *stored)
-    pixels = config.crop.square(upright, config.resolution, config.background or WHITE)
-    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
-    return Crop(np.ascontiguousarray(pixels.transpose(2, 0, 1)), upright.size, sorted(flags), *stored)
+        return Crop([_fast_crop(upright, config.resolution)], upright.size, sorted(flags), *stored)
+    found = config.crop.squares(upright, config.resolution, config.background or WHITE, data)
+    channels_last = [square[:, :, None] if square.ndim == 2 else square for square in found]
+    squares = [np.ascontiguousarray(square.transpose(2, 0, 1)) for square in channels_last]
+    return Crop(squares, upright.size, sorted(flags), *stored)
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:

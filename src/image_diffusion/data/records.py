@@ -33,7 +33,8 @@ class Sample:
     path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
     mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.look` of the crop.
     brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
-    neighbouring pixels, likewise. All from `format` on are empty where an earlier version wrote the record.
+    neighbouring pixels, likewise. view: which of the crops of its image it is. All from `format` on are empty where an
+    earlier version wrote the record.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Sample:
     brightness: float = 0.0
     contrast: float = 0.0
     sharpness: float = 0.0
+    view: int = 0
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def reconstruction_sheet(
 
 def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[ShardRecord], path: Path) -> None:
     """Write, as one PNG, how many images each class has and how large the source images are."""
-    sides = np.array([min(sample.size) for record in records for sample in record.samples])
+    sides = np.array([min(sample.size) for record in records for sample in record.samples if sample.view == 0])
     figure = new_figure(11, 4)
     by_class, by_size = figure.subplots(1, 2)
     if classes:

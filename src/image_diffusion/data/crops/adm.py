@@ -23,11 +23,13 @@ class AdmCrop(Config):
         """What decides the pixels."""
         return {"method": "adm-centre-crop"}
 
-    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    def squares(
+        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    ) -> list[NDArray[np.uint8]]:
         """The centre of an image, [H, W] or [H, W, C] of its own mode."""
         from image_diffusion.data.centre_crop import centre_crop  # Pillow is not for those who only plan
 
-        return centre_crop(image, resolution)
+        return [centre_crop(image, resolution)]
 
     def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
         """The size (width, height) that an image has before anything is cut off."""

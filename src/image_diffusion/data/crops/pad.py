@@ -23,7 +23,9 @@ class Pad(Config):
         """What decides the pixels."""
         return {"method": "pad", "cuts": False}
 
-    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    def squares(
+        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    ) -> list[NDArray[np.uint8]]:
         """The whole of an image, [H, W] or [H, W, C] of its own mode."""
         import numpy as np
         from PIL import Image as Pillow  # Pillow is not for those who only plan
@@ -35,7 +37,7 @@ class Pad(Config):
         square = Pillow.new(image.mode, (resolution, resolution), colour)
         scaled = image.resize((width, height), Pillow.Resampling.BICUBIC)
         square.paste(scaled, (round((resolution - width) / 2), round((resolution - height) / 2)))
-        return np.asarray(square)
+        return [np.asarray(square)]
 
     def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
         """The size (width, height) that an image has before bars are added, one pixel at least."""

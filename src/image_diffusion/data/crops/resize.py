@@ -26,7 +26,9 @@ class ResizeCrop(Config):
         """What decides the pixels."""
         return {"method": "resize-centre-crop", "interpolation": self.interpolation}
 
-    def square(self, image: Image, resolution: int, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    def squares(
+        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    ) -> list[NDArray[np.uint8]]:
         """The centre of an image, [H, W] or [H, W, C] of its own mode."""
         import numpy as np
         from PIL.Image import Resampling  # Pillow is not for those who only plan
@@ -35,7 +37,7 @@ class ResizeCrop(Config):
         if image.size != (width, height):
             image = image.resize((width, height), Resampling[self.interpolation.upper()])
         left, top = round((width - resolution) / 2), round((height - resolution) / 2)
-        return np.asarray(image.crop((left, top, left + resolution, top + resolution)))
+        return [np.asarray(image.crop((left, top, left + resolution, top + resolution)))]
 
     def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
         """The size (width, height) that an image has before anything is cut off."""

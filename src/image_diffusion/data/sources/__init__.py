@@ -8,6 +8,7 @@ from image_diffusion.data.sources.digits import Digits
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.huggingface import HuggingFace
+from image_diffusion.data.sources.lmdb_database import Lmdb
 from image_diffusion.data.sources.painted import PaintedDigits
 from image_diffusion.data.sources.parquet import Parquet
 from image_diffusion.data.sources.path_list import PathList
@@ -28,6 +29,7 @@ Source = Annotated[
     | Parquet
     | HuggingFace
     | ZipArchive
+    | Lmdb
     | TorchvisionSet
     | Embeddings,
     Field(discriminator="type"),

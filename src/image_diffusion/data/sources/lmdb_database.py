@@ -1,0 +1,116 @@
+"""Databases of LMDB with an image file under each key, as LSUN comes in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config import Config
+from image_diffusion.core.files import Stamp, stamp_of
+from image_diffusion.data.sources.listing import Item, Listing, check_size, class_name, number_classes, plain_text
+
+_DATA = "data.mdb"
+_ENDING = re.compile(r"(_(train|val|test))?_lmdb$")
+
+
+class Lmdb(Config):
+    """Databases of image files, each a folder with a `data.mdb`. Needs the package lmdb.
+
+    A folder of several databases has a class for each: the name of its folder, without LSUN's `_train_lmdb` or
+    `_val_lmdb`. An image is named by its database and its key.
+    """
+
+    type: Literal["lmdb"] = "lmdb"
+    """LMDB databases of image files, such as LSUN's."""
+    path: str = Field(min_length=1)
+    """The folder of a database, or one that holds such folders."""
+    classes: Literal["databases", "none"] = "databases"
+    """databases: those of a folder tell them, and a single one has none. none: unconditional data."""
+
+    def listing(self) -> Listing:
+        """Every key as an image, by database and key. Raises ValueError for a database that is missing or damaged."""
+        databases = {name: Path(path).parent for name, (path, _) in self.files().items()}
+        keys = {name: _keys(folder, self.path) for name, folder in databases.items()}
+        if not any(keys.values()):
+            raise ValueError(f"data.source.path: {self.path} holds no images. Put one under each key.")
+        numbers = number_classes(self.known_classes())
+        items = [
+            Item(f"{name}/{_text_of(key)}", numbers.get(_class_of(name)), (
+                str(databases[name]), key.hex(),
+            ), name)
+            for name, found in keys.items()
+            for key in found
+        ]  # fmt: skip
+        return Listing(sorted(items, key=lambda item: item.name), list(numbers), [], 0)
+
+    def known_classes(self) -> list[str]:
+        """Those that the folders name."""
+        is_one = (Path(self.path) / _DATA).is_file()
+        return [] if is_one or self.classes == "none" else sorted({_class_of(name) for name in self.files()})
+
+    def read(self, item: Item) -> bytes:
+        """The bytes under one key. Raises OSError."""
+        folder, key = str(item.address[0]), bytes.fromhex(str(item.address[1]))
+        try:
+            with _open(Path(folder)) as database, database.begin(buffers=True) as transaction:
+                found = transaction.get(key)
+                if found is None:
+                    raise OSError("its key is no longer there")
+                check_size(len(found))
+                return bytes(found)
+        except _faults() as error:
+            raise OSError(f"damaged in the database: {error}") from None
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """There are none. Raises ValueError."""
+        raise ValueError("data.source.type is lmdb, which holds no captions. Set pairs.captions.type to table.")
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """The file of each database, by the name of its folder. Raises ValueError when there are none."""
+        path = Path(self.path)
+        found = [path / _DATA] if (path / _DATA).is_file() else sorted(path.glob(f"*/{_DATA}"))
+        if not found:
+            raise ValueError(f"data.source.path: {self.path} holds no {_DATA}. Give a database, or a folder of them.")
+        return {plain_text(each.parent.resolve().name): (str(each), stamp_of(each)) for each in found}
+
+
+def _text_of(key: bytes) -> str:
+    """A key as it is, where that can be read as a line of text, or in hexadecimal."""
+    text = key.decode("ascii", errors="replace")
+    return text if text.isascii() and text.isprintable() else key.hex()
+
+
+def _class_of(name: str) -> str:
+    return class_name(_ENDING.sub("", name))
+
+
+def _keys(folder: Path, source: str) -> list[bytes]:
+    """Every key of a database. Raises ValueError."""
+    try:
+        import lmdb  # noqa: F401 - asked for here, so that planning does without it
+    except ImportError:
+        raise ValueError(
+            f"{source}: reading LMDB needs the package lmdb. Install it: pip install 'image-diffusion[lsun]'."
+        ) from None
+    try:
+        with _open(folder) as database, database.begin() as transaction:
+            return [bytes(key) for key in transaction.cursor().iternext(keys=True, values=False)]
+    except _faults() as error:
+        raise ValueError(f"{folder} cannot be read as an LMDB database: {error}. Write it again.") from None
+
+
+def _faults() -> type[Exception]:
+    import lmdb
+
+    error: type[Exception] = lmdb.Error
+    return error
+
+
+def _open(folder: Path) -> Any:
+    """The database, open for reading: for microseconds, since a process may have one open but once."""
+    import lmdb
+
+    return lmdb.open(str(folder), readonly=True, lock=False, readahead=False)
