@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from image_diffusion import ema
 from image_diffusion.codecs.text.learned import FILE, read_text, word_numbers
 from image_diffusion.core.config import parse, to_yaml
 from image_diffusion.core.verify import damaged
@@ -23,6 +25,7 @@ from image_diffusion.systems.embedding.contrastive import contrastive_loss
 from image_diffusion.systems.embedding.making import PriorSampleConfig, text_encoder
 from image_diffusion.systems.embedding.pairs import Given, PairsConfig
 from image_diffusion.systems.given import ToSample
+from image_diffusion.tracking.plan import _carried
 from image_diffusion.train import prepare_training
 from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.run import run
@@ -112,24 +115,27 @@ def test_the_loss_is_that_of_the_paper_and_equal_captions_are_no_negatives():
     ), "the scale ends at 100"
 
 
-def test_the_same_bytes_again_and_nothing_is_trained_twice(crops: Path, pairs: Path, tmp_path: Path, capsys):
-    assert written(crops, tmp_path / "again")[1] == 2
-    assert "held-out images find their caption" in capsys.readouterr().out
-    assert content(tmp_path / "again") == content(pairs)
-    assert written(crops, tmp_path / "again")[1] == 0 and "find their caption" not in capsys.readouterr().out
-
-
 SHORT = {"epochs": 0.1, "batch_size": 16}
+
+
+def test_the_same_bytes_again_and_nothing_is_trained_twice(crops: Path, tmp_path: Path, capsys):
+    for name in ("once", "again"):
+        assert written(crops, tmp_path / name, training=SHORT)[1] == 2
+        assert "held-out images find their caption" in capsys.readouterr().out
+    assert content(tmp_path / "again") == content(tmp_path / "once")
+    assert written(crops, tmp_path / "again", training=SHORT)[1] == 0
+    assert "find their caption" not in capsys.readouterr().out
 
 
 def test_another_training_makes_all_pairs_again_and_a_lost_tower_is_healed(crops: Path, tmp_path: Path):
     before, _ = written(crops, tmp_path / "out", training=SHORT)
-    after, count = written(crops, tmp_path / "out", training=SHORT | {"seed": 1})
+    other = SHORT | {"seed": 1}
+    after, count = written(crops, tmp_path / "out", training=other)
     assert count == 2 and before["pairs"] != after["pairs"]
     whole = content(tmp_path / "out")
     (tmp_path / "out" / FILE).write_bytes(b"damaged")
     assert Damage("").fault_of(tmp_path / "out/manifest.json") is not None
-    assert written(crops, tmp_path / "out", training=SHORT | {"seed": 1})[1] == 0
+    assert written(crops, tmp_path / "out", training=other)[1] == 0
     assert content(tmp_path / "out") == whole
 
 
@@ -159,7 +165,7 @@ def test_what_nothing_can_be_learnt_from_is_told_before_any_training(tmp_path, s
     assert len(str(caught.value).splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refused(crops, pairs, tmp_path):
+def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refused(crops, pairs, tmp_path, monkeypatch):
     prior = {"type": "prior", "network": {"depth": 1, "num_heads": 2, "head_width": 8, "max_text_len": 8, "ff_mult": 1}}
     train = {"steps": 2, "global_batch": 8, "flip_probability": 0, "keep_raw": True, "grid_every_steps": None}
     (tmp_path / "train.yaml").write_text(
@@ -171,6 +177,13 @@ def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refuse
     for folder in (output, output / "raw"):
         assert (folder / FILE).read_bytes() == (pairs / FILE).read_bytes()
     assert Damage("").fault_of(output / "model.json") is None
+    assert _carried(output) == [FILE], "it goes into MLflow with the weights"
+    weights, averaged = output / "weights.safetensors", tmp_path / "averaged" / "weights.safetensors"
+    monkeypatch.setattr(
+        sys, "argv", ["ema", f"--state={output / 'state'}", f"--weights={weights}", f"--output={averaged}"]
+    )
+    ema.main()
+    assert (averaged.parent / FILE).is_file() and Damage("").fault_of(averaged.parent / "model.json") is None
 
     model = load_model(output)
     settings = PriorSampleConfig(prompts=("a large upright one in red on white",), num_samples=2)
