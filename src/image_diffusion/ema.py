@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from image_diffusion.core import command
+from image_diffusion.core.files import write_bytes
 from image_diffusion.core.weights import read_model, save_weights
 from image_diffusion.training.ema import average_name
 from image_diffusion.training.kept import weights_at, weights_in
@@ -50,6 +51,11 @@ def main() -> None:
     else:
         tensors, model = weights_in(arguments.state, arguments.step, arguments.average, arguments.trained_by)
     described = {key: value for key, value in model.items() if key not in ("format", "sha256")}
+    carried = described.pop("carried", {})
+    if arguments.weights is not None and carried:
+        described["carried"] = carried
+        for name in carried:
+            write_bytes(arguments.output.parent / name, (arguments.weights.parent / name).read_bytes())
     save_weights(arguments.output.parent, tensors, described)
     print(f"ema: {model['ema'] or 'the weights as trained'} at step {model['step']:,} is in {arguments.output}")
 

@@ -32,7 +32,7 @@ def main() -> None:
     crops = arguments.data.parent if arguments.data else None
     with Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))
-        given = Given(crops, stage.source, stage.num_shards, arguments.detector, best_device())
+        given = Given(crops, stage.source, stage.num_shards, arguments.detector, best_device(), arguments.output.parent)
         pairs = stage.pairs.build(given)
         splits = stage.pairs.splits
         manifest, written = write_pairs(

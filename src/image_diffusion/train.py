@@ -58,7 +58,7 @@ def main() -> None:
             f"train.init_from names the experiment {config.init_from.experiment}. Give its weights.safetensors as "
             f"--init-from."
         )
-    run(training.build, config, training.model, training.data, output, arguments.journal, start)
+    run(training.build, config, training.model, training.data, output, arguments.journal, start, training.carried)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Training:
     """What a stage trains.
 
     spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
-    with it. model, data: what `training.run.run` is given.
+    with it. model, data, carried: what `training.run.run` is given.
     """
 
     stage: TrainStage
@@ -75,6 +75,7 @@ class Training:
     task: Callable[[nn.Module], Task]
     model: dict[str, Any]
     data: dict[str, Any]
+    carried: dict[str, Path]
 
     def network(self) -> nn.Module:
         """The network, randomly initialised."""
@@ -147,7 +148,9 @@ def prepare_training(
     }
     if (pairs := (training.beside or training).manifest.get("pairs")) is not None:
         model["pairs"] = pairs
-    return Training(stage, spec, decoder, task, model, {"digest": training.digest})
+    if carried := training.carried():
+        model["carried"] = training.manifest["carried"]
+    return Training(stage, spec, decoder, task, model, {"digest": training.digest}, carried)
 
 
 def join_pairs(stage: TrainStage, data: Shards, pairs: Path | str | None) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from image_diffusion.core.files import write_json
 from image_diffusion.metrics.detector import Classifier, load_detector
-from image_diffusion.metrics.detector_training import DetectorTraining, _shifted, _Task, train_detector
+from image_diffusion.metrics.detector_training import DetectorTraining, _Task, shifted, train_detector
 from image_diffusion.metrics.features import Detected, detect
 
 
@@ -139,7 +139,7 @@ def test_convolutions_leave_the_bias_to_the_normalisation_after_them():
 
 def test_shift_moves_pixels_and_mirrors_the_border():
     images = torch.arange(32, dtype=torch.uint8).view(1, 1, 4, 8)[..., :4].expand(2, 1, 4, 4)
-    moved = _shifted(images, torch.tensor([[1, 0], [0, -2]]))
+    moved = shifted(images, torch.tensor([[1, 0], [0, -2]]))
     assert moved[0, 0].equal(images[0, 0][[1, 0, 1, 2]])
     assert moved[1, 0].equal(images[1, 0][:, [2, 3, 2, 1]])
 

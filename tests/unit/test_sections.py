@@ -68,7 +68,10 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             TEXT | {"pairs": {"type": "hashed"}},
             "system.condition.type is text, but pairs.type is hashed: where are the captions?",
         ),
-        (TEXT | {"pairs": {"type": "files"}}, "Unknown pairs 'files'. Known: captions, features, hashed, clip."),
+        (
+            TEXT | {"pairs": {"type": "files"}},
+            "Unknown pairs 'files'. Known: captions, features, hashed, contrastive, clip.",
+        ),
         (TEXT | {"sample": {}}, "sample.prompts is missing: the network is told words"),
         (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
         (TEXT | {"sample": TEXT["sample"] | {"labels": ["3"]}}, "sample.labels is set, but the network is told words"),

@@ -32,12 +32,16 @@ class Captioned:
 
 
 class CaptionedCrops:
-    """Every shard of a set of crops, with captions. source: where captions come from that come with the images."""
+    """Every shard of a set of crops, with captions. source: where captions come from that come with the images.
+
+    shape: of a crop, [C, R, R]. held_out: whether the set keeps each crop from training, bool [N].
+    """
 
     def __init__(self, folder: Path, captions: Captions, source: Source | None) -> None:
         self._folder, self._shards = folder, open_shards(folder, "all")
         self._captions, self._source = captions, source
         self._entries = self._shards.manifest["shards"]
+        self.shape, self.held_out = self._shards.shape, self._shards.held_out()
         counts = [entry["num_samples"] for entry in self._entries]
         self.num_shards, self.num_crops = len(counts), sum(counts)
         self._first = [sum(counts[:shard]) for shard in range(len(counts))]

@@ -94,6 +94,8 @@ class Manifest(Config):
     """Of index.npy."""
     files: dict[str, Sha256] = Field(default_factory=dict)
     """The sha256 of what else lies beside it."""
+    carried: dict[str, Sha256] = Field(default_factory=dict)
+    """That of files that go with what is learnt from the set, such as the text tower of pairs."""
     histogram: list[int] = Field(default_factory=list)
     """Samples of each class."""
     flags: dict[str, int] = Field(default_factory=dict)

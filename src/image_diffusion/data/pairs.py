@@ -10,7 +10,7 @@ or an embedding that nothing can be learned from, is left out and listed in quar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,6 +33,7 @@ from image_diffusion.data.records import (
     key_prefix,
     record_hashes,
     remove_surplus,
+    share_of_hashes,
     write_indices,
     write_quarantine,
     write_record,
@@ -64,6 +65,11 @@ class Splits(Config):
             )
         return self
 
+    def trains(self, ids: Sequence[str]) -> NDArray[np.bool_]:
+        """Whether the pairs with these ids, hexadecimal hashes, are learnt from, [N]."""
+        content = np.array([int(each[:16], 16) for each in ids], dtype=np.uint64)
+        return content >= share_of_hashes(self.validation + self.test)
+
 
 class PairSet(Protocol):
     """What makes the pairs of a set, a shard at a time.
@@ -71,7 +77,8 @@ class PairSet(Protocol):
     kind: of the shards. identity: plain data; together with what a shard is made from it decides every number. shape:
     of one pair, its last number the dimension of an embedding. parts: what the first rows of a pair are, none of which
     may be zeros; the others are tokens, and captions beyond the first. members: arrays of this shape that are stored of
-    each. num_shards: of the set. num_rows: what pairs are made of, those that lack something included.
+    each. num_shards: of the set. num_rows: what pairs are made of, those that lack something included. carried:
+    names of files in the folder of the set that go with what is learnt from it.
     """
 
     @property
@@ -94,6 +101,9 @@ class PairSet(Protocol):
 
     @property
     def num_rows(self) -> int: ...
+
+    @property
+    def carried(self) -> tuple[str, ...]: ...
 
     def samples(self, shard: int) -> list[Sample]:
         """The pairs of a shard; the hash of each one's id stands in `sha256`. Raises ValueError."""
@@ -164,6 +174,9 @@ def write_pairs(
         "index": sha256_file(output / "index.npy"),
         "files": record_hashes(output, len(records)),
     }
+    if pairs.carried:
+        manifest["carried"] = {name: sha256_file(output / name) for name in pairs.carried}
+        manifest["files"] |= manifest["carried"]
     write_json(output / "manifest.json", manifest)
     return manifest, written
 

@@ -103,6 +103,14 @@ class Shards:
             out[mirrored] = out[mirrored].flip(-1)
         return out
 
+    def carried(self) -> dict[str, Path]:
+        """The files that go with what is learnt from the set, by name, on this machine. Raises ValueError where one
+        cannot be had."""
+        files: dict[str, str] = self.manifest.get("carried", {})
+        if isinstance(self._folder, Path):
+            return {name: self._folder / name for name in files}
+        return {name: self._folder.fetch(name, sha256) for name, sha256 in files.items()}
+
     def held_out(self) -> NDArray[np.bool_]:
         """Whether the set keeps each of these samples from training, [N]."""
         index, manifest = self._read_index(), self.manifest

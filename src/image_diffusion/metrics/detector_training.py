@@ -180,7 +180,7 @@ class _Task:
     ) -> tuple[Tensor, Tensor]:
         pixels = images.gather(indices)
         reach = pixels.shape[2] // 16 if shift is None else shift
-        pixels = _shifted(pixels, torch.from_numpy(rng.integers(-reach, reach + 1, (2, len(indices)))))
+        pixels = shifted(pixels, torch.from_numpy(rng.integers(-reach, reach + 1, (2, len(indices)))))
         if self.labels == "classes":
             targets = torch.from_numpy(images.labels[indices])
         else:
@@ -190,7 +190,7 @@ class _Task:
         return pixels.to(self._device), targets.to(self._device)
 
 
-def _shifted(images: Tensor, offset: Tensor) -> Tensor:
+def shifted(images: Tensor, offset: Tensor) -> Tensor:
     """Each image moved by its own whole number of pixels down and right (offset: int64 [2, B]), the border mirrored."""
     size = images.shape[2]
     grid = torch.arange(size)

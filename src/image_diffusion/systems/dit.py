@@ -35,7 +35,7 @@ from image_diffusion.systems.diffusion.family import DiffusionSystem
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.embedding.captions import CaptionPairs
 from image_diffusion.systems.embedding.features import FeaturePairs
-from image_diffusion.systems.embedding.pairs import ClipPairs, HashedPairs
+from image_diffusion.systems.embedding.pairs import ClipPairs, ContrastivePairs, HashedPairs
 from image_diffusion.systems.given import (
     CardUse,
     Described,
@@ -69,7 +69,9 @@ class DiTSystem(DiffusionSystem):
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
         "pairs": Section(
-            Annotated[CaptionPairs | FeaturePairs | HashedPairs | ClipPairs, Field(discriminator="type")],
+            Annotated[
+                CaptionPairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs, Field(discriminator="type")
+            ],
             None,
             example="{type: captions}",
             optional=True,
@@ -121,7 +123,9 @@ class DiTSystem(DiffusionSystem):
     def inputs(self, experiment: Sections) -> Inputs:
         return replace(super().inputs(experiment), embeddings=self.condition.draws(experiment.section("sample")))
 
-    def _check_pairs(self, pairs: CaptionPairs | FeaturePairs | HashedPairs | ClipPairs | None) -> None:
+    def _check_pairs(
+        self, pairs: CaptionPairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs | None
+    ) -> None:
         """Raise ValueError unless there is what the system reads beside its data, and nothing else."""
         if self.told_words and self.alignment is not None:
             raise ValueError(

@@ -140,7 +140,8 @@ class Model:
     network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
     codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
     the whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: what the manifest says of the
-    pairs that it learnt from, or of what lay beside its training data; None where there was neither.
+    pairs that it learnt from, or of what lay beside its training data; None where there was neither. folder: the
+    weights folder; None for a model that was never in one.
     """
 
     network: nn.Module
@@ -154,6 +155,7 @@ class Model:
     num_steps: int
     fingerprint: str
     pairs: dict[str, Any] | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)

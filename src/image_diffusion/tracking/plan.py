@@ -217,13 +217,14 @@ def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name
     if not all((folder / name).is_file() for name in _WEIGHTS):
         return None
     content = read_json(folder / "model.json")
-    files = {name: folder / name for name in _WEIGHTS}
+    files = {name: folder / name for name in (*_WEIGHTS, *_carried(folder))}
     if sampling.is_file():
         files["sample.yaml"] = sampling
         weaker = plain_yaml.from_text(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
         files |= {f"weaker/{name}": Path(weaker) / name for name in _WEIGHTS if weaker}
     if request.embeddings is not None:
-        files |= {f"embeds/{name}": request.embeddings / "train" / name for name in _WEIGHTS}
+        embeds = request.embeddings / "train"
+        files |= {f"embeds/{name}": embeds / name for name in (*_WEIGHTS, *_carried(embeds))}
         files["embeds/sample.yaml"] = request.embeddings / "config" / "sample.yaml"
     if request.codec_weights is not None:
         files |= {f"codec/{name}": request.codec_weights / name for name in _WEIGHTS}
@@ -237,6 +238,12 @@ def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name
     key = "/".join([each.history.id, tags["sha256"], digest(others)])
     ended = each.history.ended or each.history.starts[0]
     return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)
+
+
+def _carried(folder: Path) -> list[str]:
+    """The names of the files that go with the weights in a folder."""
+    described = folder / "model.json"
+    return list(read_json(described).get("carried", {})) if described.is_file() else []
 
 
 def _runs_in(folder: Path) -> list[PlannedRun]:

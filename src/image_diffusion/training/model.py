@@ -39,6 +39,7 @@ def load_model(folder: Path) -> Model:
         num_steps=model["train"]["steps"] if "train" in model else model["step"],
         fingerprint=model.get("fingerprint", ""),
         pairs=model.get("pairs"),
+        folder=folder,
     )
 
 

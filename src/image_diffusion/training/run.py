@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.config import dump, parse
+from image_diffusion.core.files import write_bytes
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.types import DataSpec
 from image_diffusion.core.verify import tell_of_previews
@@ -42,13 +44,14 @@ def run(
     output: Path,
     journal: Path | None = None,
     start: Path | None = None,
+    carried: Mapping[str, Path] = MappingProxyType({}),
 ) -> None:
     """Train, or go on training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
 
     build: what to train on what; called with PyTorch's generator seeded, for the initial weights. model: plain data
     that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
     what the training data are. journal: the folder of journals; None: none is kept. start: the weights folder to start
-    from, where `init_from` names an experiment.
+    from, where `init_from` names an experiment. carried: files that are written beside the weights, by name.
 
     The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
     Raises Stopped, ValueError or OSError as `loop.train` does.
@@ -93,7 +96,7 @@ def run(
             train(parts, step, due, state, book, stop)
         for read in filter(None, (task.data, task.validation)):
             read.verified()
-        _write(parts, model, output, state)
+        _write(parts, model, output, state, carried)
 
 
 def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return " Their latents were normalised otherwise." if ours != theirs else ""
 
 
-def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | None) -> None:
+def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | None, carried: Mapping[str, Path]) -> None:
     """state: in the first process, which writes."""
     config = parts.config
     step = parts.best.step if config.weights == "best" and parts.best is not None else config.steps
@@ -148,6 +151,9 @@ def _write(parts: Parts, model: dict[str, Any], output: Path, state: State | Non
     def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         if state is not None:
             trained = {"train": dump(config), "fingerprint": state.fingerprint}
+            for name, path in carried.items():
+                state.permit()
+                write_bytes(folder / name, path.read_bytes())
             save_weights(folder, tensors, {**model, **record, **trained}, state.permit)
 
     def record(step: int, average: str | None) -> dict[str, Any]:

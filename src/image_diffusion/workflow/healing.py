@@ -71,7 +71,7 @@ class Damage:
 
     def _model(self, path: Path) -> str | None:
         model = read_json(path)
-        fault = self._compared(path.parent, {"weights.safetensors": model["sha256"]})
+        fault = self._compared(path.parent, {"weights.safetensors": model["sha256"], **model.get("carried", {})})
         if fault is not None or path.parent.name != "train":
             return fault
         tell_of_previews(path.parent / "previews" / model["fingerprint"], self._compared)

@@ -76,6 +76,7 @@ class MadeOfCrops:
 
     def __init__(self, crops: CaptionedCrops) -> None:
         self._crops, self.num_shards, self.num_rows = crops, crops.num_shards, crops.num_crops
+        self.carried: tuple[str, ...] = ()
 
     def samples(self, shard: int) -> list[Sample]:
         """The crops that have captions: their ids are the hashes of the images."""

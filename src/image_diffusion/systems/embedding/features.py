@@ -90,6 +90,7 @@ class TeacherFeatures:
     kind: ClassVar[Literal["features"]] = "features"
     members: ClassVar = ("npy", "flip.npy")
     parts: ClassVar = ()
+    carried: ClassVar = ()
 
     def __init__(self, crops: Path, teacher: Teacher, described: dict[str, Any]) -> None:
         self._folder, self._crops, self._teacher = crops, open_shards(crops, "all"), teacher

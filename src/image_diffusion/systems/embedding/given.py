@@ -15,7 +15,7 @@ class Given:
     """What pairs are made from. crops: their folder. source: of the data, where it is read (`needs_source`).
 
     num_shards: of a set that is not made from crops, which has a shard for each of theirs. detector: its folder.
-    device: where networks compute.
+    device: where networks compute. output: the folder that pairs are written to, for those that train what embeds them.
     """
 
     crops: Path | None
@@ -23,3 +23,4 @@ class Given:
     num_shards: int
     detector: Path | None
     device: torch.device
+    output: Path | None = None

@@ -21,6 +21,7 @@ from torch import Tensor
 from image_diffusion.codecs.clip import ClipConfig
 from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.codecs.text.encoder import TextEncoder, encode_captions
+from image_diffusion.codecs.text.learned import read_text
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import atomic_write, write_json
 from image_diffusion.core.verify import describe
@@ -92,7 +93,7 @@ class CaptionEmbedder:
     def __init__(self, system: PriorSystem, model: Model, settings: PriorSampleConfig) -> None:
         self.generator = EmbeddingGenerator(on_best_device(model), system, model.spec, settings)
         self._system, self._dim = system, model.spec.channels
-        self._text = text_encoder(model.pairs, settings.clip)
+        self._text = text_encoder(model.pairs, settings.clip, model.folder)
 
     def __call__(self, captions: Sequence[str], seeds: Tensor) -> Tensor:
         """Float16 [N, dim], of seeds int64 [N]."""
@@ -110,9 +111,9 @@ class CaptionEmbedder:
         return self._system.caption(pairs)
 
 
-def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None) -> TextEncoder:
+def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None, folder: Path | None = None) -> TextEncoder:
     """What embedded the captions that a prior learnt from, rebuilt. pairs: what their manifest says. clip: of the
-    section. Raises ValueError where nothing says so."""
+    section. folder: of the prior's weights, and of what goes with them. Raises ValueError where nothing says so."""
     known = (pairs or {}).get("text", {})
     if clip is not None:
         return clip.build(best_device(), int(known.get("num_tokens", 0)))
@@ -121,7 +122,7 @@ def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None) -> Te
             "The prior does not say what embedded the captions of its pairs. Set sample.clip to that CLIP, such as "
             "{weights: openai/clip-vit-large-patch14}."
         )
-    encoder = _ENCODERS[known["type"]](known)
+    encoder = _ENCODERS[known["type"]](known, folder)
     if encoder.identity != known:
         raise ValueError(
             f"The captions were embedded by {known}, but the text encoder is now {encoder.identity}. Train again."
@@ -129,9 +130,10 @@ def text_encoder(pairs: Mapping[str, Any] | None, clip: ClipConfig | None) -> Te
     return encoder
 
 
-_ENCODERS: dict[str, Callable[[dict[str, Any]], TextEncoder]] = {
-    "hashing": lambda known: HashingText(known["dim"], known["num_tokens"]),
-    "clip": lambda known: ClipConfig(weights=known["weights"]).build(best_device(), known["num_tokens"]),
+_ENCODERS: dict[str, Callable[[dict[str, Any], Path | None], TextEncoder]] = {
+    "hashing": lambda known, folder: HashingText(known["dim"], known["num_tokens"]),
+    "contrastive": lambda known, folder: read_text(folder or Path(), known["num_tokens"], best_device()),
+    "clip": lambda known, folder: ClipConfig(weights=known["weights"]).build(best_device(), known["num_tokens"]),
 }
 """Text encoders of pairs, by the type that their identity names."""
 

@@ -1,7 +1,8 @@
 """Where the pairs of the prior come from: the section `pairs` of an experiment.
 
 `hashed` needs no download: images as the small classifier of the data's own classes sees them, captions through a
-hashing encoder. `clip` embeds both by a CLIP. `files` takes embeddings that others have computed.
+hashing encoder. `contrastive` needs none either: it trains a small CLIP on the images and captions themselves. `clip`
+embeds both by a CLIP. `files` takes embeddings that others have computed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from image_diffusion.codecs.clip import ClipConfig
 from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.codecs.text.encoder import TextEncoder
+from image_diffusion.codecs.text.learned import FILE as TEXT_FILE
 from image_diffusion.core.config import Config, dump
 from image_diffusion.core.files import digest
 from image_diffusion.data.captioned import CaptionedCrops
@@ -30,6 +32,7 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.metrics.detector import FEATURES, load_detector
 from image_diffusion.systems.embedding.captions import CaptionPairs, MadeOfCrops
+from image_diffusion.systems.embedding.contrastive import ContrastiveTraining, trained_towers
 from image_diffusion.systems.embedding.features import FeaturePairs
 from image_diffusion.systems.embedding.given import Given
 
@@ -92,6 +95,30 @@ class HashedPairs(_OfCrops):
         return CropPairs(given.crops, seen, HashingText(FEATURES, self.num_tokens), self.captions, given.source)
 
 
+class ContrastivePairs(_OfCrops):
+    """Pairs of the crops and their captions in one space, which is learnt from the training split of both."""
+
+    type: Literal["contrastive"] = "contrastive"
+    """Image and text embeddings from a small CLIP that `embed` trains first on the same pairs: no download."""
+    training: ContrastiveTraining = ContrastiveTraining()
+    """How that is trained."""
+
+    @property
+    def name(self) -> str:
+        """The folder of the pairs."""
+        return "pairs-contrastive"
+
+    def build(self, given: Given) -> PairSet:
+        """What makes the pairs, once the towers are trained. Raises ValueError for what is missing."""
+        if given.crops is None or given.output is None:
+            raise ValueError("Contrastive pairs are made from crops, and trained where they are written: give --data.")
+        crops = CaptionedCrops(given.crops, self.captions, given.source)
+        towers = trained_towers(crops, self.splits, self.training, self.num_tokens, given.output, given.device)
+        pairs = CropPairs(given.crops, *towers, self.captions, given.source)
+        pairs.carried = (TEXT_FILE,)
+        return pairs
+
+
 class ClipPairs(_OfCrops):
     """Pairs of the crops and their captions, by a CLIP."""
 
@@ -146,10 +173,12 @@ class FilePairs(_Pairs):
         return StoredPairs(source, given.num_shards, text)
 
 
-EmbeddingPairs = Annotated[HashedPairs | ClipPairs | FilePairs, Field(discriminator="type")]
+EmbeddingPairs = Annotated[HashedPairs | ContrastivePairs | ClipPairs | FilePairs, Field(discriminator="type")]
 """Pairs of embeddings, of an image and of its caption: what a prior learns from."""
 
-PairsConfig = Annotated[HashedPairs | ClipPairs | FilePairs | CaptionPairs | FeaturePairs, Field(discriminator="type")]
+PairsConfig = Annotated[
+    HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | FeaturePairs, Field(discriminator="type")
+]
 
 
 class ImageEncoder(Protocol):
@@ -218,6 +247,7 @@ class StoredPairs:
     kind: ClassVar[Literal["pairs"]] = "pairs"
     members: ClassVar = ("npy",)
     parts: ClassVar = PARTS
+    carried: ClassVar = ()
 
     def __init__(self, source: Embeddings, num_shards: int, text: TextEncoder | None) -> None:
         self._source, self._text = source, text

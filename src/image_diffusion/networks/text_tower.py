@@ -1,0 +1,50 @@
+"""The text tower of a small CLIP: a transformer over the words of a caption.
+
+As in Radford et al. 2021 (arXiv:2103.00020, section 2.4), what comes out is normalised and projected linearly into the
+space that images share. Here words are whole words, each sees all the others, and their mean is what is projected.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.nn.attention import SelfAttention
+from image_diffusion.nn.feedforward import Mlp
+
+_DEPTH, _HEADS, _RATIO = 2, 4, 2
+
+
+class TextTower(nn.Module):
+    """Words int64 [B, L], 1 … num_words and 0 behind the last, one at least -> a caption's embedding [B, dim], and the
+    encodings of its words [B, L, dim], zeros behind the last. length: the longest L. dim: divisible by 4."""
+
+    def __init__(self, num_words: int, length: int, dim: int) -> None:
+        super().__init__()
+        self.length = length
+        self.words = nn.Embedding(num_words + 1, dim)
+        self.places = nn.Parameter(0.02 * torch.randn(length, dim))
+        self.blocks = nn.ModuleList(_Block(dim) for _ in range(_DEPTH))
+        self.norm = nn.LayerNorm(dim)
+        self.projection = nn.Linear(dim, dim, bias=False)
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        said = words > 0  # [B, L]
+        x = self.words(words) + self.places[: words.shape[1]]
+        for block in self.blocks:
+            x = block(x, said)
+        x = self.norm(x) * said[..., None]
+        return self.projection(x.sum(1) / said.sum(1, keepdim=True)), x
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim), SelfAttention(dim, _HEADS)
+        self.norm2, self.mlp = nn.LayerNorm(dim), Mlp(dim, _RATIO * dim)
+
+    def forward(self, x: Tensor, said: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), mask=said)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
