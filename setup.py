@@ -26,7 +26,7 @@ class WithWorkflow(build_py):
 RESIZE = Extension(
     "image_diffusion.data._resize",
     ["src/image_diffusion/data/resize.c"],
-    # Sums that may not wrap are vectorized; products that are not contracted give the weights of Pillow to the last bit.
+    # Sums that may not wrap are vectorized; products that are not contracted give Pillow's weights to the last bit.
     extra_compile_args=["-O3", "-fno-wrapv", "-ffp-contract=off"],
     py_limited_api=True,
     optional=True,
