@@ -34,7 +34,7 @@ from PIL import Image
 
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files import sha256_file, write_json
 from image_diffusion.core.types import DataSpec
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data.batches import Batches
@@ -274,6 +274,7 @@ def make_set(folder: Path, arrays: np.ndarray, labels: np.ndarray, num_shards: i
     described = describe_shards(LAYOUT, records)
     classes = [str(number) for number in range(1000)]
     manifest = {"format": 1, "kind": "crops", "name": "x", "classes": classes, "validation_fraction": 0.0, **described}
+    manifest["index"] = sha256_file(folder / "index.npy")
     write_json(folder / "manifest.json", manifest)
     return folder
 

@@ -31,7 +31,7 @@ class DataConfig(Config):
     crop: AnyCrop = AdmCrop()
     """How an image becomes a square."""
     resize: Literal["exact", "fast"] = "exact"
-    """exact: Pillow, the bytes of the original ADM crop. fast: torch's uint8 kernel, at most 2 of 255 off.
+    """exact: the bytes of the original ADM crop. fast: torch's uint8 kernel, at most 2 of 255 off.
     For the crop adm."""
     background: tuple[int, int, int] | None = None
     """RGB colour, 0 to 255, of bars, and put behind transparent pixels when the crops have no alpha channel. Unset:

@@ -77,46 +77,51 @@ static Taps *taps_of(int size, int scaled, int from, int kept, int is_bicubic) {
 
 static int end_of(const Taps *taps, int kept) { return taps[kept - 1].first + taps[kept - 1].count; }
 
-/* n bytes, each the weighted sum of bytes that lie `stride` apart. */
-INLINE void blend(const uint8_t *restrict in, size_t stride, const Taps *taps, int n, uint8_t *restrict out) {
-    int32_t sum[BLOCK];
-    for (int i = 0; i < n; i++) sum[i] = HALF;
-    for (int k = 0; k < taps->count; k++)
-        for (int i = 0; i < n; i++) sum[i] += in[k * stride + i] * taps->weights[k];
-    for (int i = 0; i < n; i++) {
-        int32_t value = sum[i] >> BITS;
-        out[i] = value < 0 ? 0 : value > 255 ? 255 : value;
-    }
-}
+/* n bytes, each the weighted sum of numbers that lie `stride` apart in `in`. A macro, since `in` is bytes or int32. */
+#define BLEND(in, stride, taps, n, out)                                \
+    do {                                                               \
+        int32_t sum[BLOCK];                                            \
+        for (int i = 0; i < (n); i++) sum[i] = HALF;                   \
+        for (int k = 0; k < (taps)->count; k++)                        \
+            for (int i = 0; i < (n); i++)                              \
+                sum[i] += (in)[k * (stride) + i] * (taps)->weights[k]; \
+        for (int i = 0; i < (n); i++) {                                \
+            int32_t value = sum[i] >> BITS;                            \
+            (out)[i] = value < 0 ? 0 : value > 255 ? 255 : value;      \
+        }                                                              \
+    } while (0)
 
 /* Rows of n bytes, of which `in` is the one numbered `origin` -> one row of the output. */
-FOR_EACH_CPU static void down(const uint8_t *in, int origin, size_t stride, const Taps *taps, size_t n, uint8_t *out) {
-    size_t i = 0;
+FOR_EACH_CPU static void down(const uint8_t *restrict in, int origin, size_t stride, const Taps *taps, size_t n,
+                              uint8_t *restrict out) {
     in += (taps->first - origin) * stride;
-    for (; i + BLOCK <= n; i += BLOCK) blend(in + i, stride, taps, BLOCK, out + i);
-    if (i < n) blend(in + i, stride, taps, n - i, out + i);
+    for (; n >= BLOCK; n -= BLOCK, in += BLOCK, out += BLOCK) BLEND(in, stride, taps, BLOCK, out);
+    BLEND(in, stride, taps, (int)n, out);
 }
 
 /* As many rows as have BLOCK bytes in one column, or the fewer that there are -> each shorter, `kept` pixels of `bands`
-   bytes. `in` is the first pixel that is used. The columns are laid out as rows first, so that a pixel of all these rows
-   is made at once. */
-INLINE void turn_and_blend(const uint8_t *in, size_t stride, int rows, int bands, const Taps *taps, int kept,
-                           uint8_t *turned, uint8_t *out) {
+   bytes. `in` is the first pixel that is used. The columns are laid out as rows first and widened, so that a pixel of
+   all these rows is made at once. */
+INLINE void turn_and_blend(const uint8_t *restrict in, size_t stride, int rows, int bands, const Taps *taps, int kept,
+                           int32_t *restrict turned, uint8_t *restrict out) {
     int first = taps[0].first, end = end_of(taps, kept), most = BLOCK / bands;
     for (int row = 0; row < most; row++) {
         const uint8_t *from = in + (row < rows ? row : rows - 1) * stride;
-        for (int x = 0; x < end - first; x++) memcpy(turned + x * BLOCK + row * bands, from + x * bands, bands);
+        for (int x = 0; x < end - first; x++)
+            for (int band = 0; band < bands; band++)
+                turned[(size_t)x * BLOCK + row * bands + band] = from[(size_t)x * bands + band];
     }
     for (int x = 0; x < kept; x++) {
+        const int32_t *columns = turned + (size_t)(taps[x].first - first) * BLOCK;
         uint8_t column[BLOCK];
-        blend(turned + (size_t)(taps[x].first - first) * BLOCK, BLOCK, taps + x, BLOCK, column);
+        BLEND(columns, BLOCK, taps + x, BLOCK, column);
         for (int row = 0; row < most && row < rows; row++)
             memcpy(out + ((size_t)row * kept + x) * bands, column + row * bands, bands);
     }
 }
 
 FOR_EACH_CPU static void across(const uint8_t *in, size_t stride, int rows, int bands, const Taps *taps, int kept,
-                                uint8_t *turned, uint8_t *out) {
+                                int32_t *turned, uint8_t *out) {
     if (bands == 4) turn_and_blend(in, stride, rows, 4, taps, kept, turned, out);
     else turn_and_blend(in, stride, rows, 1, taps, kept, turned, out);
 }
@@ -127,7 +132,8 @@ int resize(const uint8_t *in, int bands, int width, int height, int is_bicubic, 
            int left, int top, int kept_width, int kept_height, uint8_t *out) {
     Taps *x = taps_of(width, scaled_width, left, kept_width, is_bicubic);
     Taps *y = taps_of(height, scaled_height, top, kept_height, is_bicubic);
-    uint8_t *between = NULL, *turned = NULL;
+    uint8_t *between = NULL;
+    int32_t *turned = NULL;
     if (x && y) {
         int rows = end_of(y, kept_height) - y[0].first, columns = end_of(x, kept_width) - x[0].first;
         size_t stride = (size_t)width * bands, part = (size_t)columns * bands, short_row = (size_t)kept_width * bands;
@@ -136,7 +142,7 @@ int resize(const uint8_t *in, int bands, int width, int height, int is_bicubic, 
         int step = BLOCK / bands;
         in += y[0].first * stride + (size_t)x[0].first * bands;
         between = malloc(width_first ? rows * short_row : kept_height * part);
-        turned = malloc((size_t)columns * BLOCK);
+        turned = malloc((size_t)columns * BLOCK * sizeof(int32_t));
         if (between && turned && width_first) {
             for (int i = 0; i < rows; i += step)
                 across(in + i * stride, stride, rows - i, bands, x, kept_width, turned, between + i * short_row);
