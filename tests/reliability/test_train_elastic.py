@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from attempts import Attempts, finished
 from comparison import points, results
+from safetensors.torch import load_file
 from tiny_runs import TINY
 
 WORLDS = [1, 2, 4, 3, 1]
@@ -80,6 +82,24 @@ def test_every_optimizer_ends_alike_on_any_number_of_processes(
             steps = {"steps": 4 * i}
             finished(attempts, tmp_path / name, system="dit", processes=processes, changes=changes | steps)
     assert results(tmp_path / "elastic") == results(tmp_path / "steady")
+
+
+@pytest.mark.parametrize("deterministic", ["run", "strict"])
+def test_a_codebook_follows_the_encodings_of_all_processes(
+    attempts: Attempts, tmp_path: Path, deterministic: str
+) -> None:
+    """Of 5 processes, too, which share a batch of 12 unevenly; and codes begin anew on the same encodings."""
+    changes = {"deterministic": deterministic, "strict_chunk": 2, "validate_every_steps": 6}
+    for name, worlds in {"elastic": [5, 1], "steady": [1, 1]}.items():
+        for i, processes in enumerate(worlds, start=1):
+            steps = {"steps": 3 * i}
+            finished(attempts, tmp_path / name, system="vector_dvae", processes=processes, changes=changes | steps)
+    if deterministic == "strict":
+        assert results(tmp_path / "elastic") == results(tmp_path / "steady")
+    codes, same = (
+        load_file(tmp_path / name / "train/weights.safetensors")["codebook.weight"] for name in ("elastic", "steady")
+    )
+    torch.testing.assert_close(codes, same, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

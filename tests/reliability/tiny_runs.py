@@ -304,6 +304,17 @@ TINY: dict[str, dict[str, Any]] = {
         "network": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8},
         "objective": {"kl_weight": 0.1, "temperature": {"rate": 0.05}},
     },
+    "vector_dvae": {
+        "type": "dvae",
+        "network": {
+            "num_tokens": 8,
+            "codebook_dim": 4,
+            "vector_quantiser": {"decay": 0.9, "dead_below": 0.5},
+            "num_layers": 2,
+            "num_resnet_blocks": 1,
+            "hidden_dim": 8,
+        },
+    },
     "tokens": {"network": {"depth": 1, "width": 16, "num_heads": 2}},
     "prior": {
         "network": {

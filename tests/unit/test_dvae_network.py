@@ -177,7 +177,7 @@ def test_rounding_to_levels_passes_the_gradient_of_what_was_rounded() -> None:
 @pytest.mark.parametrize("layout", ["dalle_pytorch", "openai"])
 def test_a_finite_one_has_tokens_that_decode_to_its_reconstruction(layout: str) -> None:
     network, x = finite(layout=layout), images_of(3)
-    reconstruction, target, tokens = network(x)
+    reconstruction, target, tokens, _ = network(x)
     assert network.codebook.num_embeddings == 60 and network.config.codebook_dim == 3
     assert torch.equal(tokens, network.indices(x)) and tokens.shape == (3, 4, 4) and len(tokens.unique()) > 1
     assert torch.equal(target, network.normalise(x))

@@ -129,7 +129,51 @@ def test_tokens_that_are_not_drawn_cost_the_error_alone(reconstruction: str) -> 
     assert all(each.grad is not None and each.grad.any() for each in network.parameters())
 
 
+NEAREST = {
+    "type": "dvae",
+    "network": {
+        "num_tokens": 6, "codebook_dim": 3, "vector_quantiser": {}, "num_layers": 2, "num_resnet_blocks": 0,
+        "hidden_dim": 8,
+    },
+}  # fmt: skip
+
+
+def test_encodings_stay_near_to_their_codes_and_pass_the_gradient_of_the_pixels_on() -> None:
+    """Against the loss and its straight-through gradient written out."""
+    torch.manual_seed(0)
+    system = DVAESystem.model_validate(NEAREST | {"objective": {"commitment_weight": 0.5}})
+    network, objective = system.build_network(SPEC), system.build_objective(SPEC)
+    batch = batch_of([4, 9, 2], step=3)
+    losses = objective(network, batch)
+    losses.loss.mean().backward()
+    found = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+    network.zero_grad()
+    z = network.encoder(network.normalise(batch.x))
+    e = network.codebook.weight[torch.cdist(z.flatten(2).mT, network.codebook.weight).argmin(-1)].mT.view_as(z)
+    at_code = e.clone().requires_grad_()
+    mse = (network.decoder(at_code) - network.normalise(batch.x)).square().mean()
+    commitment = (z - e).square().mean()
+    torch.testing.assert_close(losses.loss.mean(), mse + 0.5 * commitment)
+    mse.backward()
+    torch.autograd.backward([z, commitment], [at_code.grad, torch.tensor(0.5)])
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+    for row, sample in enumerate([4, 9, 2]):
+        alone = objective(network, batch_of([sample]))
+        torch.testing.assert_close(alone.loss[0], losses.loss[row])
+        assert torch.equal(alone.seen["tokens"][0], losses.seen["tokens"][row])
+        assert torch.equal(alone.seen["draws"][0], losses.seen["draws"][row])
+
+
+def test_a_commitment_needs_codes_that_move() -> None:
+    for system in (FINITE, {"type": "dvae"}):
+        with pytest.raises(ValueError, match="commitment_weight is set, but no encoding has a nearest code"):
+            DVAESystem.model_validate(system | {"objective": {"commitment_weight": 0.5}})
+
+
 @pytest.mark.parametrize("setting", [{"kl_weight": 0.1}, {"kl_summed_over_batch": 8}, {"temperature": {"final": 0.1}}])
 def test_a_setting_of_the_drawing_is_refused_where_nothing_is_drawn(setting: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"system.objective.{next(iter(setting))} is set, but system.network.levels"):
         DVAESystem.model_validate(FINITE | {"objective": setting})
+    with pytest.raises(ValueError, match=r"is set, but system.network.vector_quantiser draws no token"):
+        DVAESystem.model_validate(NEAREST | {"objective": setting})

@@ -50,6 +50,7 @@ from image_diffusion.systems.tokens import TokensSystem
 from tiny_autoencoders import SHAPES, write_autoencoder
 
 SEEDS = [3, 11, 5]
+SIZES = {"num_tokens": 16, "codebook_dim": 4}
 LOAD = """
 import json, sys
 from importlib.abc import MetaPathFinder
@@ -244,12 +245,13 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     normalised = EmbeddingGenerator(transformer, kandinsky, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
     pixels = DataSpec(channels=3, resolution=16)
-    learnt, levels = (
+    learnt, levels, nearest = (
         DVAESystem(network=DVAEConfig(**tokens, num_layers=1, hidden_dim=8))  # type: ignore[arg-type]
-        for tokens in ({"num_tokens": 16, "codebook_dim": 4}, {"levels": (5, 4)})
+        for tokens in (SIZES, {"levels": (5, 4)}, SIZES | {"vector_quantiser": {}})
     )
     codecs = {"dvae": (learnt, randomised(learnt.build_network(pixels)))}
     codecs["levels"] = (levels, randomised(levels.build_network(pixels)))
+    codecs["nearest"] = (nearest, randomised(nearest.build_network(pixels)))
     x = torch.tensor(images).permute(0, 3, 1, 2)
     decoded = {
         name: reconstruct(codec, x).decoded["hard"].movedim(1, -1).numpy() for name, (_, codec) in codecs.items()
@@ -266,7 +268,7 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     published = TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(folder)}})
     of_tokens: dict[str, tuple[TokensSystem, Codec, dict[str, Any]]] = {
         "masked": (
-            tokens_system("masked"), TokenCodec(DVAETokens(DVAECodec({}, lambda: codecs["levels"][1], 1.0), 20)),  # type: ignore[arg-type, return-value]
+            tokens_system("masked"), TokenCodec(DVAETokens(DVAECodec({}, lambda: codecs["nearest"][1], 1.0), 16)),  # type: ignore[arg-type, return-value]
             {"type": "masked", "num_steps": 3},
         ),
         "autoregressive": (
@@ -291,11 +293,10 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
         "the prior": (embedded.numpy(), root / "prior", asked),
         "a prior transformer": (normalised.numpy(), root / "kandinsky", asked),
         "the discrete VAE": (decoded["dvae"], root / "dvae", {"images": images.tolist(), "output_type": "np"}),
-        "a discrete VAE of levels": (
-            decoded["levels"],
-            root / "levels",
-            {"images": images.tolist(), "output_type": "np"},
-        ),
+        **{
+            f"a discrete VAE of {name}": (decoded[name], root / name, {"images": images.tolist(), "output_type": "np"})
+            for name in ("levels", "nearest")
+        },
     }
 
 
@@ -304,7 +305,7 @@ NAMES = [
     "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
     "a DiT on a discrete VAE", "a DiT that is told words",
     "a DiT that is told embeddings", "a U-Net", "a U-Net that enlarges", "RIN",
-    "the discrete VAE", "a discrete VAE of levels",
+    "the discrete VAE", "a discrete VAE of levels", "a discrete VAE of nearest",
     "masked tokens", "autoregressive tokens",
 ]  # fmt: skip
 

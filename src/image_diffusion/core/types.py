@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -75,11 +75,14 @@ class Losses:
 
     loss: [B], what is averaged and differentiated. parts: detached [B] tensors to log by name, e.g. "mse", "vb".
     time: [B] in [0, 1), where on the noise scale each sample was drawn, for the loss by quartile; None: no meaning.
+    seen: detached [B, ...], what a network that learns from more than its gradient is given of the whole global batch
+    after the update, by name.
     """
 
     loss: Tensor
     parts: dict[str, Tensor]
     time: Tensor | None = None
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Network(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +20,7 @@ from image_diffusion.core.config import Config
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks import dvae_openai
 from image_diffusion.networks.finite_scalar import FiniteScalars
+from image_diffusion.networks.vector_quantiser import VectorQuantiser, VectorQuantiserConfig
 
 Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
 
@@ -38,6 +39,10 @@ class DVAEConfig(Config):
     """Finite scalar quantisation (Mentzer et al. 2024) in place of a codebook: the latent has as many channels as there
     are numbers here, each is rounded to so many levels, and num_tokens is their product: 240 of [8, 6, 5], 1,000 of
     [8, 5, 5, 5]. Unset: a codebook is learnt."""
+    vector_quantiser: VectorQuantiserConfig | None = None
+    """Vector quantisation (van den Oord et al. 2017) in place of a choice by chance: the encoder gives an embedding of
+    codebook_dim numbers, whose token is the nearest of the codebook, which follows them by moving averages. {}: as
+    published. Unset: a token is drawn."""
     num_layers: int = Field(3, ge=1)
     """Layers of the encoder and of the decoder that halve, and double, the resolution."""
     num_resnet_blocks: int = Field(2, ge=0)
@@ -66,6 +71,21 @@ class DVAEConfig(Config):
                 )
         return {**given, **told}
 
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.vector_quantiser is None:
+            return self
+        if self.levels is not None:
+            raise ValueError("levels and vector_quantiser are two ways to a token. Leave one of them out.")
+        if self.estimator != "gumbel_softmax":
+            raise ValueError(f"estimator is {self.estimator}, but vector_quantiser draws no token. Leave it out.")
+        return self
+
+    @property
+    def without_a_choice(self) -> str | None:
+        """The key by which tokens are not drawn by chance; None: they are."""
+        return next((key for key in ("levels", "vector_quantiser") if getattr(self, key) is not None), None)
+
     def build(self, spec: DataSpec) -> DVAE:
         """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
         resolution = spec.resolution
@@ -89,7 +109,8 @@ class DVAEConfig(Config):
                 )
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
-        return DVAE(self, spec) if self.levels is None else FiniteDVAE(self, spec)
+        kinds = {None: DVAE, "levels": FiniteDVAE, "vector_quantiser": VectorDVAE}
+        return kinds[self.without_a_choice](self, spec)
 
     def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Shape [num_tokens, h, w] of the logits of an image of `spec`."""
@@ -172,7 +193,7 @@ class DVAE(nn.Module):
         """Channels of what the encoder gives."""
         return self.config.num_tokens
 
-    def build_codebook(self) -> nn.Embedding | FiniteScalars:
+    def build_codebook(self) -> nn.Embedding | FiniteScalars | VectorQuantiser:
         """The embeddings of the tokens."""
         return nn.Embedding(self.config.num_tokens, self.config.codebook_dim)
 
@@ -236,23 +257,21 @@ class DVAE(nn.Module):
         return x * self.scale + self.shift
 
 
-class FiniteDVAE(DVAE):
-    """One whose tokens are combinations of levels. Its encoder gives a number for each channel of the latent."""
+class QuantisedDVAE(DVAE):
+    """One whose encoder gives a number for each channel of the latent, from which the tokens follow: none is drawn."""
 
-    codebook: FiniteScalars
+    codebook: FiniteScalars | VectorQuantiser
 
     @property
     def encoded_channels(self) -> int:
         return self.config.codebook_dim
 
-    def build_codebook(self) -> FiniteScalars:
-        assert self.config.levels is not None
-        return FiniteScalars(self.config.levels)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]  # nothing is drawn
-        """The reconstruction and what it should be, both normalised, [B, C, H, W], and the tokens [B, h, w]."""
-        latent, tokens = self.codebook.quantize(self.encoded(x))
-        return self.decoder(latent), self.normalise(x), tokens
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]  # nothing is drawn
+        """The reconstruction and what it should be, both normalised, [B, C, H, W], the tokens [B, h, w], and what the
+        encoder gave, float32 [B, D, h, w]."""
+        encoded = self.encoded(x)
+        latent, tokens = self.codebook.quantize(encoded)
+        return self.decoder(latent), self.normalise(x), tokens, encoded
 
     def indices(self, x: Tensor) -> Tensor:
         """The tokens of images, int64 [B, h, w]."""
@@ -265,6 +284,33 @@ class FiniteDVAE(DVAE):
     def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
         """Images [B, C, H, W] -> decoded from their tokens."""
         return {"hard": self.decode(self.hard_latent(self.indices(x)))}
+
+
+class FiniteDVAE(QuantisedDVAE):
+    """One whose tokens are combinations of levels."""
+
+    codebook: FiniteScalars
+
+    def build_codebook(self) -> FiniteScalars:
+        assert self.config.levels is not None
+        return FiniteScalars(self.config.levels)
+
+
+class VectorDVAE(QuantisedDVAE):
+    """One whose tokens are the nearest codes."""
+
+    codebook: VectorQuantiser
+
+    def build_codebook(self) -> VectorQuantiser:
+        config = self.config
+        assert config.vector_quantiser is not None
+        return VectorQuantiser(config.num_tokens, config.codebook_dim, config.vector_quantiser)
+
+    def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Let the codebook follow the "tokens" [B, P], "encodings" [B, P, D] and "draws" [B, P] of a global batch.
+        Returns what has changed."""
+        self.codebook.take_in(*(seen[name].flatten(0, 1) for name in ("tokens", "encodings", "draws")))
+        return self.codebook.weight, self.codebook.counts
 
 
 class ResBlock(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -50,20 +50,36 @@ class DiscreteAutoencodingConfig(Config):
     over batch and positions, so that its weight depends on the size of both. Unset: the mean."""
     temperature: TemperatureConfig = TemperatureConfig()
     """How soft the choice of a token is, over the steps."""
+    commitment_weight: float = Field(0.25, ge=0)
+    """Weight of the squared distance of encodings from their codes, a mean over their elements, with vector
+    quantisation: beta of van den Oord et al. 2017, equation 3."""
 
     def build(self, logits_shape: tuple[int, int, int]) -> DiscreteAutoencoding:
         """The objective for logits [N, h, w]."""
         return DiscreteAutoencoding(self, logits_shape)
 
-    def without_a_choice(self) -> FiniteAutoencoding:
-        """The objective for tokens that are not drawn. Raises ValueError for a setting of the drawing."""
-        for name in ("kl_weight", "kl_summed_over_batch", "temperature"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"system.objective.{name} is set, but system.network.levels draws no token: it has no "
-                    f"distribution and no temperature. Leave it out."
-                )
-        return FiniteAutoencoding(self.reconstruction)
+    def check(self, without_a_choice: str | None) -> None:
+        """Raise ValueError for a setting that would do nothing. without_a_choice: the key of the network by which no
+        token is drawn; None: one is."""
+        if without_a_choice is not None:
+            for name in ("kl_weight", "kl_summed_over_batch", "temperature"):
+                if self._is_set(name):
+                    raise ValueError(
+                        f"system.objective.{name} is set, but system.network.{without_a_choice} draws no token: it has "
+                        f"no distribution and no temperature. Leave it out."
+                    )
+        if without_a_choice != "vector_quantiser" and self._is_set("commitment_weight"):
+            raise ValueError(
+                "system.objective.commitment_weight is set, but no encoding has a nearest code to stay near to. Set "
+                "system.network.vector_quantiser, or leave it out."
+            )
+
+    def without_a_choice(self, commits: bool) -> QuantisedAutoencoding:
+        """The objective for tokens that are not drawn. commits: whether encodings are held near to their codes."""
+        return QuantisedAutoencoding(self.reconstruction, self.commitment_weight if commits else None)
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
 
 class DiscreteAutoencoding:
@@ -97,21 +113,34 @@ class DiscreteAutoencoding:
         return Losses(error + self._kl_weight * kl, {name: part.detach() for name, part in parts.items()})
 
 
-class FiniteAutoencoding:
-    """Error of the pixels, per example, through tokens that are rounded to (Mentzer et al. 2024).
+class QuantisedAutoencoding:
+    """Error of the pixels, per example, through tokens that follow from the encodings: the rounded ones (Mentzer et al.
+    2024), or the nearest codes, near to which encodings are then held (van den Oord et al. 2017, equation 3, the second
+    term of which gives way to the codebook's moving averages).
 
-    Parts: as those of `DiscreteAutoencoding`, without "kl" and "temperature".
+    Parts: as those of `DiscreteAutoencoding`, without "kl" and "temperature"; with "commitment", before its weight.
+    commitment_weight: None for codes that do not move.
     """
 
-    def __init__(self, reconstruction: Reconstruction) -> None:
+    def __init__(self, reconstruction: Reconstruction, commitment_weight: float | None) -> None:
         self._reconstruction: Reconstruction = reconstruction
+        self._commitment_weight = commitment_weight
 
-    def __call__(self, network: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]], batch: Batch) -> Losses:
-        reconstruction, target, tokens = network(batch.x)
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        """network: called as `QuantisedDVAE.forward` says, with its `codebook` where there is a commitment."""
+        reconstruction, target, tokens, encoded = network(batch.x)
         parts = _errors(self._reconstruction, reconstruction, target)
-        loss = parts[self._reconstruction]
-        parts["tokens"], parts["perplexity"] = token_use(tokens.flatten(1))
-        return Losses(loss, {name: part.detach() for name, part in parts.items()})
+        loss, seen = parts[self._reconstruction], {}
+        tokens = tokens.flatten(1)
+        if self._commitment_weight is not None:
+            encodings = encoded.flatten(2).movedim(1, 2)  # [B, P, D]
+            codes = network.codebook(tokens).detach()
+            parts["commitment"] = (encodings - codes).square().flatten(1).mean(1)
+            loss = loss + self._commitment_weight * parts["commitment"]
+            draws = batch.streams.uniform("revival", (tokens.shape[1],))
+            seen = {"tokens": tokens, "encodings": encodings.detach(), "draws": draws}
+        parts["tokens"], parts["perplexity"] = token_use(tokens)
+        return Losses(loss, {name: part.detach() for name, part in parts.items()}, seen=seen)
 
 
 def _errors(reconstruction: Reconstruction, made: Tensor, target: Tensor) -> dict[str, Tensor]:

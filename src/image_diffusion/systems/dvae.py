@@ -56,8 +56,7 @@ class DVAESystem(CodecSystem):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
-        if self.network.levels is not None:
-            self.objective.without_a_choice()
+        self.objective.check(self.network.without_a_choice)
         return self
 
     def build_network(self, spec: DataSpec) -> DVAE:
@@ -66,8 +65,8 @@ class DVAESystem(CodecSystem):
 
     def build_objective(self, spec: DataSpec) -> Objective:
         """The objective for images of `spec`."""
-        if self.network.levels is not None:
-            return self.objective.without_a_choice()
+        if self.network.without_a_choice is not None:
+            return self.objective.without_a_choice(commits=self.network.vector_quantiser is not None)
         return self.objective.build(self.network.logits_shape(spec))
 
     def export(self, model: Model, codec: Codec, format_: str, folder: Path) -> CardUse:

@@ -147,6 +147,7 @@ def joined(losses: list[Losses]) -> Losses:
         loss=torch.cat([each.loss.detach() for each in losses]),
         parts={key: torch.cat([each.parts[key] for each in losses]) for key in losses[0].parts},
         time=None if losses[0].time is None else torch.cat([each.time for each in losses if each.time is not None]),
+        seen={key: torch.cat([each.seen[key] for each in losses]) for key in losses[0].seen},
     )
 
 
@@ -162,7 +163,15 @@ def gather_losses(losses: Losses, sizes: list[int], world: World) -> Losses:
     every = torch.cat([part[:, :size] for part, size in zip(world.gather(packed), sizes, strict=False)], dim=1)
     columns = [column.to(row.dtype) for column, row in zip(every, rows, strict=True)]
     time = None if losses.time is None else columns.pop()
-    return Losses(columns[0], dict(zip(losses.parts, columns[1:], strict=True)), time)
+    seen = {key: _rows(tensor[:mine], sizes, world) for key, tensor in losses.seen.items()}
+    return Losses(columns[0], dict(zip(losses.parts, columns[1:], strict=True)), time, seen)
+
+
+def _rows(tensor: Tensor, sizes: list[int], world: World) -> Tensor:
+    """The rows of all processes, in the order of their ranks; process r has sizes[r] of them, or none."""
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    return torch.cat([part[:size] for part, size in zip(world.gather(padded), sizes, strict=False)])
 
 
 def shares(global_batch: int, world: World) -> list[int]:

@@ -51,6 +51,15 @@ class Remembers(Protocol):
 
 
 @runtime_checkable
+class TakesIn(Protocol):
+    """A network that also learns from what it saw, as a codebook of moving averages does."""
+
+    def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Learn from `Losses.seen` of one step's whole global batch. Returns the tensors that it changed in place."""
+        ...
+
+
+@runtime_checkable
 class AddsLayers(Protocol):
     """An objective with layers of its own, which learn with the network and are not written."""
 
@@ -103,11 +112,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Best:
-    """The average that counts at the validation with the smallest loss so far. vector: of the flat layout."""
+    """The average that counts at the validation with the smallest loss so far. vector: of the flat layout. moving: what
+    of the network learns without a gradient, as it was then, by name."""
 
     loss: float
     step: int
     vector: Tensor
+    moving: dict[str, Tensor]
 
 
 class Parts:
@@ -220,16 +231,22 @@ class Parts:
     def validated(self, step: int, loss: float) -> None:
         """Take in the loss of a validation, the same in every process: the best average is kept, where it is wanted."""
         if self.config.weights == "best" and (self.best is None or loss < self.best.loss):
-            self.best = Best(loss, step, self._average().clone())
+            self.best = Best(loss, step, self._average().clone(), self._moving())
 
     def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
-        """Take in what a step gave, without waiting for it: for the log, for the alarm, for the objective."""
+        """Take in what a step gave, without waiting for it: for the log, for the alarm, for
+        objective and network."""
         self.meter.add(losses, norm)
         self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
-        if isinstance(self.task.objective, Remembers):
-            if self.config.deterministic != "strict":
-                losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
-            self.task.objective.observe(losses)
+        objective, network = self.task.objective, self.network
+        reads_all = isinstance(objective, Remembers) or isinstance(network, TakesIn)
+        if reads_all and self.config.deterministic != "strict":
+            losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
+        if isinstance(objective, Remembers):
+            objective.observe(losses)
+        if isinstance(network, TakesIn):
+            for tensor in network.take_in(losses.seen):  # sums on a GPU may differ in last bits
+                self.world.broadcast(tensor)
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -251,7 +268,7 @@ class Parts:
         call it together."""
         if self.config.weights == "best":
             assert self.best is not None, "the last step is validated"
-            return self._written(self.best.vector)
+            return self._written(self.best.vector, self.best.moving)
         return self._written(self.flat.values if self.config.weights == "raw" else self._average())
 
     def raw_weights(self) -> dict[str, Tensor]:
@@ -279,7 +296,7 @@ class Parts:
         if self.precision.skips_overflow:
             extra["precision"] = self.precision.state()
         if self.best is not None:
-            groups["best"] = self.flat.named(self.best.vector)
+            groups["best"] = self.flat.named(self.best.vector) | self.best.moving
             extra["best"] = {"loss": self.best.loss, "step": self.best.step}
         return Checkpoint(step, step * self.config.global_batch, reports_due, groups, extra)
 
@@ -306,8 +323,13 @@ class Parts:
         for moment, vector in self.optimizer.moments.items():
             self.optimizer.layouts[moment].fill(vector, given("optimizer", f"{moment}/"), self.world)
         if "best" in extra:
-            self.best = Best(**extra["best"], vector=torch.zeros_like(self.flat.values))
-            self.flat.fill(self.best.vector, given("best"), self.world)
+            self.best = Best(**extra["best"], vector=torch.zeros_like(self.flat.values), moving=self._moving())
+            best = given("best")
+            self.flat.fill(self.best.vector, best, self.world)
+            for name, tensor in self.best.moving.items():
+                if best is not None:
+                    tensor.copy_(best[name])
+                self.world.broadcast(tensor)
         self.meter.load(_within("meter/", small))
         if isinstance(self.task.objective, Remembers):
             self.task.objective.load_state_dict(_within("objective/", small))
@@ -319,10 +341,17 @@ class Parts:
         """The network's tensors by name, whole in the first process. All processes call it together."""
         return self.network.state_dict() | self.flat.named(self.flat.values)
 
-    def _written(self, vector: Tensor) -> dict[str, Tensor]:
+    def _moving(self) -> dict[str, Tensor]:
+        """Copies of what of the network learns without a gradient, by name."""
+        if not isinstance(self.network, TakesIn):
+            return {}
+        fixed = dict(self.network.named_parameters())
+        return {name: tensor.clone() for name, tensor in self.network.state_dict().items() if name not in fixed}
+
+    def _written(self, vector: Tensor, moving: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The network's tensors with a vector of the flat layout for what is trained, in the first process with
-        adapters added to their weights."""
-        state = self.network.state_dict() | self.flat.named(vector)
+        adapters added to their weights. moving: in place of what learns without a gradient; unset: as it is now."""
+        state = self.network.state_dict() | self.flat.named(vector) | dict(moving or {})
         state = written(state, self.config.lora if self.world.is_main else None)
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
