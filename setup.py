@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ("workflow", "envs", "config")
+COMPILED = "resize.compiled"
 
 
 class WithWorkflow(build_py):
@@ -23,13 +25,19 @@ class WithWorkflow(build_py):
             shutil.copytree(ROOT / folder, goal, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
 
 
+class Library(build_ext):
+    """Gives what is compiled a name by which Python does not take it for a module, which it is not."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], COMPILED))
+
+
 RESIZE = Extension(
-    "image_diffusion.data._resize",
+    "image_diffusion.data.resize",
     ["src/image_diffusion/data/resize.c"],
     # Sums that may not wrap are vectorized; products that are not contracted give Pillow's weights to the last bit.
     extra_compile_args=["-O3", "-fno-wrapv", "-ffp-contract=off"],
-    py_limited_api=True,
     optional=True,
 )
 
-setup(cmdclass={"build_py": WithWorkflow}, ext_modules=[RESIZE])
+setup(cmdclass={"build_py": WithWorkflow, "build_ext": Library}, ext_modules=[RESIZE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,8 +119,8 @@ def test_another_pillow_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("asked_again")
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "_COMPILED", tmp_path / "resize.compiled")
     compiled.library.cache_clear()
     try:
         assert compiled.library() is None and not centre_crop.is_compiled()

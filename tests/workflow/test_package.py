@@ -90,7 +90,7 @@ def test_types_and_rules_come_along(installed: Path) -> None:
     package = installed / "image_diffusion"
     assert (package / "py.typed").is_file()
     compiler = shutil.which(sysconfig.get_config_var("CC").split()[0])
-    assert bool([*(package / "data").glob("_resize*.so")]) == bool(compiler)
+    assert bool([*(package / "data").glob("resize.compiled")]) == bool(compiler)
     shipped = {
         str(path.relative_to(package / "project")) for path in (package / "project").rglob("*") if path.is_file()
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from PIL import Image
 
 BYTES = {"L": 1, "RGB": 4}
 """Bytes of a pixel as Pillow holds it, of the modes that are resized here."""
+_COMPILED = Path(__file__).with_name("resize.compiled")  # by setup.py
 _MOST = 2**31 - 1
 
 
@@ -22,11 +23,10 @@ _MOST = 2**31 - 1
 def library() -> ctypes.CDLL | None:
     """What installing the package compiled; None where it did not, or for another kind of machine, or where Pillow does
     not share pixels (before 11.2)."""
-    found = find_spec("image_diffusion.data._resize")
-    if found is None or found.origin is None or not hasattr(Image.Image, "__arrow_c_array__"):
+    if not _COMPILED.is_file() or not hasattr(Image.Image, "__arrow_c_array__"):
         return None
     try:
-        loaded = ctypes.CDLL(found.origin)
+        loaded = ctypes.CDLL(str(_COMPILED))
     except OSError:
         return None
     loaded.shared_pixels.restype = ctypes.c_void_p
