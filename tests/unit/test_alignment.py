@@ -237,7 +237,7 @@ def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
 def test_it_is_not_spread_over_processes(sets: Path, tmp_path: Path) -> None:
     training = training_of(tmp_path, sets, 1)
     two, settings = World(0, 2, torch.device("cpu")), training.stage.train.model_copy(update={"sharding": "full"})
-    with pytest.raises(ValueError, match="train.sharding is full, but does not go with system.alignment"):
+    with pytest.raises(ValueError, match="train.sharding is full, but the objective has layers of its own"):
         Parts(training.build(two), settings, two)
 
 

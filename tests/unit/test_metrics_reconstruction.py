@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.lpips import Lpips, LpipsConfig
+from image_diffusion.metrics.lpips import LpipsConfig
 from image_diffusion.metrics.reconstruction import (
     codebook_estimates,
     codebook_use,
@@ -17,6 +17,7 @@ from image_diffusion.metrics.reconstruction import (
     reconstruction_estimates,
     ssim,
 )
+from tiny_models import lpips_files
 
 
 @pytest.fixture
@@ -79,24 +80,6 @@ def test_mistakes_are_told(pair: tuple[Tensor, Tensor]):
         psnr(pair[0], pair[1].float())
     with pytest.raises(ValueError, match="at least 11 pixels"):
         ssim(pair[0][..., :8], pair[1][..., :8])
-
-
-def lpips_files(folder: Path) -> LpipsConfig:
-    """An AlexNet of random weights under torchvision's names, and heads under those of the package lpips."""
-    generator = torch.Generator().manual_seed(0)
-    measure = Lpips()
-    backbone = {}
-    for place, layer in zip((0, 3, 6, 8, 10), measure.convolutions, strict=True):
-        spread = layer.weight[0].numel() ** -0.5
-        backbone[f"features.{place}.weight"] = torch.randn(layer.weight.shape, generator=generator) * spread
-        backbone[f"features.{place}.bias"] = torch.randn(layer.weight.shape[:1], generator=generator) * 0.1
-    heads = {
-        f"lin{number}.model.1.weight": torch.rand(head.shape, generator=generator).view(1, -1, 1, 1)
-        for number, head in enumerate(measure.heads)
-    }
-    torch.save(backbone, folder / "alexnet.pth")
-    torch.save(heads, folder / "alex.pth")
-    return LpipsConfig(backbone=folder / "alexnet.pth", heads=folder / "alex.pth")
 
 
 def test_lpips_is_torchmetrics_on_the_same_weights(tmp_path: Path):

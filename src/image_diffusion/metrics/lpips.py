@@ -32,9 +32,10 @@ class LpipsConfig(Config):
     heads: Path
     """The weights of the channels, alex.pth of the package lpips (weights/v0.1) or of torchmetrics."""
 
-    def build(self, device: torch.device) -> Lpips:
-        """The measure. Raises ValueError when a file is missing or is not what it should be."""
-        backbone, heads = (_read(path, name) for path, name in ((self.backbone, "backbone"), (self.heads, "heads")))
+    def build(self, device: torch.device, key: str = "evaluate.lpips") -> Lpips:
+        """The measure. key: what it is configured by. Raises ValueError when a file is missing or is not what it should
+        be."""
+        backbone, heads = (_read(self.backbone, f"{key}.backbone"), _read(self.heads, f"{key}.heads"))
         measure = Lpips()
         try:
             for place, layer in zip(_PLACES, measure.convolutions, strict=True):
@@ -44,7 +45,7 @@ class LpipsConfig(Config):
                 head.copy_(heads[f"lin{number}.model.1.weight"].flatten())
         except (KeyError, RuntimeError) as error:
             raise ValueError(
-                f"evaluate.lpips: {self.backbone} and {self.heads} are not AlexNet and its LPIPS heads ({error}). "
+                f"{key}: {self.backbone} and {self.heads} are not AlexNet and its LPIPS heads ({error}). "
                 "Bring alexnet-owt-7be5be79.pth of torchvision and alex.pth of the package lpips."
             ) from None
         return measure.to(device)
@@ -73,6 +74,10 @@ class Lpips(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.distance(first.to(torch.float32) / 127.5 - 1, second.to(torch.float32) / 127.5 - 1)
+
+    def distance(self, first: Tensor, second: Tensor) -> Tensor:
+        """The same of float32 images in [-1, 1]."""
         total = torch.zeros(len(first), dtype=torch.float64, device=first.device)
         for weights, x, y in zip(self.heads, self._features(first), self._features(second), strict=True):
             difference = (_unit(x) - _unit(y)).square()  # [B, C, h, w]
@@ -85,7 +90,7 @@ class Lpips(nn.Module):
                 f"LPIPS compares grey or RGB images of at least {SMALLEST} pixels; got {list(images.shape[1:])}. Leave "
                 "evaluate.lpips out."
             )
-        x = (images.expand(-1, 3, -1, -1).to(torch.float32) / 127.5 - 1 - self.shift) / self.scale
+        x = (images.expand(-1, 3, -1, -1) - self.shift) / self.scale
         found = []
         for number, layer in enumerate(self.convolutions):
             x = F.relu(layer(F.max_pool2d(x, 3, 2) if number in (1, 2) else x))
@@ -94,14 +99,15 @@ class Lpips(nn.Module):
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x / (x.square().sum(dim=1, keepdim=True).sqrt() + 1e-10)
+    length: Tensor = torch.linalg.vector_norm(x, dim=1, keepdim=True)  # whose gradient at 0 is 0
+    return x / (length + 1e-10)
 
 
-def _read(path: Path, name: str) -> dict[str, Tensor]:
+def _read(path: Path, key: str) -> dict[str, Tensor]:
     if not path.is_file():
-        raise ValueError(f"evaluate.lpips.{name} is {path}, which does not exist. Bring the file, or leave lpips out.")
+        raise ValueError(f"{key} is {path}, which does not exist. Bring the file, or leave it out.")
     try:
         tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError):
-        raise ValueError(f"evaluate.lpips.{name}: {path} is not a file of plain tensors.") from None
+        raise ValueError(f"{key}: {path} is not a file of plain tensors.") from None
     return tensors

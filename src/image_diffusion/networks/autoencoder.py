@@ -82,6 +82,10 @@ class Autoencoder(nn.Module):
         latent = posterior.mean + posterior.std * noise
         return self.vae.decode(latent).sample, posterior.mean, posterior.logvar
 
+    def images(self, reconstruction: Tensor) -> Tensor:
+        """What the decoder gives, which are images."""
+        return reconstruction
+
     def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
         """Images [B, C, H, W] -> decoded from the mean of their posterior."""
         return {"mean": self.vae.decode(self.vae.encode(x).latent_dist.mean).sample}

@@ -245,7 +245,10 @@ class DVAE(nn.Module):
 
     def decode(self, latent: Tensor) -> Tensor:
         """A latent [B, D, h, w] -> images [B, C, H, W], in [-1, 1] where the decoder is right."""
-        normalised: Tensor = self.decoder(latent)
+        return self.images(self.decoder(latent))
+
+    def images(self, normalised: Tensor) -> Tensor:
+        """What the decoder gives -> images, in [-1, 1] where it is right."""
         return (normalised - self.shift) / self.scale
 
     def reconstructions(self, x: Tensor) -> dict[str, Tensor]:

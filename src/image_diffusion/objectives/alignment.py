@@ -132,8 +132,3 @@ def target(features: Tensor, grid: int, spatial_norm: float | None) -> Tensor:
     if spatial_norm is not None:
         x = (x - spatial_norm * x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-6)
     return x.permute(0, 2, 3, 1)
-
-
-def without_projector(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a network that was aligned, as they are written."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{PROJECTOR}.")}

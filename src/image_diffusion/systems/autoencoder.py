@@ -34,7 +34,7 @@ class AutoencoderSystem(CodecSystem):
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)
 
-    def build_objective(self, spec: DataSpec) -> Autoencoding:
+    def build_own_objective(self, spec: DataSpec) -> Autoencoding:
         """The objective for images of `spec`."""
         return self.objective.build(self.network.latent_shape(spec))
 

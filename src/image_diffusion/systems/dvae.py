@@ -63,7 +63,7 @@ class DVAESystem(CodecSystem):
         """The network, randomly initialised. Raises ValueError when the images do not fit."""
         return self.network.build(spec)
 
-    def build_objective(self, spec: DataSpec) -> Objective:
+    def build_own_objective(self, spec: DataSpec) -> Objective:
         """The objective for images of `spec`."""
         if self.network.without_a_choice is not None:
             return self.objective.without_a_choice(commits=self.network.vector_quantiser is not None)

@@ -16,9 +16,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config import Config
-from image_diffusion.objectives.alignment import without_projector
+from image_diffusion.objectives.adversarial import DISCRIMINATOR
+from image_diffusion.objectives.alignment import PROJECTOR
 from image_diffusion.training.names import matching
 
+_ADDED = f"{PROJECTOR}.", f"{DISCRIMINATOR}."
 _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -80,7 +82,7 @@ def merged(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor
 def written(tensors: Mapping[str, Tensor], lora: Lora | None) -> dict[str, Tensor]:
     """The tensors of a network in training as they are written: without adapters, and without the layers that its
     objective gave it."""
-    return without_projector(merged(tensors, lora))
+    return {name: tensor for name, tensor in merged(tensors, lora).items() if not name.startswith(_ADDED)}
 
 
 def plain_name(name: str) -> str:

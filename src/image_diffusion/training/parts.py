@@ -149,7 +149,7 @@ class Parts:
         factors = tune(task.network, config)
         if isinstance(task.objective, AddsLayers):
             if sharded:
-                raise ValueError("train.sharding is full, but does not go with system.alignment. Set it to none.")
+                raise ValueError("train.sharding is full, but the objective has layers of its own. Set it to none.")
             task.objective.add_layers(task.network)
             trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
             factors = {name: factors.get(name, 1.0) for name in trained}
