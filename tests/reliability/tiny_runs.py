@@ -318,7 +318,7 @@ TINY: dict[str, dict[str, Any]] = {
     "adversarial": {
         "type": "dvae",
         "network": {"levels": [3, 3], "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8},
-        "adversarial": {"start_step": 2, "width": 16, "num_layers": 1},
+        "adversarial": {"width": 16, "num_layers": 1},
     },
     "tokens": {"network": {"depth": 1, "width": 16, "num_heads": 2}},
     "prior": {
