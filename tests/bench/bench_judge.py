@@ -2,16 +2,19 @@
 
     python tests/bench/bench_judge.py accuracy --images cifar10-20k.tar
     python tests/bench/bench_judge.py damage --images cifar10-20k.tar
+    python tests/bench/bench_judge.py duplicates --images cifar10-20k.tar
 
 Needs a tar of 2,000 pictures of 32 x 32 of each of ten classes, in a folder a class. `accuracy` trains the judge, and
 then torchvision's ResNet-18 for as many CPU seconds. `damage` damages 1,000 held-out pictures in twelve ways, each at
-three strengths, and prints for each metric whether it says so. Both print tables in Markdown.
+three strengths, and prints for each metric whether it says so. `duplicates` asks whether the judge's features tell
+changed copies of pictures from other pictures, as the data sheet's looks do. All print tables in Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import sys
 import tarfile
 import tempfile
 import time
@@ -31,6 +34,8 @@ from torchvision.transforms import functional as T
 
 from image_diffusion.core import command
 from image_diffusion.core.definitions import definition_of
+from image_diffusion.data.centre_crop import centre_crop
+from image_diffusion.data.duplicates import look, near_duplicates
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.copies import copies_seen, find_copies, reduced
 from image_diffusion.metrics.detector import Classifier, InPipeDetector, load_detector
@@ -40,6 +45,9 @@ from image_diffusion.metrics.features import detect, detect_each
 from image_diffusion.metrics.intervals import share_estimate
 from image_diffusion.metrics.panel import Reference, measure
 from image_diffusion.metrics.samples import Samples
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from photographs import CHANGES
 
 ROWS = {"train": slice(0, 1200), "validation": slice(1200, 1500), "pool": slice(1500, 2000)}
 """Of each class: what judges learn from and samples are compared with; the floor; what is damaged."""
@@ -329,12 +337,50 @@ def overlap(first: dict[str, Any], last: dict[str, Any]) -> bool:
     return bool(low <= other_high and other_low <= high)
 
 
+def duplicates(parts: dict[str, Samples]) -> None:
+    """Changed copies that are found without naming any two other pictures: by the judge's features, by what its layers
+    before those see at each place, both less their mean and of length 1, and by the data sheet's looks."""
+    with tempfile.TemporaryDirectory() as folder:
+        train_detector(parts["train"], parts["validation"], DetectorTraining(), Path(folder))
+        judge = load_detector(Path(folder))
+    images = parts["train"].gather(np.arange(4000))
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"features": lambda x: judge(x).features, "maps": judge.maps}
+    seen = {way: unit_rows(see, images) for way, see in ways.items()}
+    found = near_duplicates([look(each.numpy()) for each in images], lambda i: images[i].numpy()) or []
+    same = {pair for a, b, _ in found for pair in ((a, b), (b, a))}
+    most = {}
+    for way, rows in seen.items():
+        cosines = (rows @ rows.T).fill_diagonal_(-1.0)
+        for a, b in same:  # which no way may be blamed for
+            cosines[a, b] = -1.0
+        most[way] = float(cosines.max())
+    print("| Changed by | The judge's features | Its maps | Looks |\n| --- | --: | --: | --: |")
+    for name, change in CHANGES.items():
+        pictures = [change(Image.fromarray(each.permute(1, 2, 0).numpy())) for each in images[:1000]]
+        crops = [np.asarray(centre_crop(each, images.shape[-1])).transpose(2, 0, 1) for each in pictures]
+        copies = torch.from_numpy(np.stack(crops))
+        shares = [
+            float(((unit_rows(see, copies) * seen[way][:1000]).sum(1) > most[way]).float().mean())
+            for way, see in ways.items()
+        ]
+        both = torch.cat([images[:1000], copies])
+        pairs = near_duplicates([look(each.numpy()) for each in both], lambda i, both=both: both[i].numpy()) or []  # type: ignore[misc]
+        shares.append(sum(b == a + 1000 for a, b, _ in pairs) / 1000)
+        print(f"| {name} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+
+
+def unit_rows(see: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """What is seen in images [N, C, H, W], each row less its mean and of length 1."""
+    rows = torch.cat([see(part).float().flatten(1) for part in images.split(250)])
+    return F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "damage"))
+    parser.add_argument("what", choices=("accuracy", "damage", "duplicates"))
     parser.add_argument("--images", type=Path, required=True, help="the tar of pictures")
     arguments = parser.parse_args()
-    {"accuracy": accuracy, "damage": damage}[arguments.what](read_parts(arguments.images))
+    {"accuracy": accuracy, "damage": damage, "duplicates": duplicates}[arguments.what](read_parts(arguments.images))
 
 
 if __name__ == "__main__":
