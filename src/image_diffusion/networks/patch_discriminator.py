@@ -1,5 +1,5 @@
 """PatchGAN: a convolutional network that says of every patch of an image how real it looks (Isola et al. 2017,
-"Image-to-image translation with conditional adversarial networks", arXiv:1611.07004, section 6.1.2).
+"Image-to-image translation with conditional adversarial networks", arXiv:1611.07004).
 
 Groups of channels are normalised in place of the batch, so that no example depends on another.
 """

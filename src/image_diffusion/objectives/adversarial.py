@@ -1,9 +1,9 @@
 """An adversarial term: a discriminator learns to tell reconstructions from images, and the codec to make it fail.
 
 Hinge losses (Lim and Ye 2017, "Geometric GAN", arXiv:1705.02894) of a PatchGAN, as in VQGAN (Esser et al. 2021,
-arXiv:2012.09841, section 3.1). Both learn in one step by one optimizer: the codec's term is computed with weights of
+arXiv:2012.09841). Both learn in one step by one optimizer: the codec's term is computed with weights of
 the discriminator that pass no gradient, the discriminator's with reconstructions that pass none, so that the gradient
-of their sum is that of two steps taken side by side. VQGAN's adaptive weight (equation 7) is a ratio of two gradients
+of their sum is that of two steps taken side by side. VQGAN's adaptive weight is a ratio of two gradients
 of the whole batch; here every example has its own loss, and the weight is fixed.
 """
 

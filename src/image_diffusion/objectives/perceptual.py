@@ -12,8 +12,8 @@ from image_diffusion.objectives.reconstructing import Watched
 
 
 class Perceptual:
-    """A codec's objective and `weight` times a distance of images, as in VQGAN (Esser et al. 2021, arXiv:2012.09841,
-    section 3.1). Part "perceptual": the distance, before its weight.
+    """A codec's objective and `weight` times a distance of images, as in VQGAN (Esser et al. 2021, arXiv:2012.09841).
+    Part "perceptual": the distance, before its weight.
 
     distance: two sets of images [B, C, H, W] in [-1, 1] -> [B].
     """

@@ -21,8 +21,8 @@ Range = tuple[float, float]
 
 
 class RandomResizedCrop(Config):
-    """Cut out a part of random area, shape and place, and scale it with antialiasing (Szegedy et al. 2015, section 6,
-    in the form of torchvision's RandomResizedCrop). The parts of an image follow from `seed` and its bytes, so they are
+    """Cut out a part of random area, shape and place, and scale it with antialiasing (Szegedy et al. 2015, in
+    the form of torchvision's RandomResizedCrop). The parts of an image follow from `seed` and its bytes, so they are
     the same whenever and wherever it is cropped; of each image there are `num_crops`, all in one split."""
 
     type: Literal["random_resized"] = "random_resized"
