@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -103,6 +104,13 @@ class Tally:
 
 class WrongError(Exception):
     """What must not be."""
+
+
+def listed(folder: Path, pattern: str) -> list[Path]:
+    """What the pattern names in the folder, sorted. Unlike pathlib's, the walk bears with folders that are removed
+    while it lasts: what a kill has left running may still do so."""
+    found_here = glob(pattern, root_dir=folder, recursive=True, include_hidden=True)  # noqa: PTH207
+    return sorted(folder / each for each in found_here)
 
 
 def with_needed(names: list[str]) -> list[str]:
@@ -267,13 +275,17 @@ class Soak:
         """Flip a bit of a file, cut it or remove it; half of the time its modification time is set back."""
         results = self.project / "results"
         used = {*with_needed(names), "datasets", "summary.html", ".resolved.json"}
-        files = [path for path in sorted(results.rglob("*")) if path.relative_to(results).parts[0] in used]
+        files = [path for path in listed(results, "**") if path.relative_to(results).parts[0] in used]
         files = [path for path in files if path.is_file()]
         if not files:
             return
         # A folder with many files is not hit more often than one with few.
         folder = draw.choice(sorted({path.parent for path in files}))
         path = draw.choice([each for each in files if each.parent == folder])
+        with suppress(FileNotFoundError):  # removed by what a kill has left running
+            self._damage_file(draw, number, path)
+
+    def _damage_file(self, draw: random.Random, number: int, path: Path) -> None:
         before = path.stat()
         kind = draw.choice(["flip", "flip", "flip", "cut", "removal"])
         where = str(path.relative_to(self.project))
@@ -281,9 +293,10 @@ class Soak:
             bit = draw.randrange(8 * before.st_size)
             with path.open("r+b") as file:
                 file.seek(bit // 8)
-                byte = file.read(1)[0]
+                if not (byte := file.read(1)):  # shorter by now
+                    return
                 file.seek(bit // 8)
-                file.write(bytes([byte ^ (1 << bit % 8)]))
+                file.write(bytes([byte[0] ^ (1 << bit % 8)]))
             where += f", bit {bit} of {8 * before.st_size}"
         elif kind == "cut" and before.st_size:
             os.truncate(path, size := draw.randrange(before.st_size))
@@ -300,9 +313,9 @@ class Soak:
         """Remove what some of the stages that were killed least have made, so that they will run; those stages."""
         asked = []
         for stage in sorted(MADE_BY, key=lambda name: self.tally.kills[name])[: draw.randint(0, 3)]:
-            if files := sorted((self.project / "results").glob(MADE_BY[stage])):
+            if files := listed(self.project / "results", MADE_BY[stage]):
                 path = draw.choice(files)
-                path.unlink()
+                path.unlink(missing_ok=True)
                 self._inject(number, "removed file", str(path.relative_to(self.project)))
                 asked.append(stage)
         return asked
@@ -455,7 +468,7 @@ class Disk:
 
 def _shift_times(folder: Path, since: float, by_s: float) -> None:
     """What was written since then has the times of a clock that is wrong."""
-    for path in folder.rglob("*"):
+    for path in listed(folder, "**"):
         with suppress(OSError):
             stat = path.lstat()
             if (

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from soak import STAGES, Tally, soak
+from soak import STAGES, Soak, Tally, soak
+from soak_project import ROOT
+
+from warm import Warm
 
 LONGEST_S = 1800.0
 
@@ -22,3 +27,28 @@ def test_every_stage_is_killed_three_times_and_nothing_is_silent(tmp_path: Path)
     tally = soak(tmp_path / "soak", 17, ["dit", "latent", "prior"], is_enough)
     assert sum(tally.silent.values()) == 0
     assert sum(tally.healed.values()) + sum(tally.told.values()) == sum(tally.injected.values())
+
+
+def test_what_is_damaged_may_be_removed_meanwhile_by_what_a_kill_has_left_running(tmp_path: Path) -> None:
+    run = Soak(tmp_path, Warm(tmp_path / "warm", ROOT / "src"), 0, ["dit"])
+    state = run.project / "results" / "dit" / "train" / "state"
+    state.mkdir(parents=True)
+    is_over = threading.Event()
+
+    def saves() -> None:
+        while not is_over.is_set():
+            (unfinished := state / ".step-0000000.tmp").mkdir()
+            (unfinished / "file").write_bytes(b"bytes")
+            (unfinished / "file").unlink(missing_ok=True)
+            unfinished.rmdir()
+
+    saving = threading.Thread(target=saves)
+    saving.start()
+    try:
+        for number in range(3000):
+            run._damage(random.Random(number), number, ["dit"])
+    finally:
+        is_over.set()
+        saving.join()
+        run.disk.close()
+    assert run.tally.injected
