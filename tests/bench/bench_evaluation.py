@@ -3,8 +3,8 @@
     python tests/bench/bench_evaluation.py
 
 Networks are run on tensors without contents: Inception as torchvision lays it out, and torchvision's ViT-L/14 for
-DINOv2, whose products are the same. What is compared afterwards on the CPU, in float64, is counted by the formulas
-here, which tests/unit/test_counted_evaluation.py holds against the metrics themselves.
+DINOv2, whose products are the same. What is compared afterwards in float64, neighbours on the GPU and the rest on the
+CPU, is counted by the formulas here, which tests/unit/test_counted_evaluation.py holds against the metrics themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from image_diffusion.metrics.moments import NUM_BLOCKS
 from image_diffusion.metrics.neighbours import manifold_estimates
 from image_diffusion.training.counted import Memory
 
+NEIGHBOURS = ("precision, recall, density, coverage", "copies")
+"""What a GPU compares."""
 ONE_DIRECTION = 1000
 """Directions of MIND."""
 PIXELS = 3 * 16 * 16
@@ -100,14 +102,50 @@ def compared(judge: Judge, sizes: Sizes) -> dict[str, int]:
     return {
         "Fréchet": 2 * (frechet(sizes.samples, dimension) + frechet(sizes.samples, judge.spatial)),
         "kernel, MIND": 2 * (kernel(some, sizes.kept, dimension) + monge(some, sizes.kept, dimension)),
-        "precision, recall, density, coverage": 2 * manifold(sizes.samples, sizes.kept, dimension),
-        "copies": copies(some + min(sizes.held_out, sizes.kept), sizes.train, dimension, 1),
+        NEIGHBOURS[0]: 2 * manifold(sizes.samples, sizes.kept, dimension),
+        NEIGHBOURS[1]: copies(some + min(sizes.held_out, sizes.kept), sizes.train, dimension, 1),
     }
 
 
 def pixels(sizes: Sizes) -> int:
     """Operations of the search for copies in pixels: of all samples and held-out images, mirrored images too."""
     return copies(sizes.samples + sizes.held_out, sizes.train, PIXELS, 2)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """gpu, float64: what a GPU does at its peak, in float32 and in float64; share: of that, reached. cpu: what a CPU
+    reaches in float64. All in TFLOP/s but the share."""
+
+    gpu: float = 67.0
+    float64: float = 67.0
+    share: float = 0.5
+    cpu: float = 0.5
+
+    @property
+    def network(self) -> float:
+        """Operations a second of a network."""
+        return self.gpu * self.share * 1e12
+
+    def of(self, what: str) -> float:
+        """The same of what is compared."""
+        return self.float64 * self.share * 1e12 if what in NEIGHBOURS else self.cpu * 1e12
+
+
+def evaluation(sizes: Sizes, speeds: Speeds) -> list[tuple[str, int, float]]:
+    """The parts of one evaluation: operations and seconds."""
+    parts = []
+    for name, judge in JUDGES.items():
+        each, weights = looked(judge)
+        count = each * sizes.samples
+        told = f"{name} ({weights / 1e6:,.0f} MB) looks at {sizes.samples:,} samples: {each / 1e9:.1f} GFLOP an image"
+        parts.append((told, count, count / speeds.network))
+        parts += [
+            (f"{name}: {what}", operations, operations / speeds.of(what))
+            for what, operations in compared(judge, sizes).items()
+        ]
+    parts.append(("copies in pixels", pixels(sizes), pixels(sizes) / speeds.of("copies")))
+    return parts
 
 
 def held(metric: Callable[[Tensor, Tensor], object], samples: int, others: int, dimension: int) -> float:
@@ -130,22 +168,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu-tflops", type=float, default=67.0, help="peak of the GPU; H200 in float32: 67")
     parser.add_argument("--share", type=float, default=0.5, help="of that peak")
+    parser.add_argument("--float64-tflops", type=float, default=67.0, help="the same in float64; H200: 67")
     parser.add_argument("--cpu-tflops", type=float, default=0.5, help="of the CPU in float64, reached")
     given = parser.parse_args()
-    sizes, gpu, cpu = Sizes(), given.gpu_tflops * given.share * 1e12, given.cpu_tflops * 1e12
+    sizes, speeds = Sizes(), Speeds(given.gpu_tflops, given.float64_tflops, given.share, given.cpu_tflops)
     print("| What | Operations | Seconds |\n| --- | --: | --: |")
-    total = 0.0
+    for what, operations, took in evaluation(sizes, speeds):
+        print(f"| {what} | {operations:.2g} | {took:.0f} |")
+    print(f"| one evaluation | | {sum(took for _, _, took in evaluation(sizes, speeds)):.0f} |")
     for name, judge in JUDGES.items():
-        each, weights = looked(judge)
-        for what, count in (("samples", sizes.samples), ("real images, once for all experiments", sizes.train)):
-            told = f"{name} ({weights / 1e6:,.0f} MB) looks at {count:,} {what}: {each / 1e9:.1f} GFLOP an image"
-            print(f"| {told} | {each * count:.2g} | {each * count / gpu:.0f} |")
-        total += each * sizes.samples / gpu
-        for what, operations in compared(judge, sizes).items():
-            print(f"| {name}: {what} | {operations:.2g} | {operations / cpu:.0f} |")
-            total += operations / cpu
-    print(f"| copies in pixels | {pixels(sizes):.2g} | {pixels(sizes) / cpu:.0f} |")
-    print(f"| one evaluation | | {total + pixels(sizes) / cpu:.0f} |")
+        each, _ = looked(judge)
+        told = f"once for all experiments: {name} looks at {sizes.train:,} real images"
+        print(f"| {told} | {each * sizes.train:.2g} | {each * sizes.train / speeds.network:.0f} |")
     wide = JUDGES["Inception"].dimension
     neighbours = held(manifold_estimates, sizes.samples, sizes.kept, wide)
     print(f"\nHeld by the neighbours of Inception's features: {neighbours / 1e9:.1f} GB.")

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.batches import Batches
+from image_diffusion.metrics import copies, neighbours
+from image_diffusion.metrics.copies import copies_seen
+from image_diffusion.metrics.neighbours import manifold_estimates
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 CUDA = torch.device("cuda", 0)
@@ -53,6 +57,19 @@ def test_batches_reach_the_gpu_as_they_are() -> None:
         ours, theirs = next(moved), next(plain)
         for name in ("stored", "label", "epoch", "sample"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name))
+
+
+def test_neighbours_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    made, real = torch.randn(500, 64, generator=draw), torch.randn(400, 64, generator=draw)
+    found = [(manifold_estimates(made, real), copies_seen(made, real, made))]
+    for module in (copies, neighbours):
+        monkeypatch.setattr(module, "best_device", lambda: torch.device("cpu"))
+    found.append((manifold_estimates(made, real), copies_seen(made, real, made)))
+    (ours, near), (theirs, expected) = found
+    assert {name: each.value for name, each in ours.items()} == {name: each.value for name, each in theirs.items()}
+    torch.testing.assert_close(near.distance, expected.distance, rtol=1e-12, atol=0)
+    assert torch.equal(near.nearest, expected.nearest)
 
 
 def test_latents_are_those_of_a_cpu(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from image_diffusion.core.devices import best_device
 from image_diffusion.metrics.features import Detected, ImageSet
 from image_diffusion.metrics.neighbours import squared_distances
 
@@ -81,21 +82,23 @@ def _found(queries: list[Tensor], views: Views, total: int, k: int) -> Copies:
 
 def _nearest(queries: Tensor, views: Views, total: int, k: int) -> tuple[Tensor, Tensor]:
     """Float64 [N], the distance of the nearest training image in whichever view of it, and int64 [N, k], the k nearest,
-    each once. So many training images at a time are in memory."""
-    best = torch.full((len(queries), 0), torch.inf, dtype=torch.float64)
-    index = torch.empty(len(queries), 0, dtype=torch.int64)
+    each once. So many training images at a time are in memory, that of a GPU where there is one."""
+    device = best_device()
+    queries = queries.to(device)
+    best = torch.full((len(queries), 0), torch.inf, dtype=torch.float64, device=device)
+    index = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
     for start in range(0, total, _AT_ONCE):
-        known = views(start)
+        known = [view.to(device) for view in views(start)]
         values, positions = [], []
         for each in zip(*(squared_distances(queries, view) for view in known), strict=True):
             rows = each[0][0]
-            here = torch.arange(start, start + len(known[0])).expand(len(rows), -1)
+            here = torch.arange(start, start + len(known[0]), device=device).expand(len(rows), -1)
             among = torch.cat([best[rows], torch.stack([squared for _, squared in each]).amin(dim=0)], dim=1)
             found = among.topk(min(k, among.shape[1]), largest=False)
             values.append(found.values)
             positions.append(torch.cat([index[rows], here], dim=1).gather(1, found.indices))
         best, index = torch.cat(values), torch.cat(positions)
-    return best[:, 0].sqrt(), index
+    return best[:, 0].sqrt().cpu(), index.cpu()
 
 
 def _reduced(images: ImageSet, start: int = 0, stop: int | None = None) -> Tensor:

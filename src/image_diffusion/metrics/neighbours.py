@@ -1,7 +1,8 @@
 """Precision and recall (Kynkäänniemi et al. 2019, eq. 1 and 2), density and coverage (Naeem et al. 2020, eq. 3 and 4).
 
 A set's manifold is the union of balls around its members that reach to their k-th nearest neighbour in the set.
-Distances are squared and Euclidean, and a point on the border counts as inside, as in ADM's evaluator.
+Distances are squared and Euclidean, and a point on the border counts as inside, as in ADM's evaluator. A GPU measures
+them, where there is one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from image_diffusion.core.devices import best_device
 from image_diffusion.metrics.intervals import Estimate, enough, jackknife, mean_estimate, too_few
 from image_diffusion.metrics.moments import NUM_BLOCKS, block_of_each
 
@@ -28,12 +30,13 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
     for kind, rows in (("samples", features), ("reference images", reference)):
         if len(rows) <= k:
             raise ValueError(f"Precision and recall with k = {k} need more than {k} {kind}; got {len(rows)}.")
-    block = block_of_each(len(features))
+    device = best_device()
+    features, reference, block = (each.to(device) for each in (features, reference, block_of_each(len(features))))
     radii = neighbour_radii(reference, k)
     without = _radii_without_each_block(features, k, block)  # [N, 1 + blocks]
-    samples_inside = torch.zeros(len(features), dtype=torch.float64)
-    covered_by = torch.zeros(len(reference), NUM_BLOCKS, dtype=torch.bool)
-    recalled = torch.zeros(len(reference), 1 + NUM_BLOCKS, dtype=torch.bool)
+    samples_inside = torch.zeros(len(features), dtype=torch.float64, device=device)
+    covered_by = torch.zeros(len(reference), NUM_BLOCKS, dtype=torch.bool, device=device)
+    recalled = torch.zeros(len(reference), 1 + NUM_BLOCKS, dtype=torch.bool, device=device)
     membership = torch.nn.functional.one_hot(block, NUM_BLOCKS).to(torch.float32)
     for rows, squared in squared_distances(reference, features):
         inside = squared <= radii[rows].unsqueeze(1)  # [R, N]: sample in the ball of a reference image
@@ -44,6 +47,7 @@ def manifold_estimates(features: Tensor, reference: Tensor, k: int = 3) -> dict[
     others = covered_by.sum(dim=1, keepdim=True) - covered_by.to(torch.int64)
     covered = torch.cat([covered_by.any(dim=1, keepdim=True), others > 0], dim=1)
     n = len(features)
+    samples_inside, recalled, covered, block = (each.cpu() for each in (samples_inside, recalled, covered, block))
     return {
         "precision": mean_estimate((samples_inside > 0).to(torch.float64), block, 0, 1),
         "recall": _share(recalled, n),
@@ -60,11 +64,12 @@ def neighbour_radii(points: Tensor, k: int) -> Tensor:
 
 
 def squared_distances(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Squared Euclidean distances in float64, a slice of `first` at a time: (int64 [R], float64 [R, M])."""
+    """Squared Euclidean distances in float64, a slice of `first` at a time: (int64 [R], float64 [R, M]), where the two
+    are."""
     centre = second.to(torch.float64).mean(dim=0)
     x, y = first.to(torch.float64) - centre, second.to(torch.float64) - centre
     x_norm, y_norm = x.square().sum(dim=1), y.square().sum(dim=1)
-    for rows in torch.arange(len(x)).split(_ROWS):
+    for rows in torch.arange(len(x), device=x.device).split(_ROWS):
         norms = x_norm[rows].unsqueeze(1) + y_norm
         squared = norms - 2 * (x[rows] @ y.T)
         yield rows, squared.masked_fill_(squared <= _FLOAT32_NOISE * norms, 0)
@@ -77,7 +82,7 @@ def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:
     (all of 21 in one block: a chance of 1e-27).
     """
     near = min(k + 1 + _SPARE_NEIGHBOURS, len(points))
-    radii = torch.empty(len(points), 1 + NUM_BLOCKS, dtype=torch.float64)
+    radii = torch.empty(len(points), 1 + NUM_BLOCKS, dtype=torch.float64, device=points.device)
     for rows, squared in squared_distances(points, points):
         nearest = squared.topk(near, largest=False, sorted=True)
         radii[rows, 0] = nearest.values[:, k]
@@ -85,7 +90,7 @@ def _radii_without_each_block(points: Tensor, k: int, block: Tensor) -> Tensor:
             kept = block[nearest.indices] != number
             position = (kept.cumsum(dim=1) <= k).sum(dim=1).clamp(max=near - 1)
             radii[rows, 1 + number] = nearest.values.gather(1, position.unsqueeze(1)).squeeze(1)
-    radii[torch.arange(len(points)), 1 + block] = -1
+    radii[torch.arange(len(points), device=points.device), 1 + block] = -1
     return radii
 
 
