@@ -6,10 +6,14 @@
 Writes a folder: the features of every image and of some that were degraded, the statistics of both splits in the
 layout that ADM and EDM read, and reference.json, which says of which images and by which detector. Where torchrun
 starts several processes, they share the images.
+
+With --part 2/8 only the images of that part are looked at, and --output is an .npz of what was seen in them; parts run
+side by side, and a last call with --made joins what they wrote: the same bytes as of one call. The parts then go.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from image_diffusion.core import command
@@ -19,7 +23,7 @@ from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import ReferenceStage
 from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.seen import write_seen
+from image_diffusion.metrics.seen import write_part, write_seen
 from image_diffusion.training.distributed import join
 
 
@@ -29,15 +33,21 @@ def main() -> None:
     parser.add_config("which detector looks: section detector")
     parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--part", type=command.part_of, help="which images to look at: 2/8 is part 2 of 0 to 7")
+    parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
+    parser.add_argument("--output", type=Path, required=True, help="folder, or a part's .npz, to write")
     arguments = parser.parse_args()
     with join() as world:
         stage = load(ReferenceStage, arguments.config, arguments.changes)
         detector = stage.detector.build(arguments.detector, str(best_device()))
         data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
         splits = data.looked_at
-        write_seen(detector, splits, arguments.output, world.is_main)
+        if arguments.part is not None:
+            write_part(detector, splits, arguments.output, arguments.part, world.is_main)
+            return
+        write_seen(detector, splits, arguments.output, world.is_main, arguments.made)
         if world.is_main:
+            shutil.rmtree(arguments.output / "parts", ignore_errors=True)
             counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())
             print(f"reference: {counts} seen by {detector.identity['name']}, {arguments.output / 'reference.json'}")
 

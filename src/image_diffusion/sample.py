@@ -36,6 +36,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import remove_unfinished
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.progress import Progress
+from image_diffusion.core.together import rows_of_part
 from image_diffusion.experiment import load_sections
 from image_diffusion.systems.given import Model, SampleSettings, ToSample, ToWrite
 from image_diffusion.training.model import load_codec, load_model
@@ -54,14 +55,6 @@ _DRAWN = 16
 """Samples that a person gets who does not say how many."""
 
 _PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<of>\d+)\.npz)(?P<half>\..+\.tmp)?")
-
-
-def rows_of_part(num_samples: int, batch_size: int, part: tuple[int, int]) -> list[slice]:
-    """The batches of part i of n, (i, n): all parts together make the batches of a single one."""
-    index, of = part
-    starts = range(0, num_samples, batch_size)
-    mine = starts[len(starts) * index // of : len(starts) * (index + 1) // of]
-    return [slice(start, min(start + batch_size, num_samples)) for start in mine]
 
 
 def main(given: Sequence[str] | None = None) -> None:

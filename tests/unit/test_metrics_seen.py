@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
 from image_diffusion.metrics.features import AT_ONCE, Detected
 from image_diffusion.metrics.references import read_statistics
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.metrics.seen import read_seen, write_seen
+from image_diffusion.metrics.seen import read_seen, write_part, write_seen
 
 CLASSES = ["dark", "bright"]
 NO_COPIES = EvaluateConfig(copies=False)
@@ -109,6 +110,30 @@ def test_rows_are_read_where_they_lie(data: RealImages, tmp_path: Path) -> None:
     assert detected.features.shape == (300, 12) and detected.logits is not None
     torch.testing.assert_close(detected.features, both()[0](data.train.gather(np.arange(300))).features)
     assert np.load(tmp_path / "first/train-features.npy", mmap_mode="r").dtype == np.float32
+
+
+def test_parts_that_jobs_have_looked_at_are_joined_to_the_same_bytes(data: RealImages, tmp_path: Path) -> None:
+    """Also where a part has no image of the smaller split."""
+    write_seen(both()[0], data.looked_at, tmp_path / "one")
+    parts, looked = [tmp_path / f"part-{part}.npz" for part in range(12)], []
+    for part, path in reversed([*enumerate(parts)]):
+        write_part(detector := both()[0], data.looked_at, path, (part, 12))
+        looked.append(detector.images_seen)
+    assert sum(looked) == 304 + 128 + 160 and max(looked) <= 80
+    write_seen(joining := both()[0], data.looked_at, tmp_path / "joined", made=parts)
+    assert joining.images_seen == 0
+    one, joined = ({path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("one", "joined"))
+    assert one == joined
+
+    with pytest.raises(ValueError, match="--made does not hold the whole train split. Name what every part wrote"):
+        write_seen(both()[0], data.looked_at, tmp_path / "joined", made=parts[:-1])
+    with pytest.raises(ValueError, match="part-0.npz is of other images or another detector. It is removed: run the"):
+        write_seen(both()[1], data.looked_at, tmp_path / "joined", made=parts)
+    assert not parts[0].exists()
+    os.truncate(parts[1], 1000)
+    with pytest.raises(ValueError, match=r"part-1.npz is not a whole .npz file: .* It is removed: run the same"):
+        write_seen(both()[0], data.looked_at, tmp_path / "joined", made=parts[1:])
+    assert not parts[1].exists()
 
 
 def test_what_does_not_belong_together_is_refused(data: RealImages, tmp_path: Path) -> None:

@@ -64,11 +64,16 @@ def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
     known = files(a_plan(num_shards=48, codec="vae", sample_jobs=2))
     latents = {"dataset": "dots-16", "codec": "vae"}
     assert known.encoded_parts(latents) == [f"{DATA}/vae/part-{part}-of-3.done" for part in range(3)]
+    looked = {"dataset": "dots-16", "judge": "inception"}
+    parts = [f"{DATA}/references/inception/parts/part-{part}-of-3.npz" for part in range(3)]
+    assert known.reference_parts(looked) == parts
+    assert known.reference_parts_option(looked) == ["--made", *parts]
     parts = ["out/one/samples/part-0-of-2.npz", "out/one/samples/part-1-of-2.npz"]
     assert known.sampled_parts(ONE) == parts
     assert known.sampled_option(ONE) == ["--made", *parts]
     for shards, jobs in ((31, 0), (32, 2), (10_000, 64)):
-        assert len(files(a_plan(num_shards=shards, codec="vae")).encoded_parts(latents)) == jobs
+        shared = files(a_plan(num_shards=shards, codec="vae"))
+        assert len(shared.encoded_parts(latents)) == len(shared.reference_parts(looked)) == jobs
 
 
 def test_what_is_enlarged() -> None:

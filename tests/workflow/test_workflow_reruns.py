@@ -75,6 +75,16 @@ def test_another_number_of_shards_makes_everything_again(finished: Project) -> N
     assert {"crop", "train", *AFTER_SAMPLE} <= finished.planned()
 
 
+def test_several_jobs_look_at_a_large_data_set_and_their_parts_go(finished: Project) -> None:
+    finished.edit(lambda experiment: experiment["data"].update(num_shards=32))
+    reference = finished / "results/datasets/dots-16/references/inpipe"
+    finished.run("--notemp", "--until", "reference_part")
+    assert sorted(path.name for path in (reference / "parts").iterdir()) == ["part-0-of-2.npz", "part-1-of-2.npz"]
+    finished.run()
+    assert not (reference / "parts").exists() and (reference / "reference.json").is_file()
+    assert "Nothing to be done" in finished.run()
+
+
 def test_a_deleted_result_is_made_again(finished: Project) -> None:
     (finished / "results/micro/metrics.json").unlink()
     assert finished.planned() == AFTER_SAMPLE - {"sample"}

@@ -21,6 +21,14 @@ def share(rows: NDArray[np.int64], at_once: int = 1) -> NDArray[np.int64]:
     return rows[mine[0] : mine[-1] + at_once] if len(mine) else rows[:0]
 
 
+def rows_of_part(num_rows: int, at_once: int, part: tuple[int, int]) -> list[slice]:
+    """The rows of part i of n, (i, n), so many at once: all parts together make the slices of a single one."""
+    index, of = part
+    starts = range(0, num_rows, at_once)
+    mine = starts[len(starts) * index // of : len(starts) * (index + 1) // of]
+    return [slice(start, min(start + at_once, num_rows)) for start in mine]
+
+
 def gathered(value: T) -> list[T]:
     """A value of each process, tensors on the CPU, in the order of the processes; the same list in all of them."""
     if not dist.is_initialized():

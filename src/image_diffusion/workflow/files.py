@@ -176,11 +176,9 @@ class Files:
         return _stamps(self.plans.of(wildcards).decoder_files)
 
     def encoded_parts(self, wildcards: Wildcards) -> list[str]:
-        """The marks of the jobs that share the shards of a large data set, 16 or more each; one alone leaves none."""
+        """The marks of the jobs that share the shards of a large data set; one alone leaves none."""
         plan = self.plans.of(wildcards)
-        parts = min(64, plan.num_shards // 16)
-        folder = f"{self._dataset(plan)}/{plan.codec}"
-        return [f"{folder}/part-{part}-of-{parts}.done" for part in range(parts)] if parts > 1 else []
+        return [f"{self._dataset(plan)}/{plan.codec}/{part}.done" for part in _parts(plan)]
 
     # ---- Pairs of embeddings
 
@@ -337,6 +335,15 @@ class Files:
         """How `reference` is told where that lies."""
         return _option("--detector", _folder(self.reference_detector(wildcards)))
 
+    def reference_parts(self, wildcards: Wildcards) -> list[str]:
+        """What the jobs have seen that share the images of a large data set; one alone leaves none."""
+        plan, judge = self.plans.of(wildcards), wildcards["judge"]
+        return [f"{self._dataset(plan)}/references/{judge}/parts/{part}.npz" for part in _parts(plan)]
+
+    def reference_parts_option(self, wildcards: Wildcards) -> list[str]:
+        """How `reference` is told where that lies."""
+        return _option("--made", self.reference_parts(wildcards))
+
     def _references(self, plan: Plan) -> list[str]:
         return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
 
@@ -413,6 +420,12 @@ class Files:
 
 def _has_crops(plan: Plan) -> bool:
     return plan.pairs is None or plan.pairs_of_images
+
+
+def _parts(plan: Plan) -> list[str]:
+    """The names of the parts that jobs share a large data set in, 16 shards or more each; none for one job alone."""
+    parts = min(64, plan.num_shards // 16)
+    return [f"part-{part}-of-{parts}" for part in range(parts)] if parts > 1 else []
 
 
 def _option(name: str, paths: Paths) -> list[str]:
