@@ -21,7 +21,7 @@ from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.verify import describe
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.datasheet import body, describe_images
-from image_diffusion.data.duplicates import MOST, near_duplicates
+from image_diffusion.data.duplicates import near_duplicates
 from image_diffusion.data.records import read_record, read_unwanted
 from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.sheets import titled_rows
@@ -47,9 +47,10 @@ def write_datasheet(
     crops_of = [sample for record in records for sample in record.samples]
     rows = [row for row, sample in enumerate(crops_of) if sample.view == 0]  # of an image of several crops the first
     samples = [crops_of[row] for row in rows]
-    compared = [sample.look for sample in samples[:MOST]]
     pairs = near_duplicates(
-        compared, lambda place: every.gather(np.array([rows[place]]))[0].numpy(), processes=processes
+        [sample.look for sample in samples],
+        lambda place: every.gather(np.array([rows[place]]))[0].numpy(),
+        processes=processes,
     )
     sheet = describe_images(
         every.manifest,
@@ -67,7 +68,7 @@ def write_datasheet(
         *_same(every, sheet, numbers, output / "same.png"),
         *_strange(every, sheet, numbers, output / "strange.png"),
     ]
-    sheet |= {"compared": len(compared), "data": every.digest, "files": describe(output, drawn)}
+    sheet |= {"data": every.digest, "files": describe(output, drawn)}
     title = f"Data sheet of {sheet['name']}"
     head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
     write_page(output / "index.html", f"{head}\n<h1>{title}</h1>\n{body(sheet, lambda name: name)}\n</html>\n")

@@ -5,14 +5,19 @@ Zauner 2010, "Implementation and Benchmarking of Perceptual Image Hash Functions
 of the median, so that the mirrored image has the same bits with every odd column inverted). The same is done of four
 views that lack 5 % at two of the sides, which is what a trimmed copy shows. Two crops whose bits nearly agree are then
 laid over each other, and are near duplicates where what they show correlates.
+
+Not every two looks are compared, but those that are the same in two of the eight rows of coefficients, for each two
+rows: so are all that differ in six bits, and most that differ in ten. (Manku, Jain and Das Sarma 2007, "Detecting
+Near-Duplicates for Web Crawling", find fingerprints of web pages in such tables.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +35,12 @@ TOO_MANY = 30
 """Others, on average, whose looks nearly agree with those of an image: above it, looks tell nothing."""
 CROWDED = 5e-4
 """Share of all pairs whose looks nearly agree and that are other pictures all the same: likewise, where most are."""
-MOST = 200_000
-"""Images of one set that are compared with each other: the work grows with their square."""
 
 _TRIMMED = 0.95
 _SIDE, _BITS = 32, 8
-_TILE = 64, 4096
+_SHARED = 2
+_PORTION = 1 << 21
+_GREYS_KEPT, _OVERLAYS_KEPT = 500_000, 4_000  # 500 MB, 160 MB
 _VIEWS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2))  # windows down and across: 0 the whole, 1 the start, 2 the end
 _MIRROR = np.packbits(np.tile(np.arange(_BITS) % 2 == 1, _BITS)).view(">u8")[0].astype(np.uint64)
 _TRIMMED_VIEWS = range(1, len(_VIEWS))
@@ -111,18 +116,16 @@ def near_duplicates(
         return []
     bits = looks_of([texts[place] for place in seen])
     asked = np.arange(len(seen)) if of is None else np.flatnonzero(np.isin(seen, list(of)))
-    candidates: set[Pair] = set()
-    with ThreadPoolExecutor(processes) as pool:
-        blocks = (asked[start : start + _TILE[0]] for start in range(0, len(asked), _TILE[0]))
-        for found in pool.map(lambda rows: _close(bits, rows), blocks):
-            candidates |= found
-            if len(candidates) > TOO_MANY * len(asked):
-                return None
-    views = cache(lambda place: _overlays(crop(place)))
-    pairs = sorted((int(seen[a]), int(seen[b])) for a, b in candidates)
-    scored = ((a, b, _correlation(views(a), views(b))) for a, b in pairs)
-    alike = [(a, b, score) for a, b, score in scored if score >= CORRELATION]
-    unlike = len(pairs) - len(alike)
+    close = _close(bits, asked, processes)
+    if close is None:
+        return None
+    greys = lru_cache(_GREYS_KEPT)(lambda place: grey(crop(place)))
+    views = lru_cache(_OVERLAYS_KEPT)(lambda place: _overlays(greys(place)))
+    alike = []
+    for a, b in seen[close].tolist():
+        if (score := _correlation(views(a), views(b))) >= CORRELATION:
+            alike.append((a, b, score))
+    unlike = len(close) - len(alike)
     return None if unlike > max(len(alike), TOO_MANY, CROWDED * len(asked) * len(seen)) else alike
 
 
@@ -154,19 +157,63 @@ def straddling(pairs: Sequence[Pair], held_out: Iterable[int]) -> list[int]:
     return sorted(set(held_out) - apart)
 
 
-def _close(looks: Looks, rows: NDArray[np.int64]) -> set[Pair]:
-    """The pairs of rows with all others whose bits nearly agree, in any view of either, mirrored or not."""
-    found: set[Pair] = set()
-    columns = np.ascontiguousarray(looks.T)
-    for start in range(0, len(looks), _TILE[1]):
-        tile = columns[:, start : start + _TILE[1]]
-        for mine, theirs in ((0, 0), *((view, 0) for view in _TRIMMED_VIEWS), *((0, view) for view in _TRIMMED_VIEWS)):
-            for mirror in (np.uint64(0), _MIRROR):
-                near = np.bitwise_count((looks[rows, mine] ^ mirror)[:, None] ^ tile[theirs]) <= RADIUS
-                if near.any():
-                    first, second = np.nonzero(near)
-                    found.update(zip(rows[first].tolist(), (second + start).tolist(), strict=True))
-    return {(min(pair), max(pair)) for pair in found if pair[0] != pair[1]}
+def _close(looks: Looks, asked: NDArray[np.int64], processes: int) -> NDArray[np.int64] | None:
+    """The pairs of those asked with all others whose bits nearly agree, in any view of either, mirrored or not, as rows
+    (first, second), [m, 2], sorted; None where they are too many to tell anything."""
+    count, most = len(looks), TOO_MANY * len(asked)
+    everything = np.arange(count)
+    sides = [(asked, everything)] if len(asked) == count else [(asked, everything), (everything, asked)]
+
+    def sharing(rows: tuple[int, ...]) -> NDArray[np.int64]:
+        equal = np.uint64(sum(0xFF << _BITS * row for row in rows))
+        found, seen = [np.empty(0, np.int64)], 0
+        for queries, others in sides:
+            for close in _sharing(looks, equal, queries, others):
+                found.append(close)
+                seen += len(close)
+                if seen > most:
+                    found = [np.unique(np.concatenate(found))]
+                    if (seen := len(found[0])) > most:
+                        return found[0]
+        return np.concatenate(found)
+
+    pairs = np.empty(0, np.int64)
+    with ThreadPoolExecutor(processes) as pool:
+        for found in pool.map(sharing, combinations(range(_BITS), _SHARED)):
+            pairs = np.union1d(pairs, found)
+            if len(pairs) > most:
+                pool.shutdown(cancel_futures=True)
+                return None
+    return np.stack(np.divmod(pairs, count), axis=1)
+
+
+def _sharing(
+    looks: Looks, equal: np.uint64, queries: NDArray[np.int64], others: NDArray[np.int64]
+) -> Iterator[NDArray[np.int64]]:
+    """The pairs of queries, in any view, with others whose bits nearly agree and are the same where those of `equal`
+    are set, as first x n + second, in portions."""
+    whole = looks[others, 0]
+    order = np.argsort(whole & equal)
+    keys, starts, counts = np.unique((whole & equal)[order], return_index=True, return_counts=True)
+    for view, mirror in product(range(len(_VIEWS)), (np.uint64(0), _MIRROR)):
+        asked = looks[queries, view] ^ mirror
+        at = np.minimum(np.searchsorted(keys, asked & equal), len(keys) - 1)
+        hits = np.flatnonzero(keys[at] == asked & equal)
+        ends = np.cumsum(counts[at[hits]])
+        done = 0
+        while done < len(hits):
+            # As many of the queries as have a portion of others between them, but one at least.
+            before = ends[done - 1] if done else 0
+            until = max(int(np.searchsorted(ends, before + _PORTION, "right")), done + 1)
+            mine = hits[done:until]
+            each = counts[at[mine]]
+            within = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+            place = order[np.repeat(starts[at[mine]], each) + within]
+            near = np.bitwise_count(np.repeat(asked[mine], each) ^ whole[place]) <= RADIUS
+            first, second = queries[np.repeat(mine, each)[near]], others[place[near]]
+            apart = first != second
+            yield np.unique(np.minimum(first, second)[apart] * len(looks) + np.maximum(first, second)[apart])
+            done = until
 
 
 @cache
@@ -199,24 +246,27 @@ def _small(channel: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BOX))
 
 
-def _overlays(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """The parts of a crop that another may show, each of mean 0 and length 1, [19, 16, 16]: the whole crop, then 5 and
-    10 % less from either side or from both."""
-    picture, side, parts = grey(pixels), _SIDE // 2, []
-    for share in (1.0, 0.95, 0.9):
-        lines = [_stretch(share, (1 - share) * place, side) for place in ((0.5,) if share == 1 else (0, 0.5, 1))]
-        parts += [down @ picture @ across.T for down in lines for across in lines]
-    found = np.stack(parts)
-    found -= found.mean((1, 2), keepdims=True)
-    scaled: NDArray[np.float64] = found / (np.linalg.norm(found, axis=(1, 2), keepdims=True) + 1e-9)
-    return scaled
+def _overlays(picture: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """The parts of a crop in grey that another may show, each of mean 0 and length 1, [19, 256]: the whole crop, then 5
+    and 10 % less from either side or from both."""
+    parts = [np.matmul((lines @ picture)[:, None], lines.transpose(0, 2, 1)).reshape(-1, 256) for lines in _parts()]
+    found = np.concatenate(parts)
+    found -= found.mean(1, keepdims=True)
+    found /= np.sqrt((found * found).sum(1, keepdims=True)) + 1e-9
+    return found
+
+
+@cache
+def _parts() -> list[NDArray[np.float64]]:
+    """What makes a line of 32 values one of 16, of the whole of it and of parts of it, each [n, 16, 32]."""
+    places = {1.0: (0.5,), 0.95: (0, 0.5, 1), 0.9: (0, 0.5, 1)}
+    return [
+        np.stack([_stretch(share, (1 - share) * place, _SIDE // 2) for place in which])
+        for share, which in places.items()
+    ]
 
 
 def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     """The most that the whole of one crop correlates with a part of the other, mirrored or not."""
-    count = len(first)
-    flipped = first[:, :, ::-1]
-    return max(
-        float((parts.reshape(count, -1) @ whole.ravel()).max())
-        for parts, whole in ((first, second[0]), (second, first[0]), (flipped, second[0]), (second, flipped[0]))
-    )
+    wholes = [np.stack([each[0], each[0].reshape(16, 16)[:, ::-1].ravel()], axis=1) for each in (first, second)]
+    return float(max((first @ wholes[1]).max(), (second @ wholes[0]).max()))
