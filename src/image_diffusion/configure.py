@@ -26,6 +26,7 @@ from image_diffusion.core.files import digest, to_json, write_if_changed
 from image_diffusion.core.types import SamplesOf, WeightsOf
 from image_diffusion.data.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
+from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiment import (
     EmbedStage,
     EncodeStage,
@@ -151,7 +152,9 @@ def encode_stage(experiment: Experiment) -> EncodeStage:
     """What `encode` runs with, for an experiment that has a codec."""
     assert experiment.encode is not None
     tokens = {"tokens": True} if experiment.codec.stores == "tokens" else {}
-    return EncodeStage(codec=experiment.codec.encoded_by(), encode=experiment.encode.model_copy(update=tokens))
+    data = experiment.data if isinstance(experiment.data.source, LatentSource) else None
+    codec, encode = experiment.codec.encoded_by(), experiment.encode.model_copy(update=tokens)
+    return EncodeStage(codec=codec, encode=encode, data=data)
 
 
 def own_tokens(name: str, experiment: Experiment) -> EncodeStage | None:
@@ -206,7 +209,6 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     own = results / name / "config"
     system, codec = experiment.system, experiment.codec.name
     stages: dict[str, tuple[Path, dict[str, Any]]] = {
-        "crop": (dataset / "config" / "crop.yaml", dump(experiment.data)),
         "train": (own / "train.yaml", dump(train_stage(name, experiment))),
         "evaluate": (
             own / "evaluate.yaml",
@@ -214,6 +216,9 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         ),
         "export": (own / "export.yaml", dump(ExportStage(export=experiment.export))),
     }
+    has_images = not isinstance(experiment.data.source, LatentSource)
+    if has_images:
+        stages["crop"] = (dataset / "config" / "crop.yaml", dump(experiment.data))
     if experiment.samples is not None:
         stages["sample"] = (own / "sample.yaml", {"sample": dump(experiment.section("sample"))})
     if codec is not None:
@@ -238,6 +243,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "system": system.type,
         "dataset": experiment.data.folder,
         "source": dump(experiment.data)["source"],
+        "has_images": has_images,
         "num_shards": experiment.data.num_shards,
         "codec": codec,
         "codec_experiment": others.get(CODEC),

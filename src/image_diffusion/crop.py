@@ -53,11 +53,10 @@ from image_diffusion.data.records import (
     write_record,
 )
 from image_diffusion.data.source import remember
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import Item, Listing, by_shard
 from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
-_GROUPS_A_SHARD = 32  # of images that are read together; their numbers in a shard then vary by a sixth
 _LOOK_S = 0.5  # between looks at what other processes have done
 _done: Synchronized[int] | None = None  # in a process of the pool: how many items all of them have done
 
@@ -85,7 +84,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     listing, unwanted = chosen(config.source, config.source.listing(), config.keep)
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)
-    tasks = list(enumerate(_by_shard(listing.items, config.num_shards)))
+    tasks = list(enumerate(by_shard(listing.items, config.num_shards)))
     records: list[ShardRecord] = []
     written: set[int] = set()
     layout = crop_layout(config, labelled=bool(listing.classes))
@@ -243,19 +242,6 @@ def _made_from(config: DataConfig, items: list[Item], sums: list[str]) -> str:
     """What decides the bytes of a shard: the format, the crop, and each image's path, content and class."""
     inputs = [[item.name, sha256, item.label] for item, sha256 in zip(items, sums, strict=True)]
     return digest({"format": FORMAT, "crop": config.crop_identity(), "images": inputs})
-
-
-def _by_shard(items: Sequence[Item], num_shards: int) -> list[list[Item]]:
-    """The items of each shard, in the order they came: by a hash of the name, so that one image moves no other. What is
-    best read together stays so where there are enough such groups to fill the shards evenly. Tars take turns."""
-    shards: list[list[Item]] = [[] for _ in range(num_shards)]
-    in_groups = len({item.together for item in items}) >= _GROUPS_A_SHARD * num_shards
-    for item in items:
-        key = item.together if in_groups and item.together else item.name
-        hashed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-        number = hashed if item.turn is None else item.turn
-        shards[number % num_shards].append(item)
-    return shards
 
 
 def _map(

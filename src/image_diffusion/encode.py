@@ -1,4 +1,5 @@
-"""Stage `encode`: shards of crops -> shards of latents, or of a discrete VAE's tokens (encode.tokens).
+"""Stage `encode`: shards of crops -> shards of latents, or of a discrete VAE's tokens (encode.tokens);
+latents that others have encoded (data.source) -> the same shards.
 
     python -m image_diffusion.encode --config encode.yaml --data crops/manifest.json --output latents/manifest.json
 
@@ -21,7 +22,9 @@ from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import remove_unfinished, write_text
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoding import encode_shards, write_manifest
+from image_diffusion.data.importing import Import
 from image_diffusion.data.shards import open_shards
 from image_diffusion.data.sheets import reconstruction_sheet
 from image_diffusion.experiment import EncodeStage
@@ -33,7 +36,7 @@ _SHOWN = 16
 def main() -> None:
     parser = command.Parser(prog="python -m image_diffusion.encode", description="Crops -> latents.")
     parser.add_config("the stage's configuration, YAML")
-    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops")
+    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops; source.json of latents")
     parser.add_argument(
         "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
     )
@@ -49,8 +52,15 @@ def main() -> None:
     if stage.encode.compile:
         codec.compile_encoder()
     crops, output = arguments.data.parent, arguments.output.parent
+    imported = import_of(stage, codec, output)
+
+    def write_shards(part: tuple[int, int] = (0, 1)) -> int:
+        if imported is not None:
+            return imported.write_shards(part)
+        return encode_shards(crops, output, codec, stage.encode, device, part)
+
     if arguments.part is not None:
-        written = encode_shards(crops, output, codec, stage.encode, device, arguments.part)
+        written = write_shards(arguments.part)
         write_text(arguments.output, "")
         print(f"encode: part {arguments.part[0]} of {arguments.part[1]} is done, {written} shards written")
         return
@@ -58,17 +68,28 @@ def main() -> None:
     with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
         journal.params(dump(stage))
         remove_unfinished(output)
-        written = encode_shards(crops, output, codec, stage.encode, device)
-        picture = output / "reconstructions.png"
-        show_reconstructions(crops, codec, device, picture)
-        manifest = write_manifest(crops, output, codec, stage.encode, [picture])
+        written = write_shards()
+        if imported is not None:
+            manifest = imported.write_manifest(arguments.data)
+        else:
+            picture = output / "reconstructions.png"
+            show_reconstructions(crops, codec, device, picture)
+            manifest = write_manifest(crops, output, codec, stage.encode, [picture])
+            journal.image("reconstructions", picture, step=0)
         numbers = summary(manifest)
         journal.metrics({"images": manifest["num_samples"], **numbers}, step=0)
-        journal.image("reconstructions", picture, step=0)
     if "statistics" in manifest and (advice := stage.codec.advice(manifest["statistics"])):
         print(f"note: {advice}", file=sys.stderr, flush=True)
     told = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
     print(f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), {told}")
+
+
+def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import | None:
+    """What takes over latents that others have encoded; None: there are crops to encode. Raises ValueError."""
+    if stage.data is None:
+        return None
+    images = DataSpec(channels=stage.data.channels, resolution=stage.data.resolution, num_classes=1)
+    return Import(stage.data, stage.codec.spec(images, None), codec, stage.encode, output)
 
 
 def codec_of(stage: EncodeStage, weights: Path | None, device: torch.device) -> Codec | Tokens:

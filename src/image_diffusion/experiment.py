@@ -22,6 +22,7 @@ from image_diffusion.core.shapes import shapes_only
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig
 from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.embedding.pairs import PairsConfig
@@ -157,10 +158,11 @@ def _train_of(system: type[System]) -> type[TrainConfig]:
 
 
 class EncodeStage(Config):
-    """What `encode` runs with."""
+    """What `encode` runs with. data: where its source holds latents, which are taken over in place of encoding."""
 
     codec: CodecConfig
     encode: EncodeConfig
+    data: DataConfig | None = None
 
 
 class EmbedStage(Config):
@@ -279,6 +281,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     if others.codec is not None and others.codec.data != experiment.data:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
     experiment.system.check_flips(experiment.train.flip_probability)
+    if isinstance(experiment.data.source, LatentSource):
+        check_imported(experiment, experiment.data.source)
     if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
@@ -286,3 +290,46 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         with shapes_only():
             network = experiment.system.build_network(spec_of(experiment, others.codec))
         check_tuning(network, experiment.train)
+
+
+def check_imported(experiment: Experiment, source: LatentSource) -> None:
+    """Raise ValueError for what cannot be done, or would do nothing, where the data are latents and no images."""
+    codec, evaluate, told = experiment.codec, experiment.evaluate, f"data.source.type is {source.type}"
+    if codec.stores != "latents" or codec.trained_by is not None:
+        raise ValueError(
+            f"{told}, but codec.type is {codec.type}. Name the autoencoder that made the latents, as codec: {{type: "
+            f"diffusers, weights: FOLDER}}, say."
+        )
+    if codec.given != source.pixels:
+        raise ValueError(
+            f"{told}, whose autoencoder was given {source.pixels} pixels, but the codec's is given {codec.given} ones. "
+            f"Use codec: {{type: diffusers, weights: FOLDER, pixels: {source.pixels}}}."
+        )
+    if experiment.train.flip_probability > 0 and not source.has_mirror_images:
+        raise ValueError(
+            f"train.flip_probability is {experiment.train.flip_probability:g}, but {told}: those have no mirror "
+            f"images. Set it to 0."
+        )
+    keys = {"data": _OF_LATENTS, "encode": {"dtype"}}
+    unused = [
+        f"{name}.{key}"
+        for name, known in keys.items()
+        for key in sorted(getattr(experiment, name).model_fields_set - known)
+    ]
+    if unused:
+        raise ValueError(f"{unused[0]} is set, but {told}: there are no images to crop or encode. Leave it out.")
+    if experiment.pairs is not None:
+        raise ValueError(f"pairs is set, but {told}: there are no images that they could be made of. Leave it out.")
+    if evaluate is not None and (
+        not isinstance(evaluate.against, str)
+        or evaluate.copies
+        or evaluate.likelihood is not None
+        or any(each.type == "inpipe" for each in evaluate.detectors)
+    ):
+        raise ValueError(
+            f"{told}: there are no real images that evaluate could look at. Compare with a file of statistics, as "
+            f"evaluate: {{against: FILE.npz, detectors: [inception], copies: false}}, without likelihood."
+        )
+
+
+_OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}

@@ -118,6 +118,11 @@ def prepare_training(
             f"{folder} holds {kind}, from which a {system.type} does not learn. Give it {' or '.join(system.reads)}."
         )
     system.check_flips(stage.train.flip_probability)
+    if stage.train.flip_probability > 0 and not training.has_mirror_images:
+        raise ValueError(
+            f"train.flip_probability is {stage.train.flip_probability:g}, but {folder} holds no mirror images. Set it "
+            f"to 0."
+        )
     scale = stage.codec.scale_of(training.manifest.get("statistics"))
     codec = codec_of(stage, scale, training, codec_weights)
     spec = system.spec(training)

@@ -15,10 +15,9 @@ from PIL import Image
 
 from crops import crops_of
 from image_diffusion.core.config import parse
-from image_diffusion.crop import _by_shard
 from image_diffusion.data.source import refresh, remember
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.listing import Item
+from image_diffusion.data.sources.listing import Item, by_shard
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
 LABELS = [3, 10, 7, 3, 10, 7, 3, 3, 3, 10, 7, 3]
@@ -117,10 +116,10 @@ def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
 def test_row_groups_stay_whole_where_there_are_enough_of_them() -> None:
     items = [Item(f"a/{row:09d}", None, (), f"a/{row // 10}") for row in range(1280)]
     for num_shards, whole in ((4, True), (5, False)):
-        groups = [{item.together for item in shard} for shard in _by_shard(items, num_shards)]
+        groups = [{item.together for item in shard} for shard in by_shard(items, num_shards)]
         assert (sum(map(len, groups)) == 128) is whole
     names = [Item(f"{row}.png", None, ()) for row in range(1000)]
-    assert all(shard for shard in _by_shard(names, 100))
+    assert all(shard for shard in by_shard(names, 100))
 
 
 def images_in(folder: Path) -> None:

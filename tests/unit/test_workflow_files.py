@@ -243,3 +243,11 @@ def test_a_page_of_several_seeds_tells_each_number_with_both_intervals(monkeypat
     assert "one with seeds 0, 1, 2" in shown and "0.4503 to 0.5497" in shown and "95 % over seeds" in shown
     assert "0.4887 to 0.5113" in ledger.markdown(plan, [row], ["inpipe_kd"])
     assert "inpipe_kd_over_seeds_low" in ledger.as_csv([row], ["inpipe_kd"], [0, 1, 2])
+
+
+def test_latents_that_others_have_encoded_stand_in_for_crops() -> None:
+    found = files(a_plan(has_images=False, codec="kl", references={}, detectors=["inception"]))
+    assert found.to_encode(ONE) == f"{DATA}/source.json"
+    assert found.real_data(ONE) == found.training_data(ONE) == f"{DATA}/kl/manifest.json"
+    assert found.datasheet(ONE) == found.detector(ONE) == []
+    assert files(a_plan(codec="kl")).to_encode(ONE) == f"{DATA}/crops/manifest.json"

@@ -69,7 +69,7 @@ rule encode_part:
     input:
         config=files.config("encode"),
         before=files.configs_before("encode"),
-        data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
+        data=files.to_encode,
         codec=files.codec_weights,
     output:
         mark=f"{results}/datasets/{{dataset}}/{{codec}}/part-{{part}}-of-{{parts}}.done",
@@ -100,7 +100,7 @@ rule encode:
     input:
         config=files.config("encode"),
         before=files.configs_before("encode"),
-        data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
+        data=files.to_encode,
         codec=files.codec_weights,
         parts=files.encoded_parts,
     output:

@@ -150,6 +150,11 @@ class CodecSettings(Config, ABC):
         return None
 
     @property
+    def given(self) -> Literal["signed", "unit"]:
+        """What its autoencoder is given: pixels in [-1, 1], or in [0, 1]."""
+        return "signed"
+
+    @property
     def stores(self) -> Literal["crops", "latents", "tokens"]:
         """The kind of shards that a network on it learns from."""
         return "latents" if self.name is not None else "crops"

@@ -54,8 +54,11 @@ class KlCodec:
         return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float32)
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
-        mean, std = stored.to(torch.float32).unbind(dim=1)
-        return (mean + std * streams.normal("posterior", tuple(mean.shape[1:]))) * self.scale
+        stored = stored.to(torch.float32)
+        latent = stored[:, 0]
+        if stored.shape[1] > 1:  # else others have drawn it, once
+            latent = latent + stored[:, 1] * streams.normal("posterior", tuple(latent.shape[1:]))
+        return latent * self.scale
 
     def normalise(self, latent: Tensor) -> Tensor:
         return latent * self.scale

@@ -33,12 +33,20 @@ class Diffusers(CodecSettings):
     """How latents are brought to mean 0 and standard deviation 1. measured: each channel by its own mean and deviation
     over the data set. declared: by the factors that the autoencoder's author gives (scaling_factor, shift_factor,
     latents_mean, latents_std), which published networks were trained with."""
+    pixels: Literal["signed", "unit"] = "signed"
+    """What the autoencoder is given: pixels in [-1, 1], as it was trained, or in [0, 1], as EDM2 gives them to Stable
+    Diffusion's; latents of EDM2 decode to the right colours with unit alone."""
 
     @property
     def name(self) -> str:
         """The folder of the latents."""
         place = Path(self.weights).name or Path(self.weights).resolve().name
-        return f"{place}-{self.subfolder.replace('/', '-')}" if self.subfolder else place
+        parts = [place, *([self.subfolder.replace("/", "-")] if self.subfolder else [])]
+        return "-".join([*parts, "unit"] if self.pixels == "unit" else parts)
+
+    @property
+    def given(self) -> Literal["signed", "unit"]:
+        return self.pixels
 
     @property
     def kind(self) -> Kind:
@@ -78,6 +86,10 @@ class Diffusers(CodecSettings):
         return self.model_copy(update={"normalisation": "measured"})
 
     def check_decoder(self, key: str, weights: str) -> None:
+        if self.pixels == "unit":
+            raise ValueError(
+                f"{key} is set, but codec.pixels is unit, and another decoder gives signed ones. Leave it out."
+            )
         check_decoder(key, weights, self.kind.channels, self.kind.downsampling)
 
     def advice(self, statistics: Mapping[str, Any]) -> str | None:
@@ -108,7 +120,8 @@ class DiffusersCodec:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Plain data that tells this codec from every other: the content of its folder."""
-        return {"type": "diffusers", **content_of(self.settings.weights, self.settings.subfolder)}
+        content = content_of(self.settings.weights, self.settings.subfolder)
+        return {"type": "diffusers", **content} | ({"pixels": "unit"} if self.settings.pixels == "unit" else {})
 
     @cached_property
     def kind(self) -> Kind:
@@ -159,12 +172,13 @@ class DiffusersCodec:
         return replace(self, decoder=Decoder(weights, device))
 
     def packed(self) -> Packed:
-        return Packed({"name": self.settings.name, "scale": self.scale}, self.vae)
+        settings = {"name": self.settings.name, "scale": self.scale, "pixels": self.settings.pixels}
+        return Packed(settings, self.vae)
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
         vae: Any = packed.network
-        settings = Diffusers(weights=packed.settings["name"])
+        settings = Diffusers(weights=packed.settings["name"], pixels=packed.settings.get("pixels", "signed"))
         return cls(settings, packed.settings["scale"], vae.device, vae.dtype, given=vae)
 
     @torch.no_grad()
@@ -175,11 +189,16 @@ class DiffusersCodec:
             return self.decoder(Factors(**self.scale["declared"]).normalise(latent))
         latent = latent.to(self.device, self.dtype)
         pixels = self.kind.downsampling**2 * latent.shape[2] * latent.shape[3]
-        return in_slices(lambda part: to_uint8(self.kind.decode(self.vae, part)), latent, pixels)
+        return in_slices(lambda part: self.shown(self.kind.decode(self.vae, part)), latent, pixels)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> what the autoencoder is given, in [-1, 1]."""
-        return from_uint8(images.to(self.device)).to(self.dtype)
+        """Uint8 [B, C, H, W] -> what the autoencoder is given."""
+        x = from_uint8(images.to(self.device))
+        return ((x + 1) / 2 if self.settings.pixels == "unit" else x).to(self.dtype)
+
+    def shown(self, decoded: Tensor) -> Tensor:
+        """What the autoencoder gives -> uint8 [B, C, H, W]."""
+        return to_uint8(2 * decoded.float() - 1 if self.settings.pixels == "unit" else decoded)
 
 
 @dataclass(frozen=True)
@@ -210,4 +229,4 @@ class VqTokens:
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
-        return to_uint8(self._kind.decode_codes(self.codec.vae, tokens.to(self.codec.device).long()))
+        return self.codec.shown(self._kind.decode_codes(self.codec.vae, tokens.to(self.codec.device).long()))

@@ -7,7 +7,7 @@ tokens of both instead: what a prior over tokens is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -142,11 +142,31 @@ def write_manifest(
                 f"{tar_path(output, shard)} was made from other crops or by another codec. Run encode again."
             )
         records.append(record)
+    about = {
+        "crop": source.manifest["crop"],
+        "crops": source.digest,
+        **{name: source.manifest[name] for name in ("not_held_out",) if name in source.manifest},
+        **{name: source.manifest[name] for name in ("name", "classes", "validation_fraction", "histogram")},
+    }
+    return finish(about, _MEMBERS, records, output, codec, settings, pictures)
+
+
+def finish(
+    about: Mapping[str, Any],
+    members: tuple[str, ...],
+    records: Sequence[ShardRecord],
+    output: Path,
+    codec: Encoder,
+    settings: EncodeConfig,
+    pictures: Sequence[Path] = (),
+) -> dict[str, Any]:
+    """Write the index and the manifest of shards that are all there; returns it. about: what it says of the data that
+    they were made from. members: of a sample."""
     remove_surplus(output, len(records))
     write_index(output / "index.npy", records)
     statistics = [record.statistics for record in records if record.statistics is not None]
     dtype = _stored_dtype(codec, settings)
-    layout = Layout(_MEMBERS, tuple(statistics[0]["shape"]), dtype, labelled=source.num_classes > 0)
+    layout = Layout(members, tuple(statistics[0]["shape"]), dtype, labelled=bool(about["classes"]))
     summary: dict[str, Any]
     if isinstance(codec, Tokenizer):
         counts = np.sum([part["token_counts"] for part in statistics], axis=0)
@@ -157,16 +177,10 @@ def write_manifest(
     manifest = {
         "format": FORMAT,
         "kind": "tokens" if isinstance(codec, Tokenizer) else "latents",
-        "name": source.manifest["name"],
+        **about,
         "codec": codec.identity,
         "precision": settings.precision,
-        "crop": source.manifest["crop"],
-        "crops": source.digest,
-        "classes": source.classes,
-        "validation_fraction": source.manifest["validation_fraction"],
-        **{name: source.manifest[name] for name in ("not_held_out",) if name in source.manifest},
         **describe_shards(layout, records),
-        "histogram": source.manifest["histogram"],
         **summary,
         "index": sha256_file(output / "index.npy"),
         "files": {**record_hashes(output, len(records)), **describe(output, pictures)},
@@ -212,7 +226,7 @@ class _Task:
         entry = self.source.manifest["shards"][shard]
         check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
-        sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else _Sums()
+        sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else Sums()
         chunks = self._chunks(crop, first, sums, count)
         head = list(islice(chunks, 1))  # its shape is the shape of them all
         shape = head[0][0]["npy"].shape[1:] if head else ()
@@ -233,7 +247,7 @@ class _Task:
         write_record(output, record)
 
     def _chunks(
-        self, crop: ShardRecord, first: int, sums: _Sums | _Counts, count: Callable[[int], None]
+        self, crop: ShardRecord, first: int, sums: Sums | _Counts, count: Callable[[int], None]
     ) -> Iterator[Chunk]:
         for start in range(0, crop.num_samples, self.settings.batch_size):
             rows = range(start, min(start + self.settings.batch_size, crop.num_samples))
@@ -264,7 +278,7 @@ class _Task:
         return stored
 
 
-class _Sums:
+class Sums:
     """Float64 sums over a shard: of x and of x squared, x = mean + std eps, by channel."""
 
     def __init__(self) -> None:

@@ -103,6 +103,11 @@ class Shards:
             out[mirrored] = out[mirrored].flip(-1)
         return out
 
+    @property
+    def has_mirror_images(self) -> bool:
+        """Whether samples can be mirrored: crops can, latents where their twins are stored."""
+        return self._twin is not None or self.manifest["kind"] == "crops"
+
     def carried(self) -> dict[str, Path]:
         """The files that go with what is learnt from the set, by name, on this machine. Raises ValueError where one
         cannot be had."""

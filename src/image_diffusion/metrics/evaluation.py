@@ -47,6 +47,25 @@ class RealImages:
         return {"train": self.train, "validation": self.validation, "degraded": degraded_half(self.train)}
 
 
+class NoImages:
+    """A split of a data set of which there are no images, only classes."""
+
+    def __init__(self, classes: list[str]) -> None:
+        self.num_samples, self.classes = 0, classes
+        self.shape: tuple[int, ...] = (0, 0, 0)
+        self.labels = np.empty(0, np.int64)
+
+    @property
+    def digest(self) -> str:
+        """Of nothing."""
+        return ""
+
+    def gather(self, indices: np.ndarray) -> Tensor:
+        """None of them, uint8 [0, 0, 0, 0]."""
+        assert len(indices) == 0
+        return torch.empty((0, *self.shape), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class _Against:
     """What one detector's view of samples is compared with. floor: other real images and their classes, if any."""

@@ -119,9 +119,10 @@ class Files:
         return f"{self.data_folder(wildcards)}/manifest.json"
 
     def real_folder(self, wildcards: Wildcards) -> str:
-        """Where the real data lie that a model is compared with: crops, or the pairs of a prior."""
+        """Where the real data lie that a model is compared with: crops, or the pairs of a prior; latents that others
+        have encoded, which tell of the classes alone."""
         plan = self.plans.of(wildcards)
-        return f"{self._dataset(plan)}/{plan.learns_from_pairs or 'crops'}"
+        return f"{self._dataset(plan)}/{plan.learns_from_pairs or ('crops' if plan.has_images else plan.codec)}"
 
     def real_data(self, wildcards: Wildcards) -> str:
         """The manifest of those."""
@@ -174,6 +175,11 @@ class Files:
     def decoder_stamps(self, wildcards: Wildcards) -> list[str]:
         """The same of the decoder of samples, where it is another one."""
         return _stamps(self.plans.of(wildcards).decoder_files)
+
+    def to_encode(self, wildcards: Wildcards) -> str:
+        """What becomes latents: crops, or the files that others have encoded, by their note."""
+        plan = self.plans.of(wildcards)
+        return f"{self._dataset(plan)}/{'crops/manifest' if plan.has_images else 'source'}.json"
 
     def encoded_parts(self, wildcards: Wildcards) -> list[str]:
         """The marks of the jobs that share the shards of a large data set; one alone leaves none."""
@@ -419,7 +425,7 @@ class Files:
 
 
 def _has_crops(plan: Plan) -> bool:
-    return plan.pairs is None or plan.pairs_of_images
+    return plan.has_images and (plan.pairs is None or plan.pairs_of_images)
 
 
 def _parts(plan: Plan) -> list[str]:

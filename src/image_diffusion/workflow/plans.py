@@ -36,6 +36,8 @@ class Plan:
     """The folder of its data set under results/datasets."""
     source: dict[str, Any]
     """Where its images come from, as its section data.source."""
+    has_images: bool
+    """Whether those are images, or latents that others have encoded."""
     num_shards: int
     """Shards that its data set is cut into."""
     codec: str | None

@@ -5,9 +5,12 @@ from typing import Annotated
 from pydantic import Field
 
 from image_diffusion.data.sources.digits import Digits
+from image_diffusion.data.sources.edm2_latents import Edm2Latents
 from image_diffusion.data.sources.embeddings import Embeddings
+from image_diffusion.data.sources.fastdit_latents import FastDiTLatents
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.huggingface import HuggingFace
+from image_diffusion.data.sources.lightningdit_latents import LightningDiTLatents
 from image_diffusion.data.sources.lmdb_database import Lmdb
 from image_diffusion.data.sources.painted import PaintedDigits
 from image_diffusion.data.sources.parquet import Parquet
@@ -31,6 +34,9 @@ Source = Annotated[
     | ZipArchive
     | Lmdb
     | TorchvisionSet
-    | Embeddings,
+    | Embeddings
+    | Edm2Latents
+    | LightningDiTLatents
+    | FastDiTLatents,
     Field(discriminator="type"),
 ]

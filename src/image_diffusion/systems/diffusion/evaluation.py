@@ -13,7 +13,7 @@ from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics.cited import beside
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.curve import read_previews
-from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
+from image_diffusion.metrics.evaluation import NoImages, RealImages, evaluate_samples
 from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.painted import evaluate_painted
 from image_diffusion.metrics.prompted import check_prompted, evaluate_prompted
@@ -30,7 +30,7 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
     Without a model, samples from anywhere are judged. Raises ValueError for what is missing or does not fit.
     """
     settings: EvaluateConfig = given.sections["evaluate"]
-    data = RealImages(open_shards(given.data, "train"), open_shards(given.data, "validation"))
+    data = real_images(given.data)
     if given.samples is None and settings.likelihood is None:
         raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
     result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
@@ -67,6 +67,15 @@ def judge_diffusion(given: ToJudge) -> dict[str, Any]:
     if settings.published:
         result["published"] = beside(settings.published, result["metrics"])
     return result
+
+
+def real_images(folder: Path | str) -> RealImages:
+    """The two splits of a folder of crops; of latents that others have encoded, no image."""
+    train, validation = open_shards(folder, "train"), open_shards(folder, "validation")
+    if train.manifest["kind"] != "latents":
+        return RealImages(train, validation)
+    none = NoImages(train.classes)
+    return RealImages(none, none)
 
 
 def _likelihood(
