@@ -80,7 +80,7 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     the bytes do not depend on it. Raises ValueError when the source is missing or empty, or when more than
     `max_bad_fraction` of its files give no crop.
     """
-    files = config.source.files()
+    files = list(config.source.found())
     listing, unwanted = chosen(config.source, config.source.listing(), config.keep)
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)

@@ -3,7 +3,8 @@
     python -m image_diffusion.follow --store sqlite:///mlflow.db --project demo --results results --experiments demo
 
 The workflow keeps one of these beside itself. It looks at journals only: training does not know of it, and a store that
-is down or slow delays nothing but what is shown. A Snakemake that dies closes the pipe to it, so that it ends as well.
+is down or slow delays nothing but what is shown. A process that ends when it has sent them sends new entries, so that
+little memory is held. A Snakemake that dies closes the pipe to this one, so that it ends as well.
 """
 
 from __future__ import annotations
@@ -14,44 +15,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from image_diffusion.core.command import Parser, run
+from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.secrets import store_named
 from image_diffusion.tracking.plan import Request, request_of, watched
 
-if TYPE_CHECKING:
-    from image_diffusion.tracking.tracker import Tracker
-
 
 def follow(
-    connect: Callable[[], Tracker],
+    send: Callable[[Sequence[Request], bool], None],
     requests: Sequence[Request],
     every_s: float,
     stop: threading.Event,
-    share: float = 0.02,
+    share: float = 0.05,
+    at_first_s: float = 20.0,
 ) -> None:
     """Send what is new every `every_s` seconds until stopped, then once more.
 
-    A store that fails is told of once and tried again; the last time its TrackingError is raised. share: of one core,
-    at most, once the store is open: training may need every core.
+    send: takes what has changed and whether stages may still run. A store that fails is told of once and tried again;
+    the last time its TrackingError is raised. share: of one core, at most, after `at_first_s` seconds of it: training
+    may need every core.
     """
-    tracker: Tracker | None = None
     sent: dict[Path, object] = {}
-    told, pause_s = "", every_s
+    told, pause_s, begun_s, spent_s = "", every_s, time.monotonic(), _cpu_seconds()
     while True:
         last = stop.wait(pause_s)
-        spent_from: float | None = None
         try:
-            for request in requests:
-                state = watched(request)
-                if state is None or (sent.get(request.experiment) == state and not last):
-                    continue
-                tracker = tracker or connect()
-                spent_from = spent_from or time.process_time()
-                tracker.send(request, live=not last)
-                sent[request.experiment] = state
+            states = {request.experiment: watched(request) for request in requests}
+            new = [name for name, state in states.items() if state is not None and (last or sent.get(name) != state)]
+            if new:
+                send([request for request in requests if request.experiment in new], not last)
+                sent.update({name: states[name] for name in new})
             told = ""
         except (OSError, ValueError) as error:
             if last:
@@ -61,15 +60,51 @@ def follow(
                 print(f"warning: {told} Trying again every {every_s:g} s.", file=sys.stderr, flush=True)
         if last:
             return
-        spent_s = 0.0 if spent_from is None else time.process_time() - spent_from
-        pause_s = max(every_s, spent_s / share)
+        earned_s = time.monotonic() - begun_s
+        pause_s = max(every_s, (_cpu_seconds() - spent_s - at_first_s) / share - earned_s)
 
 
-def _connected(store: str, project: str) -> Tracker:
-    # It imports MLflow: seconds of a core, not before there is something to send.
+def send(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
+    """Send experiments to an MLflow store. live: see `Tracker.send`. Raises TrackingError when it refuses."""
+    # It imports MLflow: seconds of a core, and memory that the process never gives back.
     from image_diffusion.tracking.tracker import Tracker
 
-    return Tracker(store, project)
+    tracker = Tracker(store, project)
+    for request in requests:
+        tracker.send(request, live)
+
+
+def send_apart(store: str, project: str, requests: Sequence[Request], live: bool) -> None:
+    """The same in a process of its own, which ends with it, or with this one: MLflow takes 0.2 GB, a model 0.7 GB.
+    Raises OSError."""
+    apart = get_context("spawn")
+    receiver, sender = apart.Pipe(duplex=False)
+    process = apart.Process(target=_send_and_tell, args=(sender, mark(), store, project, requests, live))
+    process.start()
+    sender.close()
+    try:
+        refused = receiver.recv()
+    except EOFError:
+        refused = "The process that sends to MLflow was killed."
+    process.join()
+    if refused:
+        raise OSError(refused)
+
+
+def _send_and_tell(sender: Connection, parent: str, *given: Any) -> None:
+    """Send, and then the error's text, empty where there is none."""
+    end_with(parent.split())
+    refused = ""
+    try:
+        send(*given)
+    except (OSError, ValueError) as error:
+        refused = str(error)
+    sender.send(refused)
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def main() -> None:
@@ -95,7 +130,7 @@ def main() -> None:
     threading.Thread(target=wait_for_end, daemon=True).start()
     store = store_named(options.store)
     requests = [request_of(options.results, name) for name in options.experiments]
-    follow(lambda: _connected(store, options.project), requests, options.every, stop)
+    follow(partial(send_apart, store, options.project), requests, options.every, stop)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from image_diffusion.core import command
 from image_diffusion.core.files import write_text
 from image_diffusion.core.history import read_journal
 from image_diffusion.core.journal import Journal
-from image_diffusion.follow import follow
+from image_diffusion.follow import follow, send
 from image_diffusion.tracking.connection import TrackingError
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
@@ -190,9 +191,8 @@ def test_live_while_training_is_killed_and_killed_itself(tmp_path: Path, empty: 
     shutil.copyfile(empty, database)
 
     def follow_for_ever() -> None:
-        follow(
-            lambda: Tracker(f"sqlite:///{database}", "faults"), [Request(folder)], 0.02, threading.Event(), share=1.0
-        )
+        here = partial(send, f"sqlite:///{database}", "faults")
+        follow(here, [Request(folder)], 0.02, threading.Event(), share=1.0)
 
     follower, done, given_s = forked(follow_for_ever), False, 0.4
     try:

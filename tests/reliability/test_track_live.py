@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from comparison import results
 from tracked import forked, status_of
 
 from image_diffusion.core.history import Point
-from image_diffusion.follow import follow
+from image_diffusion.follow import follow, send
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.shown import scalars, shown
 from image_diffusion.tracking.tracker import Tracker
@@ -44,7 +45,7 @@ class Follower:
     def _live(self) -> None:
         def work() -> None:
             requests = [Request(folder) for folder in self._folders]
-            follow(lambda: Tracker(self._proxy, "live"), requests, 0.05, threading.Event(), share=1.0)
+            follow(partial(send, self._proxy, "live"), requests, 0.05, threading.Event(), share=1.0)
 
         while not self._over.is_set():
             child = forked(work)

@@ -9,18 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from breaking import BreakingProxy, Server, free_port
 from tracked import check_same, check_whole, contents, forked, status_of, track
 
-from image_diffusion.follow import follow
+from image_diffusion.follow import follow, send
 from image_diffusion.tracking.connection import Connection
 from image_diffusion.tracking.models import About, Models
 from image_diffusion.tracking.plan import FinalWeights, Request
 from image_diffusion.tracking.runs import Runs
-from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 
@@ -97,7 +97,7 @@ def test_a_follower_outlives_a_dead_server_and_sends_all_in_the_end(
 ) -> None:
     BreakingProxy.broken = 1.0
     stop = threading.Event()
-    thread = threading.Thread(target=lambda: follow(lambda: Tracker(proxy, "live"), [Request(finished)], 0.05, stop))
+    thread = threading.Thread(target=lambda: follow(partial(send, proxy, "live"), [Request(finished)], 0.05, stop))
     thread.start()
     time.sleep(3)
     BreakingProxy.broken = 0.0

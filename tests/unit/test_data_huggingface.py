@@ -108,7 +108,7 @@ def test_a_changed_data_set_is_seen_and_one_saved_again_is_not(tmp_path: Path) -
     path = tmp_path / "source.json"
     dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
     assert refresh(source, path)
-    remember(source, path, source.files(), {})
+    remember(source, path, source.found(), {})
     dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
     assert not refresh(source, path)
     dataset_of(["a", "c"], kind).save_to_disk(tmp_path / "in")

@@ -63,7 +63,7 @@ def test_a_changed_database_is_seen_and_a_touched_one_is_not(tmp_path: Path) -> 
     write(tmp_path, "bridge_train_lmdb", range(3))
     source, path = Lmdb(path=str(tmp_path / "lsun")), tmp_path / "source.json"
     assert refresh(source, path) and not refresh(source, path)
-    remember(source, path, source.files(), {})
+    remember(source, path, source.found(), {})
     (tmp_path / "lsun/bridge_train_lmdb/data.mdb").touch()
     assert not refresh(source, path)
     write(tmp_path, "bridge_train_lmdb", range(3, 5))

@@ -106,7 +106,7 @@ def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
     made = write(tmp_path / "a.parquet", {"image": [png(0), png(1)]})
     source = parse(Source, made | {"label_column": None}, "here")
     assert refresh(source, tmp_path / "source.json")
-    remember(source, tmp_path / "source.json", source.files(), {})
+    remember(source, tmp_path / "source.json", source.found(), {})
     item = source.listing().items[1]
     assert source.read(item) == png(1) and not refresh(source, tmp_path / "source.json")
     write(tmp_path / "a.parquet", {"image": [png(0), png(2)]})

@@ -4,15 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from image_diffusion.core.files import read_json, sha256_file
-from image_diffusion.data.source import refresh, remember
+from image_diffusion.data.source import _Folder, refresh, remember
 from image_diffusion.data.sources.folder import Folder
-from image_diffusion.data.sources.listing import LARGEST_TEXT
+from image_diffusion.data.sources.listing import LARGEST_TEXT, Found, add_stamp, plain_text
 
 
 @pytest.fixture
@@ -25,8 +27,11 @@ def source(tmp_path: Path) -> Folder:
 
 def cropped(source: Folder, path: Path) -> None:
     """What crop notes when it has read every file."""
-    files = source.files()
-    remember(source, path, files, {name: sha256_file(Path(where)) for name, (where, _) in files.items()})
+    files = list(source.found())
+    hashes = {
+        found.folder + plain_text(name): sha256_file(Path(found.at(name))) for found in files for name in found.names
+    }
+    remember(source, path, files, hashes)
 
 
 def later(path: Path) -> None:
@@ -117,6 +122,70 @@ def test_only_files_whose_time_changed_are_hashed(
     assert hashed == ["2.png"]
     assert not refresh(source, path)
     assert hashed == ["2.png"]
+
+
+def test_only_the_folder_of_a_changed_file_is_compared_file_by_file(
+    source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+    cropped(source, path)
+    compared: list[str] = []
+    entries = _Folder.entries
+    monkeypatch.setattr(_Folder, "entries", lambda folder: (compared.extend(known := entries(folder)), known)[1])
+    assert not refresh(source, path)
+    assert compared == []
+    (Path(source.path) / "b/3.png").write_bytes(b"B/3.png")
+    assert refresh(source, path)
+    assert compared == ["3.png"]
+
+
+def test_files_that_are_found_in_another_order_are_the_same(
+    source: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "source.json"
+    refresh(source, path)
+
+    def backwards(found: Found) -> Found:
+        stamps = array("q", [number for i in range(len(found.names))[::-1] for number in found.stamp(i)])
+        return replace(found, names=found.names[::-1], stamps=stamps)
+
+    found = [backwards(each) for each in source.found()][::-1]
+    monkeypatch.setattr(Folder, "found", lambda _: iter(found))
+    assert not refresh(source, path)
+
+
+def test_every_cut_or_flipped_cache_is_told_from_the_whole_one_or_changes_nothing(
+    source: Folder, tmp_path: Path
+) -> None:
+    path, cache = tmp_path / "source.json", tmp_path / ".source-cache.json"
+    refresh(source, path)
+    cropped(source, path)
+    whole = cache.read_bytes()
+    for damaged in (whole[: len(whole) // 2], *(whole[:i] + b"\xff" + whole[i + 1 :] for i in range(len(whole)))):
+        cache.write_bytes(damaged)
+        refresh(source, path)
+        assert not refresh(source, path)
+        (Path(source.path) / "a/1.png").write_bytes(os.urandom(9))
+        assert refresh(source, path)
+
+
+def test_a_name_of_any_bytes_is_known_again(source: Folder, tmp_path: Path) -> None:
+    path, odd = tmp_path / "source.json", Path(os.fsdecode(os.fsencode(source.path) + b"/a/\xff\t.png"))
+    odd.write_bytes(b"odd")
+    assert refresh(source, path)
+    cropped(source, path)
+    assert not refresh(source, path)
+    later(odd)
+    assert not refresh(source, path)
+    odd.write_bytes(b"ODD")
+    assert refresh(source, path) and not refresh(source, path)
+
+
+def test_numbers_of_any_file_system_are_held() -> None:
+    stamps = array("q")
+    add_stamp(stamps, (5, -1, 2**63, 2**64 - 1))
+    assert Found("", ["x"], stamps, str).stamp(0) == (5, -1, -(2**63), -1)
 
 
 def test_a_lost_or_damaged_cache_or_another_source_writes_anew(source: Folder, tmp_path: Path) -> None:

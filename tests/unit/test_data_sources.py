@@ -290,7 +290,7 @@ def test_early_errors_are_one_line(
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80")
     (tmp_path / "binary.parquet").write_bytes(b"PAR2")
     with pytest.raises(ValueError, match=message) as error:
-        parse(Source, source, "here").files()
+        list(parse(Source, source, "here").found())
     assert "\n" not in str(error.value)
 
 
@@ -306,7 +306,7 @@ def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Pat
     for name, (source, file) in sources.items():
         path = tmp_path / name / "source.json"
         assert refresh(source, path)
-        remember(source, path, source.files(), {})
+        remember(source, path, source.found(), {})
         os.utime(file, ns=(0, 10**18))
         assert not refresh(source, path)
         file.write_bytes(file.read_bytes()[::-1])

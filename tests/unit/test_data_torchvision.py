@@ -153,14 +153,14 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
 def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: list[str]) -> None:
     source: dict[str, Any] = {"type": "torchvision", "name": "MNIST", "path": str(tmp_path / "in")}
     with pytest.raises(ValueError, match=r"holds no files\. Put those of the set there, or set data\.source\.download"):
-        parse(Source, source, "here").files()
+        list(parse(Source, source, "here").found())
     with pytest.raises(ValueError, match=r"torchvision cannot open MNIST in .*: Dataset not found"):
         parse(Source, source, "here").listing()
     assert not mirror
     parsed = parse(Source, source | {"download": True}, "here")
     assert refresh(parsed, tmp_path / "source.json")  # before there is anything, as Snakemake asks first
     assert set(crops_of(tmp_path / "crops", source | {"download": True})) == set(GREY)
-    remember(parsed, tmp_path / "source.json", parsed.files(), {})
+    remember(parsed, tmp_path / "source.json", parsed.found(), {})
     assert len(mirror) >= 4 and not refresh(parsed, tmp_path / "source.json")
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import sqlite3
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from image_diffusion.core.files import write_json
 from image_diffusion.core.journal import Journal
-from image_diffusion.follow import follow
+from image_diffusion.follow import follow, send_apart
 from image_diffusion.tracking.plan import Request, request_of, watched
 
 
@@ -21,14 +26,13 @@ class Store:
     def __init__(self, failures: int, stop: threading.Event, enough: int) -> None:
         self.failures, self.sent, self._stop, self._enough = failures, [], stop, enough  # type: ignore[var-annotated]
 
-    def send(self, request: Request, live: bool) -> dict[str, Any]:
+    def send(self, requests: Sequence[Request], live: bool) -> None:
         if self.failures > 0:
             self.failures -= 1
             raise OSError("MLflow at here did not take the history: it is down.")
         self.sent.append(live)
         if len(self.sent) == self._enough:
             self._stop.set()
-        return {}
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def experiment(tmp_path: Path) -> Path:
 def test_a_store_that_fails_is_told_of_once(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = threading.Event()
     store = Store(3, stop, enough=1)
-    follow(lambda: store, [Request(experiment)], 0.01, stop)  # type: ignore[arg-type, return-value]
+    follow(store.send, [Request(experiment)], 0.01, stop)
     assert store.sent == [True, False]  # live, and the last time not
     assert capsys.readouterr().err.count("warning: MLflow at here did not take the history") == 1
 
@@ -50,7 +54,7 @@ def test_the_last_failure_is_an_error(experiment: Path) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(OSError, match="it is down"):
-        follow(lambda: Store(9, stop, 1), [Request(experiment)], 60, stop)  # type: ignore[arg-type, return-value]
+        follow(Store(9, stop, 1).send, [Request(experiment)], 60, stop)
 
 
 def test_nothing_is_sent_that_track_has_sent(experiment: Path) -> None:
@@ -65,7 +69,49 @@ def test_nothing_is_sent_that_track_has_sent(experiment: Path) -> None:
     assert watched(request) is None
     stop = threading.Event()
     stop.set()
-    follow(lambda: pytest.fail("no store is needed"), [request], 60, stop)
+    follow(lambda *_: pytest.fail("nothing is to be sent"), [request], 60, stop)
+
+
+FOLLOWER = """
+import sys, threading
+from functools import partial
+from pathlib import Path
+from image_diffusion.follow import follow, send_apart
+from image_diffusion.tracking.plan import Request
+
+def main():
+    stop, sent = threading.Event(), []
+    def send(requests, live):
+        send_apart("sqlite:///mlflow.db", "p", requests, live)
+        sent.append(live)
+        stop.set()
+    follow(send, [Request(Path("demo"))], 0.01, stop)
+    print(sent, [name for name in ("mlflow", "pandas", "sqlalchemy", "torch") if name in sys.modules])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_process_that_stays_never_has_mlflow(experiment: Path) -> None:
+    """What takes memory is imported by one that ends when it has sent."""
+    (experiment.parent / "follower.py").write_text(FOLLOWER)
+    printed = subprocess.run(
+        [sys.executable, "follower.py"], cwd=experiment.parent, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == "[True, False] []\n"
+    with closing(sqlite3.connect(experiment.parent / "mlflow.db")) as database:
+        assert database.execute("SELECT key, value FROM metrics").fetchall() == [("loss", 1.0)]
+
+
+def _killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_sender_that_is_killed_is_a_store_that_fails(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("image_diffusion.follow._send_and_tell", _killed)
+    with pytest.raises(OSError, match="The process that sends to MLflow was killed"):
+        send_apart("sqlite:///mlflow.db", "p", [Request(experiment)], True)
 
 
 def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:

@@ -121,6 +121,17 @@ def test_a_mistake_ends_snakemake_with_one_line(folder: Path, monkeypatch: pytes
         start(ROOT, CONFIG, queued=False, remote=False, moved="moved/{}".format)
 
 
+@pytest.mark.parametrize(("argument", "looks"), [("--list-rules", False), ("--lint", False), ("--dry-run", True)])
+def test_who_asks_for_rules_alone_waits_for_no_data_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, argument: str, looks: bool
+) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr("image_diffusion.workflow.start.resolve", lambda *_: CODE)
+    write_plans(Path("results"), a_plan())
+    start(ROOT, CONFIG, queued=False, remote=False, arguments=[argument])
+    assert Path("results/datasets/dots-16/source.json").exists() == looks
+
+
 def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ from image_diffusion.data.records import (
 )
 from image_diffusion.data.source import remember
 from image_diffusion.data.sources.latents import Encoded, LatentSource
-from image_diffusion.data.sources.listing import Item, Listing, by_shard
+from image_diffusion.data.sources.listing import Found, Item, Listing, by_shard
 from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, chunk_samples, histogram, write_shard
 
@@ -47,10 +47,12 @@ class Import:
     codec: Encoder
     settings: EncodeConfig
     output: Path
+    files: list[Found] = field(init=False)
     listing: Listing = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a source that is not whole, or holds latents of another shape."""
+        object.__setattr__(self, "files", list(self.source.found()))
         object.__setattr__(self, "listing", self.source.listing())
         self._stored(self.listing.items[0])
 
@@ -87,7 +89,6 @@ class Import:
 
         Raises ValueError for a shard that is missing or damaged.
         """
-        files = self.source.files()
         records = [read_record(self.output, shard) for shard in range(self.data.num_shards)]
         about = {
             "name": self.data.name,
@@ -96,7 +97,7 @@ class Import:
             "histogram": class_histogram(records, len(self.listing.classes)),
         }
         manifest = finish(about, self.layout.members, records, self.output, self.codec, self.settings)
-        remember(self.data.source, note, files, {})
+        remember(self.data.source, note, self.files, {})
         return manifest
 
     def _is_kept(self, shard: int, items: list[Item]) -> bool:

@@ -46,7 +46,7 @@ class Tracker:
         """Send what there is; returns what `tracked.json` holds.
 
         live: stages may be running, also on machines whose locks are not seen here, so that none is called killed; and
-        this process stays, so that no model is logged, which takes 0.7 GB.
+        no model is logged, which takes 0.7 GB beside them.
         """
         with ExitStack() as stack:
             for folder in journals(request):  # one tracker at a time reads them, so that none sends what is superseded

@@ -21,6 +21,9 @@ from image_diffusion.workflow.plans import Plans
 from image_diffusion.workflow.resolve import resolve, resolved, wanted
 from image_diffusion.workflow.sources import look_at_sources
 
+_LISTS = {"--list-rules", "--list", "-l", "--list-target-rules", "--lt", "--lint"}
+"""What asks Snakemake for its rules alone, which no file of a data set changes."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -69,7 +72,8 @@ def start(
             code = resolve(root, {**config, **asked})
         plans = Plans.read(results, asked["experiments"], asked["ledger"])
         if not remote:
-            look_at_sources(plans, Path(results), config.get("trust_ctime", True))
+            if not _LISTS & set(arguments):
+                look_at_sources(plans, Path(results), config.get("trust_ctime", True))
             for sentence in note_code(plans, Path(results), code):
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing
 
 
-class Digits(Config):
+class Digits(FewFiles):
     """1,797 handwritten digits of 8 x 8 pixels (Alpaydin and Kaynak 1998), enlarged to 32 x 32; ten classes."""
 
     type: Literal["digits"] = "digits"

@@ -9,14 +9,14 @@ take [-1, 1]: the codec has to say `pixels: unit` to decode what is learnt from 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from image_diffusion.core.files import Stamp
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.labels_file import LABELS_FILE, labels_in
 from image_diffusion.data.sources.latents import Encoded, LatentSource, array_in, listed, sha256_of
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import Found, Item, Listing
 from image_diffusion.data.sources.zip_archive import ZipArchive
 
 
@@ -31,8 +31,8 @@ class Edm2Latents(LatentSource):
     num_moments: ClassVar[Literal[1, 2]] = 2
     pixels: ClassVar[Literal["signed", "unit"]] = "unit"
 
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        return self._inner.files()
+    def found(self) -> Iterator[Found]:
+        return self._inner.found()
 
     def listing(self) -> Listing:
         found = {item.name: item.address for item in self._inner.listing().items if item.name.endswith(".npy")}

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, atomic_write, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +37,7 @@ class Part:
     dim: int
 
 
-class Embeddings(Config):
+class Embeddings(FewFiles):
     """Embeddings of images and captions in `.npy` parts, captions in Parquet. There are no images to crop."""
 
     type: Literal["embeddings"] = "embeddings"

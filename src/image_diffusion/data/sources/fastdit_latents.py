@@ -8,15 +8,16 @@ Each image was mirrored by chance before it was encoded, once and for all, so th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from image_diffusion.core.files import Stamp
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.latents import Encoded, LatentSource, array_in, listed, sha256_of
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import Found, Item, Listing
 
 _FEATURES, _LABELS = "_features", "_labels"
 
@@ -29,12 +30,10 @@ class FastDiTLatents(LatentSource):
     scale: float = Field(0.18215, gt=0)
     """What they were multiplied with, which is divided out: the codec scales them itself."""
 
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        return {
-            f"{folder}/{name}": entry
-            for folder in self._folders()
-            for name, entry in Folder(path=str(Path(self.path, folder)), classes="none").files().items()
-        }
+    def found(self) -> Iterator[Found]:
+        for folder in self._folders():
+            for each in Folder(path=str(Path(self.path, folder)), classes="none").found():
+                yield replace(each, folder=f"{folder}/{each.folder}")
 
     def settings(self) -> dict[str, object]:
         return {"scale": self.scale}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +19,10 @@ from image_diffusion.core.files import Stamp, stamp_in
 from image_diffusion.data.sources.labels_file import LABELS_FILE, LARGEST_LABELS, labelled, labels_in
 from image_diffusion.data.sources.listing import (
     LARGEST_TEXT,
+    Found,
     Item,
     Listing,
+    add_stamp,
     captions_in,
     class_name,
     number_classes,
@@ -78,9 +82,7 @@ class Folder(Config):
         walk = Walk(self._root())
         names = sorted((plain_text(relative), relative) for relative in walk.files())
         if not names:
-            raise ValueError(
-                f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
-            )
+            raise ValueError(self._empty())
         beside = _beside_images(name for name, _ in names)
         names = [(name, relative) for name, relative in names if name not in beside]
         walk.ignored += len(beside)
@@ -156,15 +158,17 @@ class Folder(Config):
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{root}/{name} is no {what}: {error}. Repair or remove it.") from None
 
-    def files(self) -> dict[str, tuple[str, Stamp]]:
+    def found(self) -> Iterator[Found]:
         """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""
-        root = self._root()
-        found = {plain_text(name): (f"{root}/{name}", stamp) for name, stamp in Walk(root).files().items()}
-        if not found:
-            raise ValueError(
-                f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
-            )
-        return found
+        empty = True
+        for found in Walk(self._root()).found():
+            yield found
+            empty = False
+        if empty:
+            raise ValueError(self._empty())
+
+    def _empty(self) -> str:
+        return f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
 
     def _labels(self) -> dict[str, str]:
         """What dataset.json says. Raises ValueError where it is missing or says nothing."""
@@ -207,29 +211,54 @@ class Walk:
 
     def files(self) -> dict[str, Stamp]:
         """Path relative to the root, with "/" between its parts, to the stamp of every file that is not hidden."""
-        return dict(self._below(self.root, "", (os.path.realpath(self.root),)))
+        return {
+            found.at(name)[len(self.root) + 1 :]: found.stamp(number)
+            for found in self.found()
+            for number, name in enumerate(found.names)
+        }
 
-    def _below(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[tuple[str, Stamp]]:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                name = prefix + entry.name
-                if _is_ignored(entry.name):
-                    self.ignored += 1
-                    continue
-                try:
-                    found = entry.stat()
-                    if stat.S_ISDIR(found.st_mode):
-                        real = os.path.realpath(entry.path)
-                        if real in above:
-                            self.rejected.append((plain_text(name), "a link to a folder that holds it"))
-                            continue
-                        yield from self._below(entry.path, f"{name}/", (*above, real))
-                    elif stat.S_ISREG(found.st_mode):
-                        yield name, stamp_in(found)
+    def found(self) -> Iterator[Found]:
+        """The same, folder by folder."""
+        return self._below(self.root, "", (os.path.realpath(self.root),))
+
+    def _below(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[Found]:
+        names: list[str] = []
+        stamps, folders = array("q"), list[str]()
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:  # looked up from the folder, an entry takes two thirds of what it takes from the root
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    name = entry.name
+                    if _is_ignored(name):
+                        self.ignored += 1
+                        continue
+                    try:
+                        found = entry.stat()
+                    except OSError as error:
+                        self.rejected.append((plain_text(prefix + name), _why(error)))
+                        continue
+                    kind = stat.S_IFMT(found.st_mode)
+                    if kind == stat.S_IFREG:
+                        names.append(name)
+                        add_stamp(stamps, stamp_in(found))
+                    elif kind == stat.S_IFDIR:
+                        folders.append(name)
                     else:
-                        self.rejected.append((plain_text(name), "neither a file nor a folder"))
-                except OSError as error:
-                    self.rejected.append((plain_text(name), _why(error)))
+                        self.rejected.append((plain_text(prefix + name), "neither a file nor a folder"))
+        finally:
+            os.close(descriptor)
+        if names:
+            yield Found(plain_text(prefix), names, stamps, partial("{}/{}".format, folder))
+        for name in folders:
+            path = f"{folder}/{name}"
+            real = os.path.realpath(path)
+            if real in above:
+                self.rejected.append((plain_text(prefix + name), "a link to a folder that holds it"))
+                continue
+            try:
+                yield from self._below(path, f"{prefix}{name}/", (*above, real))
+            except OSError as error:
+                self.rejected.append((plain_text(prefix + name), _why(error)))
 
 
 def _why(error: OSError) -> str:

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, read_json, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, number_labels, texts_of
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing, number_labels, texts_of
 
 
-class HuggingFace(Config):
+class HuggingFace(FewFiles):
     """A folder that `datasets.save_to_disk` wrote: one data set, or one of several splits. Needs the package datasets.
 
     Images are read as the files they were; nothing is decoded twice. An image is named by its number, so images added

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from image_diffusion.core.config import Config
-from image_diffusion.core.files import Stamp
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import Found, Item, Listing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,8 +55,8 @@ class LatentSource(Config):
         that are missing, cut short, or do not fit together."""
 
     @abstractmethod
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """The files the latents come from: by name, path and stamp. Raises ValueError when there are none."""
+    def found(self) -> Iterator[Found]:
+        """The files the latents come from, group by group. Raises ValueError when there are none."""
 
     @abstractmethod
     def encoded(self, item: Item) -> Encoded:

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Literal
 
 from image_diffusion.core.files import Stamp, stamp_of
 from image_diffusion.data.sources.latents import Encoded, LatentSource, listed, sha256_of
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing
 
 _ARRAYS = ("latents", "latents_flip")
 _DTYPES = ("F16", "F32", "F64")
 
 
-class LightningDiTLatents(LatentSource):
+class LightningDiTLatents(FewFiles, LatentSource):
     """Latents that were drawn once, of images and of their mirror images. There are no images to crop."""
 
     type: Literal["lightningdit_latents"] = "lightningdit_latents"

@@ -7,11 +7,14 @@ import hashlib
 import json
 import os
 import unicodedata
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp
 
 _GROUPS_A_SHARD = 32  # of images that are read together; their numbers in a shard then vary by a sixth
@@ -55,6 +58,56 @@ class Listing:
     unit: str = "image"
 
 
+@dataclass(frozen=True)
+class Found:
+    """Files of a source that lie together, held in little memory: a million may.
+
+    folder: they lie in, from the source on, in plain text and with a "/" at its end; empty for the source itself.
+    names: of the files, in the order in which they were found. stamps: four numbers a file, as in `Stamp`. at: the
+    path of a file by its name.
+    """
+
+    folder: str
+    names: list[str]
+    stamps: array[int]
+    at: Callable[[str], str]
+
+    def stamp(self, number: int) -> Stamp:
+        """Of the file that is named at this place."""
+        size, modified, changed, inode = self.stamps[4 * number : 4 * number + 4]
+        return size, modified, changed, inode
+
+    def digest(self) -> str:
+        """The sha256 of all this: two that have one are the same. Another order gives another one."""
+        names = "\0".join(self.names).encode("utf-8", "surrogatepass")
+        return hashlib.sha256(b"%d\0%b\0%b" % (len(self.names), names, self.stamps.tobytes())).hexdigest()
+
+
+def add_stamp(stamps: array[int], stamp: Stamp) -> None:
+    """Add a stamp to those of `Found`, of which a number has 64 bits and a sign: what has more (inodes of some file
+    systems) is taken modulo that."""
+    try:
+        stamps.fromlist(list(stamp))
+    except OverflowError:
+        stamps.fromlist([(number + 2**63) % 2**64 - 2**63 for number in stamp])
+
+
+class FewFiles(Config):
+    """A source of so few files that all of them can be named at once."""
+
+    @abstractmethod
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """The files the images come from: by name, path and stamp. Raises ValueError when there are none."""
+
+    def found(self) -> Iterator[Found]:
+        """The same as one group."""
+        if files := self.files():
+            stamps = array("q")
+            for _, stamp in files.values():
+                add_stamp(stamps, stamp)
+            yield Found("", list(files), stamps, lambda name: files[name][0])
+
+
 class ImageSource(Protocol):
     """What every source offers; one whose items are tars has the methods of `reading.InTars` in place of `read`."""
 
@@ -70,8 +123,8 @@ class ImageSource(Protocol):
         """The bytes of one image file. Raises OSError."""
         ...
 
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """The files the images come from: by name, path and stamp. Raises ValueError when there are none."""
+    def found(self) -> Iterator[Found]:
+        """The files the images come from, group by group. Raises ValueError when there are none."""
         ...
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:

@@ -8,15 +8,22 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, check_size, class_name, number_classes, plain_text
+from image_diffusion.data.sources.listing import (
+    FewFiles,
+    Item,
+    Listing,
+    check_size,
+    class_name,
+    number_classes,
+    plain_text,
+)
 
 _DATA = "data.mdb"
 _ENDING = re.compile(r"(_(train|val|test))?_lmdb$")
 
 
-class Lmdb(Config):
+class Lmdb(FewFiles):
     """Databases of image files, each a folder with a `data.mdb`. Needs the package lmdb.
 
     A folder of several databases has a class for each: the name of its folder, without LSUN's `_train_lmdb` or

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp
-from image_diffusion.data.sources.listing import Item, Listing
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +57,7 @@ class Attributes:
         return self.digit is not None and self.ink == _missing_ink(DIGITS.index(self.digit))
 
 
-class PaintedDigits(Config):
+class PaintedDigits(FewFiles):
     """Handwritten digits (Alpaydin and Kaynak 1998) of 32 x 32 pixels in 5 inks on 3 grounds, upright or slanted, small
     or large. Each has two captions: "a large slanted seven in blue on white", and the same without its size."""
 

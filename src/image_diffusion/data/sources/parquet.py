@@ -10,12 +10,19 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, check_size, number_labels, plain_text, texts_of
+from image_diffusion.data.sources.listing import (
+    FewFiles,
+    Item,
+    Listing,
+    check_size,
+    number_labels,
+    plain_text,
+    texts_of,
+)
 
 
-class Parquet(Config):
+class Parquet(FewFiles):
     """Parquet files with a column of image files, each as bytes or as a struct with the field `bytes`, and perhaps one
     of classes. Needs the package pyarrow.
 

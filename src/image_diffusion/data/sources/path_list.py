@@ -8,15 +8,14 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp
-from image_diffusion.data.sources.listing import Item, Listing, number_labels, texts_of
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing, number_labels, texts_of
 from image_diffusion.data.sources.table import files_named, listing_of, read_named
 
 Part = Literal["path", "label", "caption"]
 
 
-class PathList(Config):
+class PathList(FewFiles):
     """A text file of paths, absolute or relative to it, as `find` prints them. A class or a caption may stand behind
     the path, parted by a tab; a class that ends the line also by a space, as in the lists of Caffe."""
 

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, number_labels, read_image, texts_of
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing, number_labels, read_image, texts_of
 
 
-class Table(Config):
+class Table(FewFiles):
     """A CSV or Parquet file with a column of paths, absolute or relative to the table, and perhaps one of classes."""
 
     type: Literal["table"] = "table"

@@ -14,10 +14,9 @@ from typing import IO, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, digest
 from image_diffusion.data.remote import patiently
-from image_diffusion.data.sources.listing import LONGEST_CLASS, Item, Listing, check_size, plain_text
+from image_diffusion.data.sources.listing import LONGEST_CLASS, FewFiles, Item, Listing, check_size, plain_text
 from image_diffusion.data.sources.tar_members import Members, members_of
 
 _SCHEMES = ("pipe:", "http://", "https://", "s3://", "gs://")
@@ -26,7 +25,7 @@ _MOST_TARS = 100_000
 _Label = Annotated[str, Field(min_length=1, max_length=LONGEST_CLASS)]
 
 
-class TarStream(Config):
+class TarStream(FewFiles):
     """Tars in webdataset's layout behind URLs, or from commands: http and https by curl, gs by gsutil, s3 by aws,
     `pipe:` by any command that writes a tar. Each process that crops holds one of them on disk at a time, in TMPDIR.
 

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp
 from image_diffusion.data.sources.folder import Walk
-from image_diffusion.data.sources.listing import Item, Listing, number_labels, plain_text
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing, number_labels, plain_text
 
 Name = Literal[
     "CIFAR10", "CIFAR100", "CLEVRClassification", "Caltech101", "Caltech256", "Country211", "DTD", "EMNIST", "EuroSAT",
@@ -30,7 +29,7 @@ _TARGETS = ("targets", "labels", "_labels", "y")  # where most sets keep the cla
 _PAIRS = ("samples", "_samples")  # or those with their files
 
 
-class TorchvisionSet(Config):
+class TorchvisionSet(FewFiles):
     """A set of torchvision.datasets that gives an image and the number of its class. An image is named by its number,
     and is read as torchvision gives it: decoded, and not turned by Exif."""
 

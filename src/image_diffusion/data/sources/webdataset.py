@@ -7,13 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import Stamp, stamp_of
-from image_diffusion.data.sources.listing import Item, Listing, check_size, number_labels, plain_text
+from image_diffusion.data.sources.listing import FewFiles, Item, Listing, check_size, number_labels, plain_text
 from image_diffusion.data.sources.tar_members import read_members
 
 
-class Webdataset(Config):
+class Webdataset(FewFiles):
     """Tar files of samples. Members whose names are equal up to the first dot are one sample: an image, and a class
     in `.cls`, the key "label" of `.json`, or `.txt`; where there are several of these, in the first.
 

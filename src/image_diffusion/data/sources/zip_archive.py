@@ -10,11 +10,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
 from image_diffusion.core.files import ZIP_FAULTS, Stamp, stamp_of
 from image_diffusion.data.sources.labels_file import LABELS_FILE, LARGEST_LABELS, labelled, labels_in
 from image_diffusion.data.sources.listing import (
     LARGEST_IMAGE,
+    FewFiles,
     Item,
     Listing,
     check_size,
@@ -24,7 +24,7 @@ from image_diffusion.data.sources.listing import (
 )
 
 
-class ZipArchive(Config):
+class ZipArchive(FewFiles):
     """A zip file of images. Nothing is ever unpacked to disk.
 
     A `dataset.json` at its root, with the key "labels", pairs of a member's name and its class, tells the classes, as
