@@ -1,0 +1,132 @@
+"""Faults of training on two nodes, and the end of a job's time as Slurm tells it: each run ends with the bytes of an
+undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, slurm_project, snakemake, steps_saved, wait_until
+from projects import Project, made_once
+
+from image_diffusion.core.history import read_journal
+
+WEIGHTS = "results/micro/train/weights.safetensors"
+TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0"]
+
+
+def long_training(project: Project) -> None:
+    """Training that lasts, the same for any number of processes."""
+    project.edit(
+        lambda experiment: experiment["train"].update(
+            steps=240,
+            deterministic="strict",
+            strict_chunk=4,
+            checkpoint={"every_steps": 10},
+            validate_every_steps=None,
+            log_every_steps=10,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights of a run on this machine that nothing disturbs."""
+
+    def run(folder: Path) -> None:
+        project = slurm_project(folder)
+        long_training(project)
+        project.run(WEIGHTS)
+
+    return (made_once(tmp_path_factory, "undisturbed_nodes", run) / WEIGHTS).read_bytes()
+
+
+@pytest.fixture
+def training(project: Project) -> Project:
+    long_training(project)
+    return project
+
+
+def starts(project: Project) -> int:
+    """How often training began or went on."""
+    history = read_journal(project / "results/micro/journal/train")
+    return 0 if history is None else len(history.starts)
+
+
+def trainings(node: str | None = None) -> Iterator[int]:
+    """The processes that train, or those of one node."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:  # it has ended
+            continue
+        is_rank = b"image_diffusion.train" in command and b"\0RANK=" in environment
+        if is_rank and (node is None or f"\0SLURMD_NODENAME={node}\0".encode() in environment):
+            yield int(process.name)
+
+
+def kill_rank(cluster: Cluster) -> None:
+    for pid in trainings("n2"):
+        os.kill(pid, signal.SIGKILL)
+
+
+def lose_node(cluster: Cluster) -> None:
+    """Its daemon and all that trains there, as when the power fails; it is back later."""
+    cluster.kill_daemon("slurmd-n2")
+    kill_rank(cluster)
+
+
+@pytest.mark.parametrize("fault", [kill_rank, lose_node])
+def test_training_on_two_nodes_goes_on_after(
+    cluster: Cluster, training: Project, undisturbed: bytes, fault: Callable[[Cluster], None]
+) -> None:
+    with snakemake(training, WEIGHTS, *TWO_NODES) as running:
+        wait_until(lambda: steps_saved(training) > 0 and cluster.job_of("train"), 300)
+        job = cluster.job_of("train")
+        assert job is not None and [*trainings("n1")] and [*trainings("n2")]
+        fault(cluster)
+        wait_until(lambda: not cluster.has(job) or not [*trainings()], 120)  # a job of a lost node stays in the queue
+        cluster.script("up")
+        assert running.wait(600) == 0
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    assert starts(training) >= 2
+
+
+def is_told(pid: int) -> bool:
+    """Whether SIGTERM waits for a process that is stopped, or has ended it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return True
+    pending = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (signal.SIGTERM - 1) & 1 for mask in pending)
+
+
+def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
+    cluster: Cluster, training: Project, undisturbed: bytes
+) -> None:
+    """Three minutes, of which the profile's `--signal=TERM@120` leaves one. Training is stopped until then, so that it
+    is not ready before."""
+    with snakemake(training, WEIGHTS, "--set-resources", "train:runtime=3") as running:
+        wait_until(lambda: steps_saved(training) > 0 and cluster.job_of("train"), 300)
+        job = cluster.job_of("train")
+        assert job is not None
+        ranks = [*trainings()]
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: all(map(is_told, ranks)), 180)
+        before = steps_saved(training)
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: not cluster.has(job), 60)
+        assert steps_saved(training) >= before
+        assert running.wait(600) == 0
+    assert (training / WEIGHTS).read_bytes() == undisturbed
+    assert starts(training) == 2
+    printed = (training / "printed.log").read_text()
+    assert "stopped: " in printed and "Traceback" not in printed
