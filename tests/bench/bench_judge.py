@@ -3,11 +3,13 @@
     python tests/bench/bench_judge.py accuracy --images cifar10-20k.tar
     python tests/bench/bench_judge.py damage --images cifar10-20k.tar
     python tests/bench/bench_judge.py duplicates --images cifar10-20k.tar
+    python tests/bench/bench_judge.py jpeg --images cifar10-20k.tar
 
 Needs a tar of 2,000 pictures of 32 x 32 of each of ten classes, in a folder a class. `accuracy` trains the judge, and
 then torchvision's ResNet-18 for as many CPU seconds. `damage` damages 1,000 held-out pictures in twelve ways, each at
 three strengths, and prints for each metric whether it says so. `duplicates` asks whether the judge's features tell
-changed copies of pictures from other pictures, as the data sheet's looks do. All print tables in Markdown.
+changed copies of pictures from other pictures, as the data sheet's looks do. `jpeg` asks why no judge finds pictures
+worse, the lower the quality they are saved at. All print tables in Markdown.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from image_diffusion.metrics.detector import Classifier, InPipeDetector, load_de
 from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
 from image_diffusion.metrics.evaluation import RealImages
 from image_diffusion.metrics.features import detect, detect_each
+from image_diffusion.metrics.frechet import frechet_between
 from image_diffusion.metrics.intervals import share_estimate
 from image_diffusion.metrics.panel import Reference, measure
 from image_diffusion.metrics.samples import Samples
@@ -369,6 +372,32 @@ def duplicates(parts: dict[str, Samples]) -> None:
         print(f"| {name} | {' | '.join(f'{share:.1%}' for share in shares)} |")
 
 
+def jpeg(parts: dict[str, Samples]) -> None:
+    """The Fréchet distance by quality, of the judge, of one of another seed, and of one that has learned from pictures
+    half of which were saved as JPEG; and how much neighbours in a row differ, 0 to 255."""
+    pool, train = parts["pool"], parts["train"]
+    images, labels = pool.gather(np.arange(COUNT)), pool.labels[:COUNT]
+    qualities = (95, 85, 75, 60, 45, 30, 20, 10)
+    shown = {"as they are": images, **{str(quality): compressed(images, quality) for quality in qualities}}
+    draw, taught = np.random.default_rng(0), train.gather(np.arange(train.num_samples))
+    for row in np.flatnonzero(draw.random(train.num_samples) < 0.5):
+        taught[row] = compressed(taught[row : row + 1], int(draw.integers(10, 96)))[0]
+    saved = Samples(taught.permute(0, 2, 3, 1).numpy(), train.labels, train.classes, digest="half as JPEG")
+    judges = {"the judge": (train, 0), "another seed": (train, 1), "taught half as JPEG": (saved, 0)}
+    print(f"| Quality | {' | '.join(shown)} |\n| --- |{' --: |' * len(shown)}")
+    for name, (learnt_from, seed) in judges.items():
+        with tempfile.TemporaryDirectory() as folder:
+            train_detector(learnt_from, parts["validation"], DetectorTraining(seed=seed), Path(folder))
+            judge = load_detector(Path(folder))
+        real, found = detect(judge, train).features, []
+        for each in shown.values():
+            samples = Samples(each.permute(0, 2, 3, 1).numpy(), labels, pool.classes, digest="saved")
+            found.append(frechet_between(detect(judge, samples).features, real).value)
+        print(f"| {name} | {' | '.join(f'{value:.3g}' for value in found)} |", flush=True)
+    steps = [float(each.float().diff(dim=3).abs().mean()) for each in shown.values()]
+    print(f"| neighbours differ by | {' | '.join(f'{step:.1f}' for step in steps)} |")
+
+
 def unit_rows(see: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     """What is seen in images [N, C, H, W], each row less its mean and of length 1."""
     rows = torch.cat([see(part).float().flatten(1) for part in images.split(250)])
@@ -377,10 +406,11 @@ def unit_rows(see: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "damage", "duplicates"))
+    parser.add_argument("what", choices=("accuracy", "damage", "duplicates", "jpeg"))
     parser.add_argument("--images", type=Path, required=True, help="the tar of pictures")
     arguments = parser.parse_args()
-    {"accuracy": accuracy, "damage": damage, "duplicates": duplicates}[arguments.what](read_parts(arguments.images))
+    modes = {"accuracy": accuracy, "damage": damage, "duplicates": duplicates, "jpeg": jpeg}
+    modes[arguments.what](read_parts(arguments.images))
 
 
 if __name__ == "__main__":
