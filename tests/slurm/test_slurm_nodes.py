@@ -57,39 +57,41 @@ def starts(project: Project) -> int:
     return 0 if history is None else len(history.starts)
 
 
-def trainings(node: str | None = None) -> Iterator[int]:
-    """The processes that train, or those of one node."""
+def trainings(project: Project, node: str | None = None) -> Iterator[int]:
+    """The processes that train in a project, or those of one node."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+            is_here = (process / "cwd").readlink() == project.folder.resolve()
         except OSError:  # it has ended
             continue
-        is_rank = b"image_diffusion.train" in command and b"\0RANK=" in environment
+        is_rank = is_here and b"image_diffusion.train" in command and b"\0RANK=" in environment
         if is_rank and (node is None or f"\0SLURMD_NODENAME={node}\0".encode() in environment):
             yield int(process.name)
 
 
-def kill_rank(cluster: Cluster) -> None:
-    for pid in trainings("n2"):
+def kill_rank(cluster: Cluster, project: Project) -> None:
+    for pid in trainings(project, "n2"):
         os.kill(pid, signal.SIGKILL)
 
 
-def lose_node(cluster: Cluster) -> None:
+def lose_node(cluster: Cluster, project: Project) -> None:
     """Its daemon and all that trains there, as when the power fails; it is back later."""
     cluster.kill_daemon("slurmd-n2")
-    kill_rank(cluster)
+    kill_rank(cluster, project)
 
 
 @pytest.mark.parametrize("fault", [kill_rank, lose_node])
 def test_training_on_two_nodes_goes_on_after(
-    cluster: Cluster, training: Project, undisturbed: bytes, fault: Callable[[Cluster], None]
+    cluster: Cluster, training: Project, undisturbed: bytes, fault: Callable[[Cluster, Project], None]
 ) -> None:
     with snakemake(training, WEIGHTS, *TWO_NODES) as running:
         wait_until(lambda: steps_saved(training) > 0 and cluster.job_of("train"), 300)
         job = cluster.job_of("train")
-        assert job is not None and [*trainings("n1")] and [*trainings("n2")]
-        fault(cluster)
-        wait_until(lambda: not cluster.has(job) or not [*trainings()], 120)  # a job of a lost node stays in the queue
+        assert job is not None and [*trainings(training, "n1")] and [*trainings(training, "n2")]
+        fault(cluster, training)
+        # The job of a node that is lost stays in the queue until that is back.
+        wait_until(lambda: not cluster.has(job) or not [*trainings(training)], 120)
         cluster.script("up")
         assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
@@ -115,7 +117,8 @@ def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
         wait_until(lambda: steps_saved(training) > 0 and cluster.job_of("train"), 300)
         job = cluster.job_of("train")
         assert job is not None
-        ranks = [*trainings()]
+        ranks = [*trainings(training)]
+        assert ranks
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: all(map(is_told, ranks)), 180)
