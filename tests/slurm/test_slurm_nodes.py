@@ -130,6 +130,6 @@ def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
         assert steps_saved(training) >= before
         assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
-    assert starts(training) == 2
+    assert starts(training) >= 2
     printed = (training / "printed.log").read_text()
     assert "stopped: " in printed and "Traceback" not in printed
