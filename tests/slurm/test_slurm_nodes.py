@@ -91,7 +91,7 @@ def test_training_on_two_nodes_goes_on_after(
         assert job is not None and [*trainings(training, "n1")] and [*trainings(training, "n2")]
         fault(cluster, training)
         # The job of a node that is lost stays in the queue until that is back.
-        wait_until(lambda: not cluster.has(job) or not [*trainings(training)], 120)
+        wait_until(lambda: not cluster.has(job) or not [*trainings(training)], 240)
         cluster.script("up")
         assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
@@ -121,12 +121,12 @@ def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
         assert ranks
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: all(map(is_told, ranks)), 180)
+        wait_until(lambda: all(map(is_told, ranks)), 240)
         before = steps_saved(training)
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: not cluster.has(job), 60)
+        wait_until(lambda: not cluster.has(job), 180)
         assert steps_saved(training) >= before
         assert running.wait(600) == 0
     assert (training / WEIGHTS).read_bytes() == undisturbed
