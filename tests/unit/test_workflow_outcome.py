@@ -35,6 +35,22 @@ def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None
     assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
 
 
+def test_parts_of_references_that_nobody_joins_go_too(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("mine"))
+    for name in (plans.by_name["mine"].dataset, "theirs"):
+        folder = tmp_path / "datasets" / name / "references/inception"
+        (folder / "parts").mkdir(parents=True)
+        for file in ("parts/part-0-of-2.npz", "train.npz"):
+            (folder / file).touch()
+    remove_left_parts(plans, tmp_path)
+    left = sorted(path.relative_to(tmp_path / "datasets").parts for path in tmp_path.rglob("*.npz"))
+    assert [(name, file) for name, *_, file in left] == [
+        (plans.by_name["mine"].dataset, "train.npz"),
+        ("theirs", "part-0-of-2.npz"),
+        ("theirs", "train.npz"),
+    ]
+
+
 def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> None:
     plans = plans_of(a_plan("mine"))
     for name in ("mine", "theirs"):

@@ -48,8 +48,12 @@ def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
 
 
 def remove_left_parts(plans: Plans, results: Path) -> None:
-    """Remove parts of samples that a killed command has left, and that nobody joins: the experiment was changed back.
-    Only once everything of these experiments is made."""
-    for name in plans.by_name:
-        for part in (results / name / "samples").glob("part-*-of-*.npz"):
+    """Remove parts of samples and of references that a killed command has left, and that nobody joins: the experiment
+    was changed back. Only once everything of these experiments is made."""
+    samples = [results / name / "samples" for name in plans.by_name]
+    references = [
+        folder for dataset in plans.datasets for folder in (results / "datasets" / dataset).glob("references/*/parts")
+    ]
+    for folder in (*samples, *references):
+        for part in folder.glob("part-*-of-*.npz"):
             part.unlink(missing_ok=True)
