@@ -57,6 +57,18 @@ class ResourcesConfig(Config):
     """Memory that is requested on each machine, in MB."""
     runtime_min: int = Field(60, ge=1)
     """Time that is requested for one job, in minutes; longer training goes on in the next job."""
+    one_job: bool = False
+    """On a cluster, whether all its stages share one job, and what is made of its data set alone another: for an
+    experiment of minutes on CPUs."""
+
+    @model_validator(mode="after")
+    def _one_job_is_small(self) -> ResourcesConfig:
+        if self.one_job and (self.nodes > 1 or self.gpus_per_node != 0):
+            raise ValueError(
+                "one_job puts stages that need a GPU and others into one job, and is for one node of CPUs. Set nodes: "
+                "1 and gpus_per_node: 0, or leave out one_job."
+            )
+        return self
 
 
 class Experiment(Config):

@@ -50,6 +50,8 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (RIN | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type rin"),
         (DVAE | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type dvae"),
         (DIT | {"export": {"format": "diffusers"}}, "works on latents, but this model works on pixels"),
+        (DIT | {"resources": {"one_job": True}}, "one_job puts stages that need a GPU and others into one job"),
+        (DIT | {"resources": {"one_job": True, "gpus_per_node": 0, "nodes": 2}}, "Set nodes: 1 and gpus_per_node: 0"),
         (PRIOR | {"sweep": {"num_steps": [5]}}, "sweep is set, but a system of type prior has no use for it"),
         (PRIOR | {"sample": {"num_samples": 4}}, "sample.prompts is required"),
         (PRIOR | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),

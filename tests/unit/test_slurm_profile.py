@@ -48,6 +48,8 @@ def test_training_is_told_of_the_end_of_its_time(extra: str | None, asked: str |
     given = {"slurm_extra": extra} if extra else {"qos": "long"}
     for slurm in ({"every_stage": given}, {"stages": {"train": given}}):
         assert profile(slurm)["set-resources"]["train"].get("slurm_extra") == asked
+    shared = profile({"every_stage": given})["set-resources"]
+    assert {each.get("slurm_extra") for each in shared.values()} == {asked}, "a job that stages share has one such text"
     assert f'slurm_extra="{SIGNAL}",' in (ROOT / "workflow/rules/train.smk").read_text()
 
 

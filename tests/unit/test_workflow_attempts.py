@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from image_diffusion.core.attempt import VARIABLE, Attempt, note, read_attempt
-from image_diffusion.workflow.attempts import OFTEN_SHORT, send_again_if_it_helps, times_to_send
+from image_diffusion.workflow.attempts import OFTEN_SHORT, send_again_if_it_helps, times_to_send, times_to_send_all
 from image_diffusion.workflow.machine import Machine
 from plans import a_plan, plans_of
 
@@ -152,14 +152,28 @@ def test_outside_a_queue_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     assert [path.name for path in Path("logs").iterdir()] == ["x.log"]
 
 
+def test_of_stages_that_share_a_job_those_tell_that_it_ended_in(machine: Machine) -> None:
+    other = SimpleNamespace(
+        rule=SimpleNamespace(name="sample", restart_times=2), log=["logs/one/sample.log"], wildcards=Wildcards()
+    )
+    ended(("mistake", "steps is 0"))
+    assert times_to_send_all([other, job()], machine) == 0
+    ended(("stopped", "Step 3 is saved."))
+    assert times_to_send_all([other, job()], machine) == 20
+    assert times_to_send_all(iter([other, job(5)]), machine) == 5, "none has told: the node was lost"
+
+
 def test_snakemake_asks_the_job(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snakemake.jobs import Job
+    from snakemake.jobs import GroupJob, Job
 
     monkeypatch.setattr(Job, "restart_times", Job.restart_times)
+    monkeypatch.setattr(GroupJob, "restart_times", GroupJob.restart_times)
     send_again_if_it_helps(machine)
     ended(("mistake", "steps is 0"))
     assert Job.restart_times.fget(job()) == 0
     assert Job.restart_times.fget(job()) == 20
+    ended(("mistake", "steps is 0"))
+    assert GroupJob.restart_times.fget(SimpleNamespace(jobs=[job()])) == 0
 
 
 def test_a_snakemake_that_asks_elsewhere_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

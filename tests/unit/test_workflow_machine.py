@@ -92,3 +92,19 @@ def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
 def test_only_the_snakemake_that_sends_jobs_sends_them_again() -> None:
     assert machine(queued=True).attempts(20) == 20
     assert machine().attempts(20) == machine(queued=True, remote=True).attempts(20) == 0
+
+
+def test_stages_of_a_small_experiment_share_a_job_and_those_of_its_data_another() -> None:
+    codec = a_plan("codec", resources={**RESOURCES, "one_job": True})
+    small = a_plan("small", codec="codec", codec_experiment="codec", resources={**RESOURCES, "one_job": True})
+    data, latents = {"dataset": "dots-16"}, {"dataset": "dots-16", "codec": "codec"}
+
+    def shared(*plans: Any, config: dict[str, Any] | None = None, queued: bool = True) -> list[str | None]:
+        sent = Machine(plans_of(*plans), config or {}, queued, remote=False)
+        return [sent.shared_job(each) for each in ({"experiment": "small"}, data, latents)]
+
+    assert shared(codec, small) == ["small", "data_dots-16", "codec"]
+    assert shared(codec, small, a_plan()) == ["small", None, "codec"], "another experiment on the data is large"
+    for config in ({"gpus_per_node": 1}, {"nodes": 2}, {"slurm": {"stages": {"train": {"runtime": 9}}}}):
+        assert shared(codec, small, config=config) == [None] * 3, config
+    assert shared(codec, small, queued=False) == [None] * 3

@@ -9,7 +9,9 @@ from image_diffusion.workflow.request import request
 
 
 def job(rule: str, is_local: bool = False, **resources: Any) -> SimpleNamespace:
-    return SimpleNamespace(rule=SimpleNamespace(name=rule), is_local=is_local, resources=resources)
+    return SimpleNamespace(
+        rule=SimpleNamespace(name=rule), is_local=is_local, resources=resources, is_group=lambda: False
+    )
 
 
 def test_jobs_that_ask_for_the_same_are_a_line_and_columns_that_nobody_uses_are_left_out() -> None:
@@ -20,6 +22,16 @@ def test_jobs_that_ask_for_the_same_are_a_line_and_columns_that_nobody_uses_are_
         "Stage        Nodes  GPUs   Memory (MB)  Time (min)  Jobs",
         "crop         1      -      8000         240         1",
         "sample_part  1      gpu:1  32000        240         10",
+    ]
+
+
+def test_stages_that_share_a_job_are_a_line() -> None:
+    shared = SimpleNamespace(
+        rules={"train", "sample"}, is_local=False, resources={"mem_mb": 8000, "runtime": 120}, is_group=lambda: True
+    )
+    assert request([shared]).splitlines()[1:] == [
+        "Stage          Memory (MB)  Time (min)  Jobs",
+        "sample, train  8000         120         1",
     ]
 
 

@@ -17,7 +17,6 @@ rule checkpoint_weights:
     conda:
         "../../envs/image-diffusion.yaml"
     resources:
-        nodes=1,
         cpus_per_task=1,
         mem_mb=machine.memory_mb,
         runtime=30,
@@ -49,7 +48,6 @@ rule checkpoint_sample:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

@@ -13,11 +13,12 @@ rule crop:
     benchmark:
         "benchmarks/datasets/{dataset}/crop.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: 4
     resources:
-        nodes=1,
         cpus_per_task=4,
         mem_mb=8000,
         runtime=240,
@@ -47,11 +48,12 @@ rule datasheet:
         "logs/datasets/{dataset}/datasheet.log",
     benchmark:
         "benchmarks/datasets/{dataset}/datasheet.tsv"
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: 4
     resources:
-        nodes=1,
         cpus_per_task=4,
         mem_mb=8000,
         runtime=240,
@@ -78,11 +80,12 @@ rule encode_part:
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
@@ -110,11 +113,12 @@ rule encode:
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu_to_begin,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

@@ -14,11 +14,12 @@ rule detect:
     benchmark:
         "benchmarks/datasets/{dataset}/detect.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

@@ -15,11 +15,12 @@ rule embed:
     benchmark:
         "benchmarks/datasets/{dataset}/embed-{pairs}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

@@ -18,10 +18,11 @@ rule export:
     benchmark:
         "benchmarks/{experiment}/export.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     resources:
-        nodes=1,
         cpus_per_task=1,
         mem_mb=machine.memory_mb,
         runtime=30,

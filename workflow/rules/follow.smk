@@ -19,7 +19,8 @@ onstart:
     held.append(hold(Path(results)))
     if owner.is_ours and (left := orphans(Path())):
         settle(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
-    if machine.queued and (asked := request(workflow.dag.needrun_jobs())):
+    sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}
+    if machine.queued and (asked := request(sent)):
         print(asked, file=sys.stderr)
     following.start()
 

@@ -15,11 +15,12 @@ rule reference_part:
     benchmark:
         "benchmarks/datasets/{dataset}/reference-{judge}/part-{part}-of-{parts}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
@@ -47,11 +48,12 @@ rule reference:
     benchmark:
         "benchmarks/datasets/{dataset}/reference-{judge}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu_to_begin,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

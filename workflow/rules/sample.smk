@@ -20,11 +20,12 @@ rule sample_part:
     benchmark:
         "benchmarks/{experiment}/sample/part-{part}-of-{parts}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
@@ -75,11 +76,12 @@ rule sample:
     benchmark:
         "benchmarks/{experiment}/sample.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
@@ -119,11 +121,12 @@ rule sample_embeddings:
     benchmark:
         "benchmarks/{experiment}/sample_embeddings.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

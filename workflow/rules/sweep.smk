@@ -11,10 +11,11 @@ rule sweep_weights:
         model=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/model.json",
     log:
         "logs/{experiment}/sweep/weights-{axis}-{value}.log",
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     resources:
-        nodes=1,
         cpus_per_task=1,
         mem_mb=machine.memory_mb,
         runtime=30,
@@ -45,11 +46,12 @@ rule sweep_sample:
     benchmark:
         "benchmarks/{experiment}/sweep/sample-{axis}-{value}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
@@ -86,11 +88,12 @@ rule sweep_evaluate:
     benchmark:
         "benchmarks/{experiment}/sweep/evaluate-{axis}-{value}.tsv"
     retries: machine.attempts(2)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        nodes=1,
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,

@@ -18,6 +18,8 @@ rule train:
     benchmark:
         "benchmarks/{experiment}/train.tsv"
     retries: machine.attempts(20)
+    group:
+        machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.training_threads

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ def send_again_if_it_helps(machine: Machine) -> None:
 
     machine: what the next attempt asks for.
     """
-    job_class = _place()
+    job_class, group_class = _places()
     job_class.restart_times = property(lambda job: times_to_send(job, machine))
+    group_class.restart_times = property(lambda group: times_to_send_all(group.jobs, machine))
 
 
 def times_to_send(job: Any, machine: Machine) -> int:
@@ -36,12 +38,11 @@ def times_to_send(job: Any, machine: Machine) -> int:
     job: Snakemake's. Tells in one line why the job failed, where anybody knows.
     """
     times = job.rule.restart_times or 0
-    note = Path(f"{job.log[0]}.attempt") if job.log else None
-    attempt = read_attempt(note) if note is not None else None
-    if note is None or attempt is None:
+    attempt = read_attempt(_note(job)) if job.log else None
+    if attempt is None:
         return int(times)
-    note.unlink(missing_ok=True)  # the next attempt writes its own
-    reason, out_of_memory = why(attempt, job.rule.name)
+    _note(job).unlink(missing_ok=True)  # the next attempt writes its own
+    reason, out_of_memory = why(attempt)
     name = f"{job.rule.name} of {', '.join(map(str, job.wildcards))} (job {attempt.job}, {attempt.host})"
     if attempt.ending == "mistake":
         _tell(f"{name} is not sent again, since it would end so again: {attempt.said}")
@@ -59,9 +60,21 @@ def times_to_send(job: Any, machine: Machine) -> int:
     return int(times)
 
 
-def why(attempt: Attempt, rule: str) -> tuple[str, bool]:
+def times_to_send_all(jobs: Iterable[Any], machine: Machine) -> int:
+    """The same of stages that shared a job: those that it ended in say so, and without any of them all."""
+    jobs = list(jobs)
+    ended = [job for job in jobs if job.log and read_attempt(_note(job)) is not None]
+    times = [times_to_send(job, machine) for job in ended or jobs]
+    return min(times) if ended else max(times)
+
+
+def _note(job: Any) -> Path:
+    return Path(f"{job.log[0]}.attempt")
+
+
+def why(attempt: Attempt) -> tuple[str, bool]:
     """What Slurm says of the end of a job, in a sentence; and whether memory ran out."""
-    logs = Path(".snakemake", "slurm_logs", f"rule_{rule}").rglob(f"{attempt.job}.log")
+    logs = Path(".snakemake", "slurm_logs").rglob(f"{attempt.job}.log")
     said = "".join(log.read_text(errors="replace") for log in logs)
     state = _answer("sacct", "-j", attempt.job, "--noheader", "--parsable2", "--format=State,ExitCode,MaxRSS,NodeList")
     if state:
@@ -93,11 +106,11 @@ def _tell(sentence: str) -> None:
     print(sentence.rstrip(), file=sys.stderr, flush=True)
 
 
-def _place() -> Any:
-    from snakemake.jobs import Job
+def _places() -> tuple[Any, Any]:
+    from snakemake.jobs import GroupJob, Job
 
-    if isinstance(getattr(Job, "restart_times", None), property):
-        return Job
+    if all(isinstance(getattr(each, "restart_times", None), property) for each in (Job, GroupJob)):
+        return Job, GroupJob
     raise SystemExit(
         f"error: Snakemake {version('snakemake')} asks elsewhere how often a job is sent again than {WRITTEN_FOR}, "
         f"which this workflow was written for. Run: python -m pip install 'snakemake=={WRITTEN_FOR}.*'"

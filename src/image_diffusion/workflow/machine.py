@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from image_diffusion.workflow.plans import Plans, Wildcards
+from image_diffusion.workflow.plans import Plan, Plans, Wildcards
 
 ALL_CORES = 1024
 """Threads that no machine has: Snakemake gives a job that asks for them every core, and so runs it alone."""
@@ -34,9 +34,12 @@ class Machine:
     _short: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def _asked(self, name: str, wildcards: Wildcards) -> int:
-        asked = self.config.get(name, self.plans.of(wildcards).resources[name])
+        return self._of(self.plans.of(wildcards), name)
+
+    def _of(self, plan: Plan, name: str) -> int:
+        asked = self.config.get(name, plan.resources[name])
         if asked is None:  # GPUs: on a cluster nobody gets one without asking for it
-            return self.processes(wildcards) if self.queued or self.remote else 0
+            return self._of(plan, "processes_per_node") if self.queued or self.remote else 0
         return int(asked)
 
     # ---- One process
@@ -109,6 +112,26 @@ class Machine:
         extra = {**every, **(stages.get("train") or {})}.get("slurm_extra") or ""
         given = re.search(r"--signal[= ]\S*@(\d+)", extra)
         return max(1, (int(given[1]) if given else SIGNAL_LEAD_S) - 30)
+
+    # ---- Jobs that stages share
+
+    def shared_job(self, wildcards: Wildcards) -> str | None:
+        """What the job is called that a stage shares with others, where it does: those of an experiment, with the
+        latents of its codec; and those of a data set, where every experiment on it wants that. A site that asks for
+        something else for one stage has a job for each."""
+        if not (self.queued or self.remote) or (self.config.get("slurm") or {}).get("stages"):
+            return None
+        keys = wildcards.keys()
+        codec = self.plans.of(wildcards).codec_experiment if "codec" in keys else None
+        experiment = wildcards["experiment"] if "experiment" in keys else codec
+        if experiment:
+            return experiment if self._is_small(self.plans.by_name[experiment]) else None
+        dataset = wildcards["dataset"]
+        users = (plan for plan in self.plans.by_name.values() if plan.dataset == dataset)
+        return f"data_{dataset}" if all(map(self._is_small, users)) else None
+
+    def _is_small(self, plan: Plan) -> bool:
+        return bool(plan.resources["one_job"]) and self._of(plan, "nodes") == 1 and not self._of(plan, "gpus_per_node")
 
     # ---- Attempts
 

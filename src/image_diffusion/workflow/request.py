@@ -19,12 +19,13 @@ _NONE = "-"
 
 
 def request(jobs: Iterable[Any]) -> str:
-    """A line for the jobs of a rule that ask for the same on each node. jobs: Snakemake's, those that will run.
+    """A line for the jobs of a rule, or of rules that share one, that ask for the same on each node. jobs: Snakemake's,
+    those that will run.
 
     Empty where all of them run on this machine.
     """
     lines = Counter(
-        (job.rule.name, *(str(job.resources.get(key) or _NONE) for key in _COLUMNS)) for job in jobs if not job.is_local
+        (_stages(job), *(str(job.resources.get(key) or _NONE) for key in _COLUMNS)) for job in jobs if not job.is_local
     )
     if not lines:
         return ""
@@ -35,3 +36,7 @@ def request(jobs: Iterable[Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
     return "\n".join(["Asked of the queue, for each job:", *rows])
+
+
+def _stages(job: Any) -> str:
+    return ", ".join(sorted(job.rules)) if job.is_group() else str(job.rule.name)
