@@ -33,7 +33,7 @@ def crop(data: bytes, resolution: int, resize: str = "exact") -> np.ndarray:
         return crop_image(data, config).squares[0].transpose(1, 2, 0)
 
 
-def crops_of_twelve(tmp_path: Path) -> Path:
+def crops_of_twelve(tmp_path: Path, num_shards: int = 1) -> Path:
     """The folder of crops of twelve images of three classes, 16 x 16."""
     generator = np.random.default_rng(0)
     for number in range(12):
@@ -41,7 +41,7 @@ def crops_of_twelve(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
     source: Any = {"type": "folder", "path": str(tmp_path / "in")}
-    crop_dataset(DataConfig(name="x", source=source, resolution=16, num_shards=1), tmp_path / "crops")
+    crop_dataset(DataConfig(name="x", source=source, resolution=16, num_shards=num_shards), tmp_path / "crops")
     return tmp_path / "crops"
 
 

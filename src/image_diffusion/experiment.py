@@ -57,6 +57,9 @@ class ResourcesConfig(Config):
     """Memory that is requested on each machine, in MB."""
     runtime_min: int = Field(60, ge=1)
     """Time that is requested for one job, in minutes; longer training goes on in the next job."""
+    stage_to: str = ""
+    """Folder of a node's own disk that training copies its data to and reads them from, such as $TMPDIR: for a network
+    file system that is slower than the GPUs. Empty: they are read from where they lie."""
     one_job: bool = False
     """On a cluster, whether all its stages share one job, and what is made of its data set alone another: for an
     experiment of minutes on CPUs."""

@@ -24,9 +24,10 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, WeightsOf
 from image_diffusion.data.remote import folder_of, place
 from image_diffusion.data.shards import Shards, open_shards
+from image_diffusion.data.staging import begin_staging
 from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.given import ToPreview
-from image_diffusion.training.distributed import World
+from image_diffusion.training.distributed import World, place_on_node
 from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
 
@@ -44,6 +45,7 @@ def main() -> None:
         "--init-from", type=Path, help="weights.safetensors to start from, of the experiment that train.init_from names"
     )
     parser.add_argument("--pairs", type=place, help="manifest.json of what the system reads beside its data")
+    parser.add_argument("--stage-to", default="", help="folder of this node's own disk to copy the data to")
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
@@ -58,6 +60,8 @@ def main() -> None:
             f"train.init_from names the experiment {config.init_from.experiment}. Give its weights.safetensors as "
             f"--init-from."
         )
+    if arguments.stage_to:
+        begin_staging(training.sets, arguments.stage_to, place_on_node())
     run(training.build, config, training.model, training.data, output, arguments.journal, start, training.carried)
 
 
@@ -66,13 +70,14 @@ class Training:
     """What a stage trains.
 
     spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
-    with it. model, data, carried: what `training.run.run` is given.
+    with it. sets: of shards that are read. model, data, carried: what `training.run.run` is given.
     """
 
     stage: TrainStage
     spec: DataSpec
     decoder: Callable[[], Codec]
     task: Callable[[nn.Module], Task]
+    sets: tuple[Shards, ...]
     model: dict[str, Any]
     data: dict[str, Any]
     carried: dict[str, Path]
@@ -155,7 +160,8 @@ def prepare_training(
         model["pairs"] = pairs
     if carried := training.carried():
         model["carried"] = training.manifest["carried"]
-    return Training(stage, spec, decoder, task, model, {"digest": training.digest}, carried)
+    sets = tuple(each for split in (training, validation) for each in (split, split.beside) if each is not None)
+    return Training(stage, spec, decoder, task, sets, model, {"digest": training.digest}, carried)
 
 
 def join_pairs(stage: TrainStage, data: Shards, pairs: Path | str | None) -> None:

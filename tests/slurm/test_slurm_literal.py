@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -59,6 +60,13 @@ def test_every_stage_was_a_job(on_slurm: Project) -> None:
 def test_training_was_four_processes_on_two_nodes(on_slurm: Project) -> None:
     agents = [path for path in (on_slurm / "logs/micro/train").iterdir() if path.is_dir()]
     assert [len(list(agent.glob("**/stderr.log"))) for agent in agents] == [2, 2]
+
+
+def test_training_read_copies_of_the_shards(on_slurm: Project) -> None:
+    manifest = json.loads((on_slurm / "results/datasets/dots-16/micro_codec/manifest.json").read_text())
+    assert {path.name for path in (on_slurm / "near").iterdir() if len(path.name) == 64} == {
+        shard["sha256"] for shard in manifest["shards"]
+    }
 
 
 def test_this_machine_alone_makes_the_same_bytes(on_slurm: Project, tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ class World:
         return bool(value)
 
 
+def place_on_node() -> float:
+    """Which of the processes of its machine this is, as torchrun says: 0 for the first, below 1 for the last."""
+    return int(os.environ.get("LOCAL_RANK", "0")) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def join(timeout_s: float = 600.0) -> Iterator[World]:
     """The world this process was started in: by torchrun, through RANK, LOCAL_RANK and WORLD_SIZE, or alone.

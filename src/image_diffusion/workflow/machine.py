@@ -104,6 +104,10 @@ class Machine:
         """That a job on several nodes starts its tasks itself; a job on one node has no such resource."""
         return "srun" if self.nodes(wildcards) > 1 else None
 
+    def stage_to(self, wildcards: Wildcards) -> str:
+        """The folder of a node's own disk that its data are copied to; empty for none."""
+        return str(self.config.get("stage_to", self.plans.of(wildcards).resources["stage_to"]) or "")
+
     def grace_s(self, wildcards: Wildcards) -> int:
         """Seconds that training has to save and end: what lies between Slurm's signal and the end of the job's time,
         less half a minute for the way there and back."""

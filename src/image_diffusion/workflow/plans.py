@@ -102,7 +102,7 @@ class Plan:
     """The configuration of each point of each curve, by what is varied and by value."""
     export: str
     """The format it is exported to, or `none`."""
-    resources: dict[str, int | None]
+    resources: dict[str, int | str | None]
     """What it asks a machine for: its section resources."""
     configs: dict[str, str]
     """The resolved configuration of each stage it goes through."""
