@@ -13,7 +13,8 @@ results/ledgers/<ledger>/plan.json.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def built_on(experiment: Experiment) -> dict[str, str]:
     }
 
 
-def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
+def load_all(
+    paths: Iterable[Path], ledgers: Iterable[Expanded] = (), load: Callable[[Path], Experiment] = load_experiment
+) -> dict[str, tuple[Path | str, Experiment]]:
     """Experiments by name, and those that they build on: that train their codecs or what they start from, that
     make what they enlarge or draw. With each, where it stands: a file, or a row of a ledger.
 
@@ -87,7 +90,7 @@ def load_all(paths: Iterable[Path], ledgers: Iterable[Expanded] = ()) -> dict[st
     while waiting:
         path = waiting.pop(0)
         if path.stem not in found:
-            add(path.stem, path, load_experiment(path), path)
+            add(path.stem, path, load(path), path)
     for told, experiment in found.values():
         others = {key: found[name][1] for key, name in built_on(experiment).items()}
         start = others.get(START)
@@ -316,8 +319,9 @@ def main() -> None:
         write_if_changed(arguments.schema, to_json(schema()))
         write_if_changed(arguments.schema.with_name("ledger.schema.json"), to_json(ledger_schema()))
     ledgers = [expand(path, arguments.bases) for path in arguments.ledgers]
-    ledgers += [ledger for path in arguments.experiments if (ledger := seeds_of(path)) is not None]
-    for name, (_, experiment) in load_all(arguments.experiments, ledgers).items():
+    load = cache(load_experiment)
+    ledgers += [ledger for path in arguments.experiments if (ledger := seeds_of(path, load(path))) is not None]
+    for name, (_, experiment) in load_all(arguments.experiments, ledgers, load).items():
         write_stages(name, experiment, arguments.results)
     for ledger in ledgers:
         write_if_changed(ledger_file(arguments.results, ledger.name), to_json(ledger.plan()))

@@ -187,12 +187,11 @@ def expand(path: Path, experiments: Path) -> Expanded:
     return Expanded(path.stem, ledger, base, runs)
 
 
-def seeds_of(path: Path) -> Expanded | None:
-    """The ledger of one row that an experiment file with `train.seeds` is; None: it has none.
+def seeds_of(path: Path, experiment: Experiment) -> Expanded | None:
+    """The ledger of one row that an experiment with `train.seeds` is, from its file; None: it has none.
 
     The run with its own seed is the experiment itself. Raises ValueError with one line for each mistake.
     """
-    experiment = load_experiment(path)
     seeds = experiment.train.seeds
     if not seeds:
         return None

@@ -4,7 +4,8 @@
     python tests/bench/bench_dry_run.py --against ../another-checkout
 
 The first dry run of the demo in an empty folder, which checks and resolves its experiments; one after an edit; one
-where nothing has changed; the same with ten experiments; and Snakemake's own start, of which every line is a part.
+where nothing has changed; the same with ten experiments and with a hundred; and Snakemake's own start, of which every
+line is a part.
 Python compiles into a folder of its own, filled before anything is measured, as after `make .venv/.ready`; with
 --uncompiled nothing is ever compiled.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TEN = [f"demo_{number}" for number in range(10)]
+MANY = [f"demo_{number}" for number in range(100)]
 
 
 def cpu_seconds(command: list[str], folder: Path, environment: dict[str, str]) -> float:
@@ -37,10 +38,10 @@ def cpu_seconds(command: list[str], folder: Path, environment: dict[str, str]) -
 
 
 def fresh(folder: Path, checkout: Path) -> None:
-    """A folder with the demo, and with ten like it."""
+    """A folder with the demo, and with a hundred like it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(checkout / "config", folder / "config")
-    for name in TEN:
+    for name in MANY:
         shutil.copy(folder / "config/experiments/demo.yaml", folder / f"config/experiments/{name}.yaml")
 
 
@@ -58,7 +59,7 @@ def measured(checkout: Path, folder: Path, compiled: Path | None) -> dict[str, C
     bytecode = {"PYTHONPYCACHEPREFIX": str(compiled)} if compiled else {"PYTHONDONTWRITEBYTECODE": "1"}
     environment = {**kept, **bytecode, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
     dry = [sys.executable, "-m", "snakemake", "--snakefile", str(checkout / "Snakefile"), "--dry-run"]
-    ten = [*dry, "--config", f"experiments=[{','.join(TEN)}]"]
+    ten, hundred = ([*dry, "--config", f"experiments=[{','.join(MANY[:number])}]"] for number in (10, 100))
 
     def run(*command: str) -> float:
         return cpu_seconds(list(command), folder, environment)
@@ -72,6 +73,8 @@ def measured(checkout: Path, folder: Path, compiled: Path | None) -> dict[str, C
         "a section edited": lambda: (edited(folder), run(*dry))[1],
         "ten experiments, first": lambda: run(*ten),
         "ten experiments, nothing changed": lambda: run(*ten),
+        "a hundred experiments, first": lambda: run(*hundred),
+        "a hundred experiments, nothing changed": lambda: run(*hundred),
     }
 
 

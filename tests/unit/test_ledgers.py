@@ -29,6 +29,10 @@ def expanded(folder: Path, name: str = "mine", **changes: Any) -> Expanded:
     return expand(path, EXPERIMENTS)
 
 
+def seeds_in(path: Path) -> Expanded | None:
+    return seeds_of(path, load_experiment(path))
+
+
 def test_each_row_and_seed_is_an_experiment_with_its_change_and_nothing_else(tmp_path: Path) -> None:
     runs = {(run.row, run.seed): run.experiment for run in expanded(tmp_path).runs}
     assert list(runs) == [(row, seed) for row in ("base", "qk-norm", "swiglu") for seed in (0, 1)]
@@ -120,7 +124,7 @@ def seeded(folder: Path, seeds: Any, name: str = "mine", **train: Any) -> Path:
 
 def test_an_experiment_with_seeds_is_itself_and_one_more_for_each_other(tmp_path: Path) -> None:
     path = seeded(tmp_path, [0, 1, 2])
-    ledger = seeds_of(path)
+    ledger = seeds_in(path)
     assert ledger is not None and ledger.name == "mine-seeds"
     [row] = ledger.plan()["rows"]
     own, *others = row["runs"]
@@ -132,16 +136,16 @@ def test_an_experiment_with_seeds_is_itself_and_one_more_for_each_other(tmp_path
         assert (experiment.train.seed, experiment.sample.seed, experiment.train.seeds) == (seed, seed, ())
         assert experiment.system == found["mine"][1].system
     assert "seeds" not in dump(found["mine"][1].train), "a seed more trains nothing again"
-    more = seeds_of(seeded(tmp_path, [0, 1, 2, 5]))
+    more = seeds_in(seeded(tmp_path, [0, 1, 2, 5]))
     assert more is not None and more.plan()["rows"][0]["runs"][:3] == row["runs"]
-    assert seeds_of(EXPERIMENTS / "demo_flow.yaml") is None
+    assert seeds_in(EXPERIMENTS / "demo_flow.yaml") is None
 
 
 def test_mistakes_in_seeds_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mine.yaml: train.seeds are \[1, 2\], without train.seed 0. Set that to one"):
-        seeds_of(seeded(tmp_path, [1, 2]))
+        seeds_in(seeded(tmp_path, [1, 2]))
     with pytest.raises(ValueError, match=r"mine.yaml: train.seeds are \[0, 0\], one of them twice"):
-        seeds_of(seeded(tmp_path, [0, 0]))
+        seeds_in(seeded(tmp_path, [0, 0]))
 
 
 def test_a_row_may_be_another_experiment_that_is_judged_alike(tmp_path: Path) -> None:
@@ -158,7 +162,7 @@ def test_a_row_may_be_another_experiment_that_is_judged_alike(tmp_path: Path) ->
     row = ledger.plan()["rows"][1]
     assert row["experiment"] == "two" and row["changes"] == {"experiment": "two"}
     assert all(name.startswith("two-") for name in row["runs"])
-    of_seeds = seeds_of(experiments / "two.yaml")
+    of_seeds = seeds_in(experiments / "two.yaml")
     assert of_seeds is not None and of_seeds.runs[1].name == row["runs"][1], "one run of one seed, whoever asks for it"
     other = yaml.safe_load((experiments / "two.yaml").read_text())
     (experiments / "two.yaml").write_text(yaml.safe_dump(other | {"evaluate": {"neighbours": 5}}))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from image_diffusion.core.attempt import VARIABLE, Attempt, note, read_attempt
+from image_diffusion.core.command import Parser
 from image_diffusion.workflow.attempts import OFTEN_SHORT, send_again_if_it_helps, times_to_send, times_to_send_all
 from image_diffusion.workflow.machine import Machine
 from plans import a_plan, plans_of
@@ -120,6 +121,14 @@ def test_memory_that_ran_out_is_known_without_accounting(machine: Machine, endin
     ended(*([(ending, said)] if ending else []))
     times_to_send(job(), machine)
     assert machine.training_memory_mb(Wildcards(experiment="one"), 2) == 12_000
+
+
+def test_options_that_are_wrong_are_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("7 n1\n")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "note"))
+    with pytest.raises(SystemExit):
+        Parser().parse_args(["--no-such-option"])
+    assert read_attempt(tmp_path / "note") == Attempt("7", "n1", "mistake", "unrecognized arguments: --no-such-option")
 
 
 @pytest.mark.parametrize(

@@ -51,4 +51,4 @@ rule train:
         " --grace-s {resources.grace_s}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " {params.start:q} {params.pairs:q} --output {output.weights:q} --journal {params.journal:q}"
-        " --stage-to {resources.stage_to:q}"
+        " --stage-to={resources.stage_to:q}"

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from image_diffusion.core.attempt import ending_of, note
 from image_diffusion.core.errors import Stopped
@@ -42,6 +42,11 @@ class Parser(argparse.ArgumentParser):
         if Parser.asked:
             raise _AskedError(*(option for action in self._actions for option in action.option_strings))
         return super().parse_known_args(*given, **named)
+
+    def error(self, message: str) -> NoReturn:
+        """End: what is given is wrong, and would be so again."""
+        note("mistake", message)
+        super().error(message)
 
     def add_config(self, about: str, required: bool = True) -> None:
         """--config, the file of a stage, and --set, what is to be another value than it says."""

@@ -5,7 +5,6 @@ PyYAML reads YAML 1.1, where 1e5 is a word, `off` is false, 010 is eight and the
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -21,6 +20,8 @@ _WORDS = {  # tag: what a plain word of it looks like, and begins with; undersco
         "-+.0123456789",
     ),
 }
+
+_ENDLESS = 1 << 30  # characters of a line
 
 
 def from_text(text: str) -> Any:
@@ -41,7 +42,7 @@ def to_text(data: Any) -> str:
 def in_line(value: Any) -> str:
     """A value as one writes it behind its key: true, {type: flow}."""
     text = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=_ENDLESS
     )
     return str(text).removesuffix("\n").removesuffix("\n...")
 
@@ -62,8 +63,9 @@ class _Loader(yaml.SafeLoader):
         return int(text, 16 if text.startswith("0x") else 10)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes what either version takes for something else than the word that it is."""
+_Dumper: Any = type("_Dumper", (yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper,), {})
+"""Quotes what either version takes for something else than the word that it is. By libyaml, which PyYAML's wheels
+contain, in a fifth of the time; without it some characters beyond letters are written otherwise, and read alike."""
 
 
 _Loader.yaml_implicit_resolvers = {}
