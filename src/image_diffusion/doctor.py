@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from image_diffusion.core import command
+from image_diffusion.core import command, lifeline
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
 from image_diffusion.data.remote import place
@@ -26,6 +26,7 @@ from image_diffusion.systems.system import System
 from image_diffusion.train import Training, prepare_training
 from image_diffusion.training.counted import counted
 from image_diffusion.training.forecast import GIB, MEASURING_S, Deadline, Forecast, forecast, free_disk, memory_limit
+from image_diffusion.training.saving import seconds_to_save, told_too_late
 
 
 def main() -> None:
@@ -38,6 +39,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1, help="machines that will train together (1)")
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each (1)")
     parser.add_argument("--memory-mb", type=int, help="memory that training may use on each machine (all there is)")
+    parser.add_argument(
+        "--grace-s", type=float, default=lifeline.GRACE_S, help="seconds to save when told to end (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=5, help="steps to measure (5)")
     parser.add_argument(
         "--tflops",
@@ -70,6 +74,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     together = found.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
+    save_s = seconds_to_save(round(found.checkpoint_gib * GIB), arguments.output.parent)
     print(
         f"{training.stage.experiment}: {found.parameters:,} parameters, {found.steps:,} steps of "
         f"{training.stage.train.global_batch} images, {found.processes} of: {found.device}\n"
@@ -78,16 +83,18 @@ def main() -> None:
         f"device's measured peak), validation {duration(found.validation_s)}, previews {duration(previews_s)}, "
         f"samples {duration(sample_s)}\n"
         f"memory  {together:.2f} GiB of {memory:.2f} GiB\n"
-        f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB",
+        f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB and "
+        f"takes {duration(save_s)} to save, of {duration(arguments.grace_s)} when time is up",
         flush=True,
     )
     if told := cut_short(found, arguments.steps, decode_s is None):
         print(told, flush=True)
-    for sentence in training.stage.train.advice():
+    for sentence in (*training.stage.train.advice(), *filter(None, [told_too_late(save_s, arguments.grace_s)])):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     check(together, memory, found.disk_gib, disk)
-    others = {"previews_s": previews_s, "sample_s": sample_s, "memory_limit_gib": memory, "disk_free_gib": disk}
-    write_json(arguments.output, asdict(found) | others)
+    others = {"previews_s": previews_s, "sample_s": sample_s, "save_s": save_s}
+    limits = {"memory_limit_gib": memory, "disk_free_gib": disk}
+    write_json(arguments.output, asdict(found) | others | limits)
 
 
 def tell_counted(training: Training, processes: int, tflops: float, output: Path) -> None:

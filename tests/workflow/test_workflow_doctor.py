@@ -22,5 +22,6 @@ def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project) -> N
     assert "images/s" in told and f"{forecast['parameters']:,} parameters" in told
     assert 0 < forecast["memory_gib"] < forecast["memory_limit_gib"]
     assert forecast["sample_s"] > 0
+    assert 0 < forecast["save_s"] < 90 and " of 1.5 min when time is up" in told
     assert not (fresh / "results" / "micro" / "train").exists()
     assert "doctor" not in fresh.planned()

@@ -26,10 +26,11 @@ rule doctor:
         nodes=machine.nodes,
         processes=machine.processes,
         memory_mb=machine.training_memory_mb,
+        grace_s=machine.grace_s,
         codec=files.codec_option,
         pairs=files.pairs_beside_option,
         sample=files.sample_config_option,
     shell:
         "exec env OMP_NUM_THREADS={resources.cpus_per_task} logged {log:q} python -m image_diffusion.doctor"
         " --config {input.config:q} --data {input.data:q} {params.codec:q} {params.pairs:q} {params.sample:q} --nodes {params.nodes}"
-        " --processes-per-node {params.processes} --memory-mb {params.memory_mb} --output {output.forecast:q}"
+        " --processes-per-node {params.processes} --memory-mb {params.memory_mb} --grace-s {params.grace_s} --output {output.forecast:q}"
