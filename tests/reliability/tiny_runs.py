@@ -33,6 +33,9 @@ from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Netwo
 from image_diffusion.core.weights import save_weights
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.diffusion.enlarging import shrink
+from image_diffusion.systems.diffusion.making import MadeImages
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.embedding import making
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.tokens import TokensSystem
@@ -477,5 +480,44 @@ def write_embeddings(folder: Path, num_samples: int = 23, num_parts: int = 0) ->
     sample.main(list(map(str, [*given, *made, "--output", folder / making.FILE])))
 
 
-STAGES: dict[str, Callable[..., None]] = {"embeddings": write_embeddings}
+def counted(kind: Any, name: str, folder: Path, stop_at: int | None, number: int) -> None:
+    """Note each call of a method, with a dot in a file beside the folder; before the so many-th of this start, end the
+    process by a signal."""
+    original, done = getattr(kind, name), [0]
+
+    def call(*given: Any, **named: Any) -> Any:
+        done[0] += 1
+        if done[0] == stop_at:
+            os.kill(os.getpid(), number)
+        with folder.with_suffix(".calls").open("a") as file:
+            file.write(".")
+        return original(*given, **named)
+
+    setattr(kind, name, call)
+
+
+def write_diffusion(folder: Path) -> None:
+    """A DiT that was never trained, and how `sample` makes images by it."""
+    torch.manual_seed(0)
+    system, spec = parse(DiTSystem, {"type": "dit", **TINY["dit"]}, "system"), DataSpec(channels=3, resolution=8)
+    codec = {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None}
+    described = {"system": dump(system), "spec": dump(spec), "codec": codec, "classes": []}
+    network = system.build_network(spec)
+    for each in network.parameters():
+        nn.init.normal_(each, std=0.2)
+    save_weights(folder, network.state_dict(), described | {"step": 1, "examples_seen": 1})
+    settings = {"num_samples": 23, "batch_size": 4, "grid_images": 6, "sampler": {"type": "ddim", "num_steps": 2}}
+    write_text(folder / "sample.yaml", to_yaml({"sample": dump(parse(SampleConfig, settings, "sample"))}))
+
+
+def write_images(folder: Path, part: str = "", stop_at: int | None = None, number: int = 0) -> None:
+    """The stage `sample` of the model in the folder beside, six batches, or those of a part alone."""
+    counted(MadeImages, "__call__", folder, stop_at, number)
+    model = folder.parent / "model"
+    given = ["--config", model / "sample.yaml", "--weights", model / "weights.safetensors"]
+    name = f"part-{part.replace('/', '-of-')}.npz" if part else "samples.npz"
+    sample.main(list(map(str, [*given, *(["--part", part] if part else []), "--output", folder / name])))
+
+
+STAGES: dict[str, Callable[..., None]] = {"embeddings": write_embeddings, "images": write_images}
 """What else is started and killed, by name."""

@@ -15,6 +15,7 @@ import yaml
 from projects import Project, make_project
 
 from image_diffusion.core.files import read_json, write_json
+from image_diffusion.core.halfway import halfway_of
 
 RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/samples.npz", "results/micro/metrics.json"]
 
@@ -87,6 +88,34 @@ def processes_in(folder: Path) -> set[int]:
             if (process / "cwd").readlink() == folder:
                 found.add(int(process.name))
     return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
+@pytest.mark.parametrize("output", ["samples/samples.npz"], ids=["sample"])
+def test_a_stage_that_fails_in_the_middle_goes_on_there(finished: Project, output: str, number: int) -> None:
+    """Snakemake removes the output of the stage that failed, and not what the stage has made of it so far."""
+    finished.edit(
+        lambda experiment: experiment["sample"].update(sampler={"type": "ddim", "num_steps": 99}, batch_size=1)
+    )
+    finished.run()
+    path = finished / "results/micro" / output
+    undisturbed, halfway = path.read_bytes(), halfway_of(path)
+    path.unlink()
+    with started(finished, "--quiet") as running:
+        while len(list(halfway.glob("*/*.npz"))) < 2:
+            assert running.poll() is None, "ended before anything was made"
+            time.sleep(0.01)
+        for process in processes_in(finished.folder):
+            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if b"--output" in command and str(path.relative_to(finished.folder)).encode() in command:
+                os.kill(process, number)
+    assert running.returncode == 1 and not path.exists()
+    there = len(list(halfway.glob("*/*.npz")))
+    assert there >= 2
+    assert "Nothing to be done" not in finished.run()
+    assert path.read_bytes() == undisturbed and not halfway.exists()
+    logged = next((finished / "logs/micro").glob(f"{path.parent.name[:-1]}.log")).read_text()
+    assert f"{path.name}: {there} of 16 batches of work were there from an earlier start" in logged
 
 
 def test_a_second_snakemake_is_told_to_wait(fresh: Project) -> None:

@@ -1,0 +1,65 @@
+"""Stages that are stopped in the middle go on where they were: the bytes of an undisturbed run, and no batch twice."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import Attempt, Attempts, finished, fresh, killed_run
+from test_sample_kills import written
+from tiny_runs import write_diffusion
+
+from image_diffusion.core.files import digest
+from image_diffusion.core.halfway import halfway_of
+
+
+def calls(folder: Path) -> int:
+    """How often a batch was begun for a folder, in all starts."""
+    return len(folder.with_suffix(".calls").read_text())
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the stages read."""
+    folder = tmp_path_factory.mktemp("stages")
+    write_diffusion(folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+@pytest.mark.parametrize(
+    ("stage", "batches", "output"),
+    [
+        ({"system": "images"}, 6, "samples.npz"),
+        ({"system": "images", "changes": {"part": "1/2"}}, 3, "part-1-of-2.npz"),
+    ],
+    ids=["sample", "a part of sample"],
+)
+def test_no_batch_is_made_twice(
+    attempts: Attempts, work: Path, stage: dict[str, Any], batches: int, output: str, number: int
+) -> None:
+    name = digest([stage, number])[:8]
+    undisturbed, folder = work / f"undisturbed-{name}", work / f"stopped-{name}"
+    finished(attempts, undisturbed, **stage)
+    assert calls(undisturbed) == batches
+    for stop_at in (batches, 2, 1):
+        fresh(folder).with_suffix(".calls").unlink(missing_ok=True)
+        stop = stage.get("changes", {}) | {"stop_at": stop_at, "number": int(number)}
+        assert attempts(Attempt(str(folder), system=stage["system"], changes=stop)).codes == [-number]
+        assert not (folder / output).exists()
+        done = finished(attempts, folder, **stage)
+        assert calls(folder) == batches, "each once, in both starts together"
+        assert (f"{output}: {stop_at - 1} of {batches} batches" in done.output[0]) == (stop_at > 1)
+        assert written(folder) == written(undisturbed)
+        assert not halfway_of(folder / output).exists()
+
+
+def test_images_killed_at_random_instants_end_with_the_same_bytes(attempts: Attempts, kills: int, work: Path) -> None:
+    usual = finished(attempts, work / "usual", system="images")
+    draw, done = random.Random(0), 0
+    while done < kills // 15:
+        done += killed_run(attempts, fresh(work / "killed"), draw, 4, usual, system="images")
+        assert written(work / "killed") == written(work / "usual"), f"after {done} kills"
