@@ -7,14 +7,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_diffusion.core.files import read_json
 from image_diffusion.workflow.ledgers import FOLDER, PAGE, ledger_file
 from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards
+from image_diffusion.workflow.sources import source_file
 
 Paths = str | list[str]
 """A file, or several; an empty list where an experiment has no use for one."""
 
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
 """What can be varied that asks for other weights of the training, and the option of `ema` that names them."""
+
+IMAGES_A_CROP_JOB = 2_000_000
+"""Images that are cropped in half an hour or so."""
+IMAGE_BYTES = 100_000
+"""What an image file takes, where many lie in one."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,25 @@ class Files:
     def decoder_stamps(self, wildcards: Wildcards) -> list[str]:
         """The same of the decoder of samples, where it is another one."""
         return _stamps(self.plans.of(wildcards).decoder_files)
+
+    def cropped_parts(self, wildcards: Wildcards) -> list[str]:
+        """The notes of the jobs that share the images of a very large data set; one alone leaves none."""
+        plan = self.plans.of(wildcards)
+        return [f"{self._dataset(plan)}/crops/{part}.json" for part in self._crop_parts(plan)]
+
+    def cropped_option(self, wildcards: Wildcards) -> list[str]:
+        """How `crop` is told where those lie."""
+        return _option("--made", self.cropped_parts(wildcards))
+
+    def _crop_parts(self, plan: Plan) -> list[str]:
+        """The names of the parts that jobs crop a data set in, of so many images each by the number or the size of its
+        files, as they were found when Snakemake started."""
+        try:
+            source = read_json(source_file(Path(self.results), plan.dataset))
+            images = max(source["files"], source["bytes"] // IMAGE_BYTES)
+        except (ValueError, KeyError, TypeError):  # there is none where nobody looks for files
+            return []
+        return _named_parts(min(plan.num_shards, images // IMAGES_A_CROP_JOB))
 
     def to_encode(self, wildcards: Wildcards) -> str:
         """What becomes latents: crops, or the files that others have encoded, by their note."""
@@ -430,7 +456,11 @@ def _has_crops(plan: Plan) -> bool:
 
 def _parts(plan: Plan) -> list[str]:
     """The names of the parts that jobs share a large data set in, 16 shards or more each; none for one job alone."""
-    parts = min(64, plan.num_shards // 16)
+    return _named_parts(plan.num_shards // 16)
+
+
+def _named_parts(wanted: int) -> list[str]:
+    parts = min(64, wanted)
     return [f"part-{part}-of-{parts}" for part in range(parts)] if parts > 1 else []
 
 
