@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from attempts import Attempt, Attempts, finished, fresh, killed_run
 from test_sample_kills import written
-from tiny_runs import write_diffusion
+from tiny_runs import write_data, write_diffusion
 
 from image_diffusion.core.files import digest
 from image_diffusion.core.halfway import halfway_of
@@ -18,7 +18,13 @@ from image_diffusion.core.halfway import halfway_of
 
 def calls(folder: Path) -> int:
     """How often a batch was begun for a folder, in all starts."""
-    return len(folder.with_suffix(".calls").read_text())
+    noted = folder.with_suffix(".calls")
+    return len(noted.read_text()) if noted.exists() else 0
+
+
+def of_images(folder: Path) -> Path:
+    """The name under which batches of images are counted that are made to be looked at."""
+    return folder.with_name(f"{folder.name}-made")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +32,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the stages read."""
     folder = tmp_path_factory.mktemp("stages")
     write_diffusion(folder / "model")
+    write_data(folder / "data")
     return folder
 
 
@@ -55,6 +62,42 @@ def test_no_batch_is_made_twice(
         assert (f"{output}: {stop_at - 1} of {batches} batches" in done.output[0]) == (stop_at > 1)
         assert written(folder) == written(undisturbed)
         assert not halfway_of(folder / output).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+@pytest.mark.parametrize(
+    ("system", "changes", "output"),
+    [
+        ("reference", {}, "reference.json"),
+        ("reference", {"part": "1/2"}, "part.npz"),
+        ("metrics", {}, "metrics.json"),
+        ("metrics", {"keep": False}, "metrics.json"),
+    ],
+    ids=["reference", "a part of reference", "evaluate", "evaluate what is not stored"],
+)
+def test_nothing_is_looked_at_twice(
+    attempts: Attempts, work: Path, system: str, changes: dict[str, Any], output: str, number: int
+) -> None:
+    """But for a batch that had no file yet: two make one here."""
+    name = digest([system, changes, number])[:8]
+    undisturbed, folder = work / f"undisturbed-{name}", work / f"stopped-{name}"
+    finished(attempts, undisturbed, system=system, changes=changes)
+    in_all = calls(undisturbed)
+    for stop_at in (in_all, in_all // 2, 1):
+        for each in (fresh(folder), of_images(folder)):
+            each.with_suffix(".calls").unlink(missing_ok=True)
+        stop = changes | {"stop_at": stop_at, "number": int(number)}
+        assert attempts(Attempt(str(folder), system=system, changes=stop)).codes == [-number]
+        assert not (folder / output).exists()
+        assert halfway_of(folder / output).exists() or stop_at <= 2
+        made = calls(of_images(folder))
+        done = finished(attempts, folder, system=system, changes=changes)
+        assert calls(folder) <= in_all + 1, "of both starts together"
+        assert ("were there from an earlier start" in done.output[0]) == (stop_at > 2 or made > 0)
+        assert written(folder) == written(undisturbed)
+        assert not halfway_of(folder / output).exists()
+        if stop_at == in_all and made:
+            assert calls(of_images(folder)) - made < calls(of_images(undisturbed)), "nor are all images made again"
 
 
 def test_images_killed_at_random_instants_end_with_the_same_bytes(attempts: Attempts, kills: int, work: Path) -> None:
