@@ -100,6 +100,27 @@ def test_nothing_is_looked_at_twice(
             assert calls(of_images(folder)) - made < calls(of_images(undisturbed)), "nor are all images made again"
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+def test_embed_goes_on_with_what_it_has_learnt_and_after_its_last_shard(
+    attempts: Attempts, work: Path, number: int
+) -> None:
+    undisturbed, folder = work / f"undisturbed-pairs-{number}", work / f"stopped-pairs-{number}"
+    finished(attempts, undisturbed, system="pairs")
+    steps, embedded = calls(undisturbed), calls(of_images(undisturbed))
+    for of, stop_at in (("steps", steps), ("steps", steps // 2), ("shards", embedded), ("steps", 1)):
+        for each in (fresh(folder), of_images(folder)):
+            each.with_suffix(".calls").unlink(missing_ok=True)
+        stop = {"of": of, "stop_at": stop_at, "number": int(number)}
+        assert attempts(Attempt(str(folder), system="pairs", changes=stop)).codes == [-number]
+        assert not (folder / "manifest.json").exists()
+        before = calls(of_images(folder))
+        finished(attempts, folder, system="pairs")
+        assert calls(folder) <= steps + 1, "two steps are kept together"
+        assert written(folder) == written(undisturbed)
+        assert not halfway_of(folder / "manifest.json").exists()
+        assert calls(of_images(folder)) - before < embedded or of == "steps", "the first shard was there"
+
+
 def test_images_killed_at_random_instants_end_with_the_same_bytes(attempts: Attempts, kills: int, work: Path) -> None:
     usual = finished(attempts, work / "usual", system="images")
     draw, done = random.Random(0), 0

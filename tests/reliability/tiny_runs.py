@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from image_diffusion import evaluate, reference, sample
+from image_diffusion import embed, evaluate, reference, sample
 from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config import dump, parse, read_yaml, to_yaml
@@ -35,6 +35,7 @@ from image_diffusion.core.weights import save_weights
 from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards import open_shards
+from image_diffusion.data.sources.painted import PaintedDigits
 from image_diffusion.metrics import features
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.detector import InPipeDetector
@@ -44,7 +45,7 @@ from image_diffusion.systems.diffusion.enlarging import shrink
 from image_diffusion.systems.diffusion.making import MadeImages
 from image_diffusion.systems.diffusion.sampling import SampleConfig
 from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.embedding import making
+from image_diffusion.systems.embedding import contrastive, making
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.tokens import TokensSystem
 from image_diffusion.training import run as training_run
@@ -567,6 +568,25 @@ def write_metrics(folder: Path, keep: bool = True, stop_at: int | None = None, n
     _command(evaluate.main, [*given, "--output", str(folder / "metrics.json")])
 
 
+def write_pairs(folder: Path, stop_at: int | None = None, number: int = 0, of: str = "steps") -> None:
+    """The stage `embed` of painted digits: a small CLIP is trained on them, and then embeds them in two shards. Steps
+    are counted, or the batches that are embedded, beside `folder`-shards; either may end the process."""
+    data = folder.parent / "painted"
+    source = PaintedDigits(num_images=120)
+    if not data.exists():
+        told = {"name": "x", "source": source, "resolution": 32, "num_shards": 2, "validation_fraction": 0.2}
+        crop_dataset(DataConfig.model_validate(told), data)
+        pairs = {"type": "contrastive", "captions": {"type": "beside"}, "num_tokens": 4}
+        pairs |= {"training": {"epochs": 8, "batch_size": 16}}
+        stage = {"name": "x", "source": dump(source), "num_shards": 2, "max_bad_fraction": 0.0, "pairs": pairs}
+        write_text(data / "embed.yaml", to_yaml(stage))
+    counted(contrastive, "contrastive_loss", folder, stop_at if of == "steps" else None, number)
+    shards = folder.with_name(f"{folder.name}-made")
+    counted(contrastive.ImageTower, "images", shards, stop_at if of == "shards" else None, number)
+    given = ["--config", str(data / "embed.yaml"), "--data", str(data / "manifest.json")]
+    _command(embed.main, [*given, "--output", str(folder / "manifest.json")])
+
+
 def _with(path: Path, **changes: Any) -> dict[str, Any]:
     data = read_yaml(path)
     return {"sample": data["sample"] | changes}
@@ -591,5 +611,6 @@ STAGES: dict[str, Callable[..., None]] = {
     "images": write_images,
     "reference": write_reference,
     "metrics": write_metrics,
+    "pairs": write_pairs,
 }
 """What else is started and killed, by name."""
