@@ -94,10 +94,12 @@ def test_very_many_images_are_cropped_by_several_jobs(
     """By their number, or their size where a file holds many."""
     known, crops = Files(str(tmp_path), plans_of(a_plan(num_shards=shards))), {"dataset": "dots-16"}
     assert known.cropped_parts(crops) == known.cropped_option(crops) == [], "nobody has looked for files"
+    assert known.crop_memory_mb(crops) == 8000
     write_json(tmp_path / "datasets/dots-16/source.json", {"files": num_files, "bytes": num_bytes, "revision": "x"})
     folder = tmp_path / "datasets/dots-16/crops"
     assert known.cropped_parts(crops) == [str(folder / f"part-{part}-of-{jobs}.json") for part in range(jobs)]
     assert known.cropped_option(crops) == (["--made", *known.cropped_parts(crops)] if jobs else [])
+    assert known.crop_memory_mb(crops) == max(8000, num_files // 500, num_bytes // 10**5 // 500)
 
 
 def test_what_is_enlarged() -> None:

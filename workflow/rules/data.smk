@@ -20,7 +20,7 @@ rule crop_part:
     resources:
         nodes=1,
         cpus_per_task=4,
-        mem_mb=8000,
+        mem_mb=files.crop_memory_mb,
         runtime=240,
     shell:
         "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q}"
@@ -48,7 +48,7 @@ rule crop:
     resources:
         nodes=1,
         cpus_per_task=4,
-        mem_mb=8000,
+        mem_mb=files.crop_memory_mb,
         runtime=240,
     params:
         journal=f"{results}/datasets/{{dataset}}/journal",

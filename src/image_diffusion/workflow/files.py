@@ -22,6 +22,8 @@ IMAGES_A_CROP_JOB = 2_000_000
 """Images that are cropped in half an hour or so."""
 IMAGE_BYTES = 100_000
 """What an image file takes, where many lie in one."""
+IMAGES_A_MB = 500
+"""Images of which a job that crops holds a note in memory: 1.6 KB each, as measured."""
 
 
 @dataclass(frozen=True)
@@ -192,15 +194,22 @@ class Files:
         """How `crop` is told where those lie."""
         return _option("--made", self.cropped_parts(wildcards))
 
+    def crop_memory_mb(self, wildcards: Wildcards) -> int:
+        """Memory of a job that crops, in MB: each lists all images, and the last one holds what is known of each."""
+        return max(8000, self._num_images(self.plans.of(wildcards)) // IMAGES_A_MB)
+
     def _crop_parts(self, plan: Plan) -> list[str]:
-        """The names of the parts that jobs crop a data set in, of so many images each by the number or the size of its
-        files, as they were found when Snakemake started."""
+        """The names of the parts that jobs crop a data set in, of so many images each."""
+        return _named_parts(min(plan.num_shards, self._num_images(plan) // IMAGES_A_CROP_JOB))
+
+    def _num_images(self, plan: Plan) -> int:
+        """The images of a data set by the number or the size of its files, as they were found when Snakemake started;
+        0 where nobody looks for files, or there are none on this machine."""
         try:
             source = read_json(source_file(Path(self.results), plan.dataset))
-            images = max(source["files"], source["bytes"] // IMAGE_BYTES)
-        except (ValueError, KeyError, TypeError):  # there is none where nobody looks for files
-            return []
-        return _named_parts(min(plan.num_shards, images // IMAGES_A_CROP_JOB))
+            return int(max(source["files"], source["bytes"] // IMAGE_BYTES))
+        except (ValueError, KeyError, TypeError):
+            return 0
 
     def to_encode(self, wildcards: Wildcards) -> str:
         """What becomes latents: crops, or the files that others have encoded, by their note."""
