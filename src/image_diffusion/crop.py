@@ -3,6 +3,9 @@
     python -m image_diffusion.crop --config data.yaml --source source.json --output crops/manifest.json --processes 8
 
 An image's path decides its shard, so a run over changed images writes only the shards they belong to.
+
+With --part 2/8 only the shards of that part are written, and --output is a note of them; parts run side by side, and a
+last call with --made finds every shard in place: the same bytes as of one call.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -23,9 +27,9 @@ import PIL
 from numpy.typing import NDArray
 from PIL import features
 
-from image_diffusion.core.command import Parser, run
+from image_diffusion.core.command import Parser, part_of, run
 from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import digest, remove_unfinished, sha256_file, write_json
+from image_diffusion.core.files import digest, read_json, remove_unfinished, sha256_file, stamp_of, write_json
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.lifeline import end_with, mark
 from image_diffusion.core.progress import Progress
@@ -45,15 +49,17 @@ from image_diffusion.data.records import (
     describe_shards,
     kept,
     key_prefix,
+    read_record,
     record_hashes,
     record_path,
     remove_surplus,
+    tar_path,
     write_index,
     write_quarantine,
     write_record,
 )
 from image_diffusion.data.source import remember
-from image_diffusion.data.sources.listing import Item, Listing, by_shard
+from image_diffusion.data.sources.listing import Found, Item, Listing, by_shard
 from image_diffusion.data.tar import KEY_DIGITS, Layout
 from image_diffusion.data.write import Chunk, histogram, write_shard
 
@@ -73,11 +79,39 @@ class Cropped:
     records: list[ShardRecord]
 
 
-def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = None, processes: int = 1) -> Cropped:
+def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int], processes: int = 1) -> int:
+    """Crop the images of one part into `output`: the shards with `number % n == i` of part (i, n), and their records.
+    Returns how many were written.
+
+    note: a file that tells `crop_dataset` which shards these are, of which files. processes: as there.
+    """
+    files = list(config.source.found())
+    listing, _ = chosen(config.source, config.source.listing(), config.keep)
+    index, of = part
+    tasks = list(enumerate(by_shard(listing.items, config.num_shards)))[index::of]
+    layout = crop_layout(config, labelled=bool(listing.classes))
+    output.mkdir(parents=True, exist_ok=True)
+    written = 0
+    with Progress("crop", sum(len(items) for _, items in tasks), listing.unit) as progress:
+        for _, is_new in _map(config, layout, tasks, output, processes, None, progress):
+            written += is_new
+    shards = {str(shard): stamp_of(tar_path(output, shard)) for shard, _ in tasks}
+    write_json(note, {"of": _of(config, files), "shards": shards})
+    return written
+
+
+def crop_dataset(
+    config: DataConfig,
+    output: Path,
+    source_json: Path | None = None,
+    processes: int = 1,
+    made: Sequence[Path] = (),
+) -> Cropped:
     """Crop every image of the source into `output`: shards, their records, quarantine.csv, index.npy, manifest.json.
 
     source_json: where the source's fingerprint lies, to note there what was read. processes: how many crop at once;
-    the bytes do not depend on it. Raises ValueError when the source is missing or empty, or when more than
+    the bytes do not depend on it. made: the notes of `crop_part`: while the source is as those found it, their shards
+    are not compared with it again. Raises ValueError when the source is missing or empty, or when more than
     `max_bad_fraction` of its files give no crop.
     """
     files = list(config.source.found())
@@ -85,13 +119,16 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
     output.mkdir(parents=True, exist_ok=True)
     remove_unfinished(output)
     tasks = list(enumerate(by_shard(listing.items, config.num_shards)))
-    records: list[ShardRecord] = []
+    there = _made(made, _of(config, files), output)
     written: set[int] = set()
     layout = crop_layout(config, labelled=bool(listing.classes))
     with Progress("crop", len(listing.items), listing.unit) as progress:
-        for record, is_new in _map(config, layout, tasks, output, processes, None, progress):
-            records.append(record)
+        progress.advance(sum(len(items) for shard, items in tasks if shard in there))
+        missing = [(shard, items) for shard, items in tasks if shard not in there]
+        for record, is_new in _map(config, layout, missing, output, processes, None, progress):
+            there[record.shard] = record
             written |= {record.shard} if is_new else set()
+    records = [there[shard] for shard, _ in tasks]
     spare = same_crops(records) if config.duplicates == "drop" else {}
     drops = {record.shard: _spare_of(record, spare) for record in records}
     again = [(shard, items) for shard, items in tasks if _dropped(records[shard]) != drops[shard]]
@@ -122,6 +159,25 @@ def crop_dataset(config: DataConfig, output: Path, source_json: Path | None = No
             read |= _hashes([*record.samples, *record.dropped], record.quarantined)
         remember(config.source, source_json, files, read)
     return Cropped(manifest, len(written), records)
+
+
+def _of(config: DataConfig, files: Sequence[Found]) -> str:
+    """What tells the files of a source and what is made of them, by names and stamps."""
+    stamps = sorted([each.folder, each.digest()] for each in files)
+    return digest({"format": FORMAT, "data": dump(config), "files": stamps})
+
+
+def _made(notes: Sequence[Path], of: str, output: Path) -> dict[int, ShardRecord]:
+    """The records of the shards that parts have made of the same files, by number; of those that are as they were."""
+    found = {}
+    for note in notes:
+        told = read_json(note)
+        for shard, stamp in told["shards"].items() if told["of"] == of else ():
+            with suppress(ValueError, OSError):
+                record = read_record(output, int(shard))
+                if [*stamp_of(tar_path(output, record.shard))] == stamp and _is_looked_at(record):
+                    found[record.shard] = record
+    return found
 
 
 def crop_layout(config: DataConfig, labelled: bool) -> Layout:
@@ -401,14 +457,26 @@ def main() -> None:
     parser = Parser(prog="python -m image_diffusion.crop", description="Images -> square crops.")
     parser.add_config("the data section, YAML")
     parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
-    parser.add_argument("--output", type=Path, required=True, help="manifest.json to write, beside the shards")
+    parser.add_argument("--part", type=part_of, help="which shards to write: 2/8 is part 2 of 0 to 7; unset: all")
+    parser.add_argument(
+        "--made", type=Path, nargs="+", default=[], help="the notes of all parts, whose shards are there"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="manifest.json, or a part's note, to write beside the shards"
+    )
     parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
     config = load(DataConfig, arguments.config, arguments.changes)
+    if arguments.part is not None:
+        folder, (index, of) = arguments.output.parent, arguments.part
+        written = crop_part(config, folder, arguments.output, arguments.part, arguments.processes)
+        print(f"crop: part {index} of {of} is done, {written} shards written")
+        return
     with Journal.open(arguments.journal, "crop") if arguments.journal else NullJournal() as journal:
         journal.params(dump(config))
-        done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes)
+        given = arguments.source, arguments.processes, arguments.made
+        done = crop_dataset(config, arguments.output.parent, *given)
         manifest = done.manifest
         numbers = {"images": manifest["num_samples"], "quarantined": manifest["quarantined"]}
         journal.metrics({**numbers, **{f"flag/{name}": count for name, count in manifest["flags"].items()}}, step=0)

@@ -3,7 +3,8 @@
     python -m image_diffusion.embed --config embed.yaml --data crops/manifest.json --detector detector \\
         --output pairs-hashed/manifest.json
 
-Which of --data and --detector are wanted follows from pairs.type. Shards that are up to date are kept.
+Which of --data and --detector are wanted follows from pairs.type. Shards that are up to date are kept, and so is what
+has been learnt: the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from image_diffusion.core import command
 from image_diffusion.core.config import dump, load
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.halfway import going_on
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.data.pairs import write_pairs
 from image_diffusion.experiment import EmbedStage
@@ -30,7 +32,8 @@ def main() -> None:
 
     stage = load(EmbedStage, arguments.config, arguments.changes)
     crops = arguments.data.parent if arguments.data else None
-    with Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal() as journal:
+    journal_of = Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal()
+    with going_on(arguments.output, dump(stage)), journal_of as journal:
         journal.params(dump(stage))
         given = Given(crops, stage.source, stage.num_shards, arguments.detector, best_device(), arguments.output.parent)
         pairs = stage.pairs.build(given)

@@ -5,12 +5,13 @@
 
 What is measured follows from the model's system. Without --weights, samples from anywhere are judged; with them and
 evaluate.likelihood, but without --samples, the bits per dimension alone are measured. Where torchrun starts several
-processes, they share the images and the numbers stay the same.
+processes, they share the images and the numbers stay the same. Where it was stopped, the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from image_diffusion.core import command
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import write_json
+from image_diffusion.core.halfway import going_on
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.verify import describe
 from image_diffusion.data.remote import place
@@ -68,7 +70,7 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
     given = to_judge(arguments)
     tags = {"manifest_digest": open_shards(arguments.data, "train").digest}
     journal = Journal.open(arguments.journal, "evaluate", tags=tags) if arguments.journal else NullJournal()
-    with journal:
+    with keeping(given, arguments, tags, writes), journal:
         journal.params({name: dump(section) for name, section in given.sections.items()})
         result = judge(given)
         samples = result["protocol"].get("samples", {})
@@ -87,6 +89,21 @@ def evaluate(arguments: argparse.Namespace, writes: bool) -> None:
         if writes:
             write_json(arguments.output, result | {"files": describe(arguments.output.parent, drawn)})
             tell(result["metrics"], result.get("doubt"))
+
+
+def keeping(
+    given: ToJudge, arguments: argparse.Namespace, data: Any, writes: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Where what the networks have seen and made is kept, so that the same command goes on after one that was stopped.
+    data: what tells them from other data."""
+    model, weights, samples, codec = given.model, arguments.weights, arguments.samples, arguments.codec_weights
+    of: list[Any] = [data, {name: dump(section) for name, section in given.sections.items()}]
+    if model is not None:
+        of += [model.sha256, dump(model.system), model.codec]
+    inputs = [samples, samples and samples.with_suffix(".json"), weights and weights.parent / "raw", arguments.making]
+    inputs += [arguments.encoded, arguments.detector, arguments.reference, arguments.previews, arguments.small_images]
+    inputs += [codec, codec and codec.parent / "model.json", *arguments.embeddings]
+    return going_on(arguments.output, of, inputs, writes)
 
 
 def to_judge(arguments: argparse.Namespace) -> ToJudge:

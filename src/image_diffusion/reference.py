@@ -9,6 +9,8 @@ starts several processes, they share the images.
 
 With --part 2/8 only the images of that part are looked at, and --output is an .npz of what was seen in them; parts run
 side by side, and a last call with --made joins what they wrote: the same bytes as of one call. The parts then go.
+
+What has been seen is kept until the output is there: the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from image_diffusion.core import command
 from image_diffusion.core.config import load
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.halfway import going_on
 from image_diffusion.data.remote import place
 from image_diffusion.data.shards import open_shards
 from image_diffusion.experiment import ReferenceStage
@@ -42,10 +45,13 @@ def main() -> None:
         detector = stage.detector.build(arguments.detector, str(best_device()))
         data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
         splits = data.looked_at
+        of = [detector.identity, {name: images.digest for name, images in splits.items()}]
         if arguments.part is not None:
-            write_part(detector, splits, arguments.output, arguments.part, world.is_main)
+            with going_on(arguments.output, of, writes=world.is_main):
+                write_part(detector, splits, arguments.output, arguments.part, world.is_main)
             return
-        write_seen(detector, splits, arguments.output, world.is_main, arguments.made)
+        with going_on(arguments.output / "reference.json", of, writes=world.is_main):
+            write_seen(detector, splits, arguments.output, world.is_main, arguments.made)
         if world.is_main:
             shutil.rmtree(arguments.output / "parts", ignore_errors=True)
             counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())

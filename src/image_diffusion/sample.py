@@ -12,6 +12,8 @@ A person names what is trained, and the rest is found: an experiment, or a folde
 
     image-diffusion sample demo --label 3 --num 16 --seed 3 --guidance 2
 
+A batch that has been made is not made again where the same command was stopped: it goes on after it.
+
 With --part 2/8 only the samples of that part are made, and written alone; parts run side by side, and a last call with
 --made joins what they wrote: the same bytes as of one call. The parts are then removed.
 """
@@ -22,7 +24,9 @@ import argparse
 import glob
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +38,12 @@ from image_diffusion.core.arrays import read_arrays, stream_samples
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import remove_unfinished
+from image_diffusion.core.halfway import Arrays, batches, going_on
 from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.together import rows_of_part
 from image_diffusion.experiment import load_sections
-from image_diffusion.systems.given import Model, SampleSettings, ToSample, ToWrite
+from image_diffusion.systems.given import Maker, Model, SampleSettings, ToSample, ToWrite
 from image_diffusion.training.model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
 from image_diffusion.workflow.trained import find_trained
@@ -54,7 +59,7 @@ _SHORT = {
 _DRAWN = 16
 """Samples that a person gets who does not say how many."""
 
-_PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<of>\d+)\.npz)(?P<half>\..+\.tmp)?")
+_PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<of>\d+)\.npz)(?P<half>\..+\.tmp|\.halfway)?")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -111,24 +116,27 @@ def main(given: Sequence[str] | None = None) -> None:
 
     output: Path = arguments.output or Path("drawn", name, samples.file)
     remove_left(output, arguments.part, arguments.made)
+    described = protocol(settings, model) | made.described
+    described["settings"].pop("keep", None)  # which changes no image
+    goes_on = going_on(
+        output, [described, dump(model.system), model.codec], [arguments.small_images, *told_of.embeddings]
+    )
     if arguments.part is not None:
-        batches = rows_of_part(settings.num_samples, settings.batch_size, arguments.part)
-        count = sum(rows.stop - rows.start for rows in batches)
-        with Progress("sample", count, samples.one) as progress:
-            stream_samples(output, told(map(made, batches), progress), count, None)
+        rows_of_this = rows_of_part(settings.num_samples, settings.batch_size, arguments.part)
+        count = sum(rows.stop - rows.start for rows in rows_of_this)
+        with goes_on, Progress("sample", count, samples.one) as progress:
+            stream_samples(output, told(made_once(made, rows_of_this), progress), count, None)
         print(f"sample: part {arguments.part[0]} of {arguments.part[1]} is done, {count:,} {samples.kind}")
         return
 
     journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
     # Who names a trained experiment wants to have the images, and parts have been stored.
     stored = settings.num_samples if arguments.trained or arguments.made else settings.num_stored
-    with journal, Progress("sample", stored, samples.one) as progress:
+    with goes_on, journal, Progress("sample", stored, samples.one) as progress:
         journal.params({"sample": dump(settings)})
         rows_of_all = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
-        batches_made = joined(arguments.made, settings) if arguments.made else map(made, rows_of_all)
+        batches_made = joined(arguments.made, settings) if arguments.made else made_once(made, rows_of_all)
         batches_made = first(batches_made, stored)
-        described = protocol(settings, model) | made.described
-        described["settings"].pop("keep", None)  # which changes no image
         given_to = ToWrite(told(batches_made, progress), made, settings, model, described, output, stored)
         pictures = samples.write(given_to)
         journal.metrics({"examples_seen": model.examples_seen}, model.step)
@@ -173,10 +181,23 @@ def remove_left(output: Path, part: tuple[int, int] | None, made: Sequence[Path]
         found = _PART.fullmatch(path.name)
         if found is None or (part is not None and int(found["of"]) == part[1]):
             continue
-        if found["half"]:
+        if found["half"] == ".halfway":
+            shutil.rmtree(path, ignore_errors=True)
+        elif found["half"]:
             remove_unfinished(output.parent, glob.escape(found["name"]))
         elif path.name not in wanted:
             path.unlink(missing_ok=True)
+
+
+def made_once(made: Maker, rows_of_each: Iterable[slice]) -> Iterator[Tensor]:
+    """The batches of these rows; one that an earlier start has made is not made again."""
+
+    def make(rows: slice) -> Arrays:
+        return {"made": made(rows).numpy()}
+
+    once = batches("samples")
+    for rows in rows_of_each:
+        yield torch.from_numpy(once(f"{rows.start}-{rows.stop}", partial(make, rows))["made"])
 
 
 def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:

@@ -125,6 +125,30 @@ def test_crop_killed_anywhere_ends_with_the_same_bytes(images: Path, crops: Path
     assert bytes_of(tmp_path / "out") == bytes_of(crops)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
+def test_a_part_of_crop_that_is_stopped_goes_on_after_its_last_shard(
+    images: Path, crops: Path, tmp_path: Path, number: int
+) -> None:
+    output, notes = tmp_path / "out", [tmp_path / f"out/part-{part}-of-2.json" for part in range(2)]
+
+    def part(index: int) -> list[str]:
+        return [*crop_command(images, output)[:-1], str(notes[index]), "--part", f"{index}/2"]
+
+    process = subprocess.Popen(part(0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not record_path(output, 0).exists():
+        time.sleep(0.001)
+    process.send_signal(number)
+    assert process.wait() == -number and not notes[0].exists()
+    whole = check_nothing_is_half(output)
+    assert 1 <= whole < SHARDS // 2
+    assert f"{SHARDS // 2 - whole} shards written" in run(part(0)).stdout
+    assert "3 shards written" in run(part(1)).stdout
+    done = run([*crop_command(images, output), "--made", *map(str, notes)])
+    assert "(0 written)" in done.stdout, done.stderr
+    made = {name: data for name, data in bytes_of(output).items() if not name.startswith("part-")}
+    assert made == bytes_of(crops)
+
+
 def test_encode_killed_anywhere_ends_with_the_same_bytes(crops: Path, tmp_path: Path) -> None:
     def command(output: str) -> list[str]:
         return [sys.executable, "-c", ENCODE, str(crops), str(tmp_path / output)]

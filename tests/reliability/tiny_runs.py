@@ -9,6 +9,7 @@ import math
 import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,18 +23,29 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from image_diffusion import sample
+from image_diffusion import embed, evaluate, reference, sample
 from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import dump, parse, to_yaml
+from image_diffusion.core.config import dump, parse, read_yaml, to_yaml
 from image_diffusion.core.files import write_text
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Network
 from image_diffusion.core.weights import save_weights
+from image_diffusion.crop import crop_dataset
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.shards import open_shards
+from image_diffusion.data.sources.painted import PaintedDigits
+from image_diffusion.metrics import features
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.detector import InPipeDetector
+from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.diffusion.enlarging import shrink
-from image_diffusion.systems.embedding import making
+from image_diffusion.systems.diffusion.making import MadeImages
+from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.embedding import contrastive, making
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.tokens import TokensSystem
 from image_diffusion.training import run as training_run
@@ -477,5 +489,128 @@ def write_embeddings(folder: Path, num_samples: int = 23, num_parts: int = 0) ->
     sample.main(list(map(str, [*given, *made, "--output", folder / making.FILE])))
 
 
-STAGES: dict[str, Callable[..., None]] = {"embeddings": write_embeddings}
+def counted(kind: Any, name: str, folder: Path, stop_at: int | None, number: int) -> None:
+    """Note each call of a method, with a dot in a file beside the folder; before the so many-th of this start, end the
+    process by a signal."""
+    original, done = getattr(kind, name), [0]
+
+    def call(*given: Any, **named: Any) -> Any:
+        done[0] += 1
+        if done[0] == stop_at:
+            os.kill(os.getpid(), number)
+        with folder.with_suffix(".calls").open("a") as file:
+            file.write(".")
+        return original(*given, **named)
+
+    setattr(kind, name, call)
+
+
+def write_diffusion(folder: Path) -> None:
+    """A DiT that was never trained, and how `sample` makes images by it."""
+    torch.manual_seed(0)
+    system, spec = parse(DiTSystem, {"type": "dit", **TINY["dit"]}, "system"), DataSpec(channels=3, resolution=8)
+    codec = {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None}
+    described = {"system": dump(system), "spec": dump(spec), "codec": codec, "classes": []}
+    network = system.build_network(spec)
+    for each in network.parameters():
+        nn.init.normal_(each, std=0.2)
+    save_weights(folder, network.state_dict(), described | {"step": 1, "examples_seen": 1})
+    settings = {"num_samples": 23, "batch_size": 4, "grid_images": 6, "sampler": {"type": "ddim", "num_steps": 2}}
+    write_text(folder / "sample.yaml", to_yaml({"sample": dump(parse(SampleConfig, settings, "sample"))}))
+
+
+def write_data(folder: Path) -> None:
+    """Crops of 90 pictures, and the detector that has been trained on them."""
+    draw = np.random.default_rng(0)
+    for number in range(90):
+        low = 100 * (number % 2)
+        pixels = draw.integers(low, low + 128, (8, 8, 3), dtype=np.uint8)
+        save_picture(Image.fromarray(pixels), folder / "in" / f"{number % 2}" / f"{number}.png")
+    source = {"type": "folder", "path": str(folder / "in")}
+    told = {"name": "x", "source": source, "resolution": 8, "num_shards": 2, "validation_fraction": 0.4}
+    crop_dataset(DataConfig.model_validate(told), folder / "crops")
+    splits = [open_shards(folder / "crops", split) for split in ("train", "validation")]
+    train_detector(*splits, DetectorTraining(least_examples=500, epochs=1), folder / "detector")  # type: ignore[arg-type]
+    write_text(folder / "reference.yaml", to_yaml({"detector": {"type": "inpipe"}}))
+    write_text(folder / "evaluate.yaml", to_yaml({"evaluate": dump(EvaluateConfig())}))
+
+
+def _looking(folder: Path, stop_at: int | None, number: int) -> list[str]:
+    """Two batches that a detector has looked at are kept together, and its looks are counted."""
+    features._KEPT_TOGETHER = 2 * features.AT_ONCE
+    counted(InPipeDetector, "__call__", folder, stop_at, number)
+    data = folder.parent / "data"
+    return ["--data", str(data / "crops"), "--detector", str(data / "detector")]
+
+
+def write_reference(folder: Path, part: str = "", stop_at: int | None = None, number: int = 0) -> None:
+    """The stage `reference` of the data in the folder beside, or of a part of them."""
+    given = ["--config", str(folder.parent / "data" / "reference.yaml"), *_looking(folder, stop_at, number)]
+    given += ["--part", part, "--output", str(folder / "part.npz")] if part else ["--output", str(folder)]
+    _command(reference.main, given)
+
+
+def write_metrics(folder: Path, keep: bool = True, stop_at: int | None = None, number: int = 0) -> None:
+    """The stage `evaluate` of images that are there, or made as they are looked at. The network's batches count too."""
+    model, name = folder.parent / "model", "stored" if keep else "not-stored"
+    samples = folder.parent / name / "samples.npz"
+    with_model = ["--config", str(model / "sample.yaml"), "--weights", str(model / "weights.safetensors")]
+    if not samples.exists():
+        sample.main(
+            [*with_model, "--set", "sample.num_samples=70", "--set", f"sample.keep={keep}", "--output", str(samples)]
+        )
+        write_text(folder.parent / f"{name}.yaml", to_yaml(_with(model / "sample.yaml", num_samples=70, keep=keep)))
+    given = [*_looking(folder, stop_at, number), "--config", str(folder.parent / "data" / "evaluate.yaml")]
+    if not keep:
+        given += ["--making", str(folder.parent / f"{name}.yaml")]
+        counted(MadeImages, "__call__", folder.with_name(f"{folder.name}-made"), None, 0)
+    given += [*with_model[2:], "--samples", str(samples), "--report", str(folder / "report")]
+    _command(evaluate.main, [*given, "--output", str(folder / "metrics.json")])
+
+
+def write_pairs(folder: Path, stop_at: int | None = None, number: int = 0, of: str = "steps") -> None:
+    """The stage `embed` of painted digits: a small CLIP is trained on them, and then embeds them in two shards. Steps
+    are counted, or the batches that are embedded, beside `folder`-shards; either may end the process."""
+    data = folder.parent / "painted"
+    source = PaintedDigits(num_images=120)
+    if not data.exists():
+        told = {"name": "x", "source": source, "resolution": 32, "num_shards": 2, "validation_fraction": 0.2}
+        crop_dataset(DataConfig.model_validate(told), data)
+        pairs = {"type": "contrastive", "captions": {"type": "beside"}, "num_tokens": 4}
+        pairs |= {"training": {"epochs": 8, "batch_size": 16}}
+        stage = {"name": "x", "source": dump(source), "num_shards": 2, "max_bad_fraction": 0.0, "pairs": pairs}
+        write_text(data / "embed.yaml", to_yaml(stage))
+    counted(contrastive, "contrastive_loss", folder, stop_at if of == "steps" else None, number)
+    shards = folder.with_name(f"{folder.name}-made")
+    counted(contrastive.ImageTower, "images", shards, stop_at if of == "shards" else None, number)
+    given = ["--config", str(data / "embed.yaml"), "--data", str(data / "manifest.json")]
+    _command(embed.main, [*given, "--output", str(folder / "manifest.json")])
+
+
+def _with(path: Path, **changes: Any) -> dict[str, Any]:
+    data = read_yaml(path)
+    return {"sample": data["sample"] | changes}
+
+
+def _command(main: Callable[[], None], given: list[str]) -> None:
+    sys.argv = ["command", *given]
+    main()
+
+
+def write_images(folder: Path, part: str = "", stop_at: int | None = None, number: int = 0) -> None:
+    """The stage `sample` of the model in the folder beside, six batches, or those of a part alone."""
+    counted(MadeImages, "__call__", folder, stop_at, number)
+    model = folder.parent / "model"
+    given = ["--config", model / "sample.yaml", "--weights", model / "weights.safetensors"]
+    name = f"part-{part.replace('/', '-of-')}.npz" if part else "samples.npz"
+    sample.main(list(map(str, [*given, *(["--part", part] if part else []), "--output", folder / name])))
+
+
+STAGES: dict[str, Callable[..., None]] = {
+    "embeddings": write_embeddings,
+    "images": write_images,
+    "reference": write_reference,
+    "metrics": write_metrics,
+    "pairs": write_pairs,
+}
 """What else is started and killed, by name."""

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 import webdataset
 from PIL import Image
 
+from image_diffusion import crop
 from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.files import read_json
+from image_diffusion.crop import crop_dataset, crop_part
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.records import read_record
 from image_diffusion.data.shards import open_shards
 from image_diffusion.data.source import refresh
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.tar_stream import TarStream
 
 
 def fill(folder: Path, count: int, classes: int = 3, side: int = 4) -> None:
@@ -298,3 +303,114 @@ def test_a_background_says_that_alpha_is_not_wanted_and_mixed_images_are_fine(tm
     Image.new("RGB", (8, 8)).save(tmp_path / "in/plain.png")
     for channels in (3, 4):
         crop_dataset(config(tmp_path / "in", channels=channels), tmp_path / f"out-{channels}")
+
+
+class Reads:
+    """The images that are read from folders, by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names, read = list[str](), Folder.read
+        monkeypatch.setattr(Folder, "read", lambda source, item: (self.names.append(item.name), read(source, item))[1])
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+def in_parts(settings: DataConfig, output: Path, of: int, processes: int = 1) -> list[Path]:
+    """Crop part after part, the last first; their notes."""
+    notes = [output / f"part-{index}-of-{of}.json" for index in range(of)]
+    for index in reversed(range(of)):
+        crop_part(settings, output, notes[index], (index, of), processes)
+    return notes
+
+
+@pytest.mark.parametrize(("of", "processes"), [(1, 1), (2, 2), (5, 1), (7, 1)])
+@pytest.mark.parametrize("duplicates", ["keep", "drop"])
+def test_any_number_of_parts_gives_the_bytes_of_one_call(
+    tmp_path: Path, of: int, processes: int, duplicates: str
+) -> None:
+    fill(tmp_path / "in", 60)
+    (tmp_path / "in/class-0/bad.png").write_bytes(b"bad")
+    (tmp_path / "in/class-1/twin.ppm").write_bytes((tmp_path / "in/class-1/00001.ppm").read_bytes())
+    settings = config(tmp_path / "in", duplicates=duplicates)
+    for way in ("one", "parts"):
+        refresh(settings.source, tmp_path / way / "source.json")
+    crop_dataset(settings, tmp_path / "one/crops", tmp_path / "one/source.json")
+    notes = in_parts(settings, tmp_path / "parts/crops", of, processes)
+    crop_dataset(settings, tmp_path / "parts/crops", tmp_path / "parts/source.json", 1, notes)
+    found = bytes_of(tmp_path / "parts/crops")
+    assert {name: found[name] for name in found if not name.startswith("part-")} == bytes_of(tmp_path / "one/crops")
+    for name in ("source.json", ".source-cache.json"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_the_last_call_reads_no_image_again(tmp_path: Path, reads: Reads) -> None:
+    fill(tmp_path / "in", 60)
+    settings, output = config(tmp_path / "in"), tmp_path / "out"
+    notes = in_parts(settings, output, 3)
+    assert len(reads.names) == len(set(reads.names)) == 60
+    times = times_of(output)
+    assert crop_dataset(settings, output, made=notes).num_written == 0
+    assert len(reads.names) == 60 and times_of(output) == times
+
+
+@pytest.mark.parametrize("what", ["image", "shard", "record", "settings"])
+def test_what_has_changed_since_the_parts_is_looked_at(tmp_path: Path, reads: Reads, what: str) -> None:
+    fill(tmp_path / "in", 60)
+    settings, output = config(tmp_path / "in"), tmp_path / "out"
+    notes = in_parts(settings, output, 2)
+    reads.names.clear()
+    if what == "image":
+        (tmp_path / "in/class-1/00001.ppm").write_bytes((tmp_path / "in/class-2/00002.ppm").read_bytes())
+    elif what == "shard":
+        path = output / "shard-00003.tar"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    elif what == "record":
+        (output / "shard-00003.json").write_text("{")
+    else:
+        settings = config(tmp_path / "in", resolution=3)
+    done = crop_dataset(settings, output, made=notes)
+    assert done.num_written == (5 if what == "settings" else 1)
+    assert len(reads.names) < 60 if what in ("shard", "record") else len(reads.names) >= 60
+    crop_dataset(settings, tmp_path / "fresh")
+    made = {name: data for name, data in bytes_of(output).items() if not name.startswith("part-")}
+    assert made == bytes_of(tmp_path / "fresh")
+
+
+def test_parts_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path / "in", 30)
+    (tmp_path / "data.yaml").write_text(to_yaml(dump(config(tmp_path / "in"))))
+    notes = [str(tmp_path / f"out/part-{index}-of-2.json") for index in range(2)]
+
+    def command(*given: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["crop", "--config", str(tmp_path / "data.yaml"), *given])
+        crop.main()
+
+    for index, note in enumerate(notes):
+        command("--part", f"{index}/2", "--output", note)
+    command("--made", *notes, "--output", str(tmp_path / "out/manifest.json"))
+    told = capsys.readouterr().out
+    assert "part 0 of 2 is done, 3 shards written" in told and "part 1 of 2 is done, 2 shards written" in told
+    assert "crop: 30 crops in 5 shards (0 written)" in told
+    assert read_json(tmp_path / "out/manifest.json")["num_samples"] == 30
+
+
+def test_tars_that_are_fetched_are_fetched_once(tmp_path: Path) -> None:
+    """Each belongs to one shard, and so to one part."""
+    fill(tmp_path / "in", 12)
+    for number in range(4):
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
+            for path in sorted((tmp_path / "in").rglob(f"*{number}.ppm")):
+                tar.add(path, path.name)
+    urls = [f"pipe:echo {number} >> {tmp_path}/fetched; cat {tmp_path}/{number}.tar" for number in range(4)]
+    settings = DataConfig(name="x", source=TarStream(urls=urls), resolution=4, num_shards=3)
+    notes = in_parts(settings, tmp_path / "parts", 2)
+    crop_dataset(settings, tmp_path / "parts", made=notes)
+    assert sorted((tmp_path / "fetched").read_text().split()) == ["0", "1", "2", "3"]
+    crop_dataset(settings, tmp_path / "one")
+    made = {name: data for name, data in bytes_of(tmp_path / "parts").items() if not name.startswith("part-")}
+    assert made == bytes_of(tmp_path / "one")

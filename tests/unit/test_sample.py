@@ -208,10 +208,18 @@ def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp
     others = [".samples.npz.x.tmp", "samples.npz", "apart-0-of-9.npz", "part-0-of-9.npz.txt"]
     for name in (*names, *others):
         (tmp_path / name).touch()
+    halfway = [tmp_path / f".part-0-of-{parts}.npz.halfway" for parts in (2, 3)]
+    for each in halfway:
+        (each / "0").mkdir(parents=True)
     with atomic_write(tmp_path / "part-5-of-7.npz") as file:
         sample.remove_left(tmp_path / "part-1-of-2.npz", (1, 2), [])
         held = {each.name for each in tmp_path.glob(".part-5*")}
-        assert {path.name for path in tmp_path.iterdir()} == {*others, *names[2:], *held}
+        assert {path.name for path in tmp_path.iterdir()} == {
+            *others,
+            *names[2:],
+            *held,
+            halfway[0].name,
+        }
         file.write(b"whole")
     sample.remove_left(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
     assert {path.name for path in tmp_path.iterdir()} == {*others, "part-0-of-2.npz"}

@@ -76,6 +76,32 @@ def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
         assert len(shared.encoded_parts(latents)) == len(shared.reference_parts(looked)) == jobs
 
 
+@pytest.mark.parametrize(
+    ("num_files", "num_bytes", "shards", "jobs"),
+    [
+        (3_999_999, 4 * 10**8, 4096, 0),
+        (4_000_000, 10**9, 4096, 2),
+        (1_300_000, 150 * 10**9, 512, 0),
+        (1000, 10**12, 4096, 5),
+        (10**8, 10**13, 4096, 50),
+        (10**8, 10**13, 16, 16),
+        (10**9, 10**14, 4096, 64),
+    ],
+)
+def test_very_many_images_are_cropped_by_several_jobs(
+    tmp_path: Path, num_files: int, num_bytes: int, shards: int, jobs: int
+) -> None:
+    """By their number, or their size where a file holds many."""
+    known, crops = Files(str(tmp_path), plans_of(a_plan(num_shards=shards))), {"dataset": "dots-16"}
+    assert known.cropped_parts(crops) == known.cropped_option(crops) == [], "nobody has looked for files"
+    assert known.crop_memory_mb(crops) == 8000
+    write_json(tmp_path / "datasets/dots-16/source.json", {"files": num_files, "bytes": num_bytes, "revision": "x"})
+    folder = tmp_path / "datasets/dots-16/crops"
+    assert known.cropped_parts(crops) == [str(folder / f"part-{part}-of-{jobs}.json") for part in range(jobs)]
+    assert known.cropped_option(crops) == (["--made", *known.cropped_parts(crops)] if jobs else [])
+    assert known.crop_memory_mb(crops) == max(8000, num_files // 500, num_bytes // 10**5 // 500)
+
+
 def test_what_is_enlarged() -> None:
     another = files(a_plan(small_images_experiment="small"))
     assert another.small_images(ONE) == "out/small/samples/samples.npz"

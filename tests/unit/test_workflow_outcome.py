@@ -57,6 +57,7 @@ def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> N
         (tmp_path / name / "samples").mkdir(parents=True)
         for file in ("part-0-of-2.npz", "samples.npz"):
             (tmp_path / name / "samples" / file).touch()
+        (tmp_path / name / "samples" / ".part-1-of-2.npz.halfway").mkdir()
     remove_left_parts(plans, tmp_path)
     assert [path.name for path in sorted((tmp_path / "mine/samples").iterdir())] == ["samples.npz"]
-    assert len(list((tmp_path / "theirs/samples").iterdir())) == 2
+    assert len(list((tmp_path / "theirs/samples").iterdir())) == 3

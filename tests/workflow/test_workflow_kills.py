@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ import yaml
 from projects import Project, make_project
 
 from image_diffusion.core.files import read_json, write_json
+from image_diffusion.core.halfway import halfway_of
 
 RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/samples.npz", "results/micro/metrics.json"]
 
@@ -87,6 +89,38 @@ def processes_in(folder: Path) -> set[int]:
             if (process / "cwd").readlink() == folder:
                 found.add(int(process.name))
     return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
+@pytest.mark.parametrize(
+    ("output", "files"), [("samples/samples.npz", 2), ("metrics.json", 1)], ids=["sample", "evaluate"]
+)
+def test_a_stage_that_fails_in_the_middle_goes_on_there(
+    finished: Project, output: str, files: int, number: int
+) -> None:
+    """Snakemake removes the output of the stage that failed, and not what the stage has made of it so far."""
+    finished.edit(
+        lambda experiment: experiment["sample"].update(sampler={"type": "ddim", "num_steps": 99}, batch_size=1)
+    )
+    finished.run("results/micro/metrics.json")
+    path = finished / "results/micro" / output
+    undisturbed, halfway = path.read_bytes(), halfway_of(path)
+    path.unlink()
+    with started(finished, f"results/micro/{output}") as running:
+        while len(list(halfway.glob("*/*.npz"))) < files:
+            assert running.poll() is None, "ended before anything was made"
+            time.sleep(0.01)
+        for process in processes_in(finished.folder):
+            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if b"--output" in command and str(path.relative_to(finished.folder)).encode() in command:
+                os.kill(process, number)
+    assert running.returncode == 1 and not path.exists()
+    there = len(list(halfway.glob("*/*.npz")))
+    assert there >= files
+    finished.run(f"results/micro/{output}")
+    assert path.read_bytes() == undisturbed and not halfway.exists()
+    logged = "".join(log.read_text() for log in (finished / "logs/micro").glob("*.log"))
+    assert re.search(rf"{path.name}: {there} of \d+ batches of work were there from an earlier start", logged)
 
 
 def test_a_second_snakemake_is_told_to_wait(fresh: Project) -> None:

@@ -1,11 +1,39 @@
 # images -> crops -> latents. Shards lie beside their manifest, undeclared: those that are up to date are not made again.
 
 
+# A very large data set is cropped by several jobs, a part each; `crop` then finds every shard in place.
+rule crop_part:
+    "Square images of a part of a data set: a very large one is cropped by several jobs."
+    input:
+        config=files.config("crop"),
+        source=f"{results}/datasets/{{dataset}}/source.json",
+    output:
+        note=f"{results}/datasets/{{dataset}}/crops/part-{{part}}-of-{{parts}}.json",
+    log:
+        "logs/datasets/{dataset}/crop/part-{part}-of-{parts}.log",
+    benchmark:
+        "benchmarks/datasets/{dataset}/crop/part-{part}-of-{parts}.tsv"
+    retries: machine.attempts(2)
+    conda:
+        "../../envs/image-diffusion.yaml"
+    threads: 4
+    resources:
+        cpus_per_task=4,
+        mem_mb=files.crop_memory_mb,
+        runtime=240,
+    shell:
+        "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q}"
+        " --part {wildcards.part}/{wildcards.parts} --output {output.note:q}"
+        # Slurm knows what it gave; Snakemake caps its threads at the cores of the machine it was started on.
+        " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
+
+
 rule crop:
     "Images of a data set: cut to squares of one size as ADM does, in webdataset shards; what cannot be read is listed."
     input:
         config=files.config("crop"),
         source=f"{results}/datasets/{{dataset}}/source.json",
+        parts=files.cropped_parts,
     output:
         manifest=f"{results}/datasets/{{dataset}}/crops/manifest.json",
     log:
@@ -20,14 +48,14 @@ rule crop:
     threads: 4
     resources:
         cpus_per_task=4,
-        mem_mb=8000,
+        mem_mb=files.crop_memory_mb,
         runtime=240,
     params:
         journal=f"{results}/datasets/{{dataset}}/journal",
+        parts=files.cropped_option,
     shell:
         "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q} --source {input.source:q}"
-        " --output {output.manifest:q} --journal {params.journal:q}"
-        # Slurm knows what it gave; Snakemake caps its threads at the cores of the machine it was started on.
+        " {params.parts:q} --output {output.manifest:q} --journal {params.journal:q}"
         " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
 
 

@@ -184,6 +184,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def code_below(folder: Path) -> str:
+    """The digest of every Python file below a folder, byte for byte: quick, and the same only when all code is."""
+    return digest([[str(path.relative_to(folder)), sha256_file(path)] for path in sorted(folder.rglob("*.py"))])
+
+
 def write_page(path: Path, text: str) -> None:
     """Write a page of HTML atomically, with the sha256 of what stands above in its last line."""
     write_text(path, f"{text.rstrip()}\n{_page_seal(text)}\n")

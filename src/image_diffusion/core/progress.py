@@ -51,6 +51,10 @@ class Progress:
             self._bar.mininterval = min(max(_EVERY_S, _SHARE * passed), max(_EVERY_S, _AT_MOST_EVERY_S))
         self._bar.update(count)
 
+    def reach(self, count: int) -> None:
+        """Count as many items more as done as are missing to `count`."""
+        self.advance(max(0, count - int(self._bar.n)))
+
     def close(self) -> None:
         """Show where it ended."""
         self._bar.close()

@@ -68,8 +68,9 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     """
     counts = slice(None) if trust_ctime else slice(2)
     known, revision = _read_cache(source, path)
-    now, differs = Folders(), False
+    now, differs, num_bytes = Folders(), False, 0
     for found in source.found():
+        num_bytes += sum(found.stamps[::4])
         before = (known or {}).get(found.folder)
         if before is not None and before.digest == found.digest():
             now[found.folder] = before
@@ -78,7 +79,7 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
         now[found.folder] = _noted(found, hashes)
         differs |= other
     if known is None:
-        _write(source, path, now)
+        _write(source, path, now, num_bytes)
         return True
     changed = differs or now.keys() != known.keys()
     noted = _revision(path)
@@ -86,7 +87,7 @@ def refresh(source: Source, path: Path, trust_ctime: bool = True) -> bool:
     whole = noted is not None and revision in (None, noted)
     whole = whole and not is_ahead(path)
     if changed or not whole:
-        _write(source, path, now, None if changed else revision)
+        _write(source, path, now, num_bytes, None if changed else revision)
     elif now != known:
         _write_cache(source, path, now, revision)
     return changed or not whole
@@ -136,13 +137,13 @@ def _noted(found: Found, hashes: list[str]) -> _Folder:
     return _Folder(own, content, len(found.names), lambda: line)
 
 
-def _write(source: Source, path: Path, folders: Folders, revision: str | None = None) -> None:
+def _write(source: Source, path: Path, folders: Folders, num_bytes: int, revision: str | None = None) -> None:
     """source.json changes whenever the content does. revision: the one it had, where nothing else has changed."""
     if revision is None:
         revision = digest(sorted((name, folder.content) for name, folder in folders.items()))
     _write_cache(source, path, folders, revision)
     files = sum(folder.count for folder in folders.values())
-    write_json(path, {"source": dump(source), "files": files, "revision": revision})
+    write_json(path, {"source": dump(source), "files": files, "bytes": num_bytes, "revision": revision})
 
 
 def _revision(path: Path) -> str | None:

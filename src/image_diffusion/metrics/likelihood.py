@@ -7,16 +7,19 @@ improved-diffusion's image_nll, the result does not depend on the batch, repeats
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config import Config
 from image_diffusion.core.figures import new_figure, save_figure
+from image_diffusion.core.halfway import Arrays, batches
 from image_diffusion.core.progress import Progress
 from image_diffusion.metrics.features import ImageSet
 from image_diffusion.metrics.intervals import mean_estimate
@@ -78,17 +81,24 @@ def measure_likelihood(
     count = chosen_images(images, settings)
     sums = {name: torch.zeros(len(timesteps), dtype=torch.float64) for name in ("vb", "x0_mse", "eps_mse")}
     parts = []
-    progress = Progress("likelihood", count, "image")
-    for start in range(0, count, settings.batch_size):
-        rows = np.arange(start, min(start + settings.batch_size, count))
+
+    def measure(rows: NDArray[np.int64]) -> Arrays:
         found = bound(images.gather(rows), torch.from_numpy(images.labels[rows]), torch.from_numpy(rows))
         terms = found.terms.to("cpu", torch.float64)
         prior = found.prior.to("cpu", torch.float64)
-        parts.append(torch.stack([prior, terms[:, :-1].sum(1), terms[:, -1]], dim=1))
-        for name, values in (("vb", terms), ("x0_mse", found.x0_mse), ("eps_mse", found.eps_mse)):
-            sums[name] += values.to("cpu", torch.float64).sum(0)
-        progress.advance(len(rows))
-    progress.close()
+        summed = (("vb", terms), ("x0_mse", found.x0_mse), ("eps_mse", found.eps_mse))
+        totals = {name: values.to("cpu", torch.float64).sum(0).numpy() for name, values in summed}
+        return {"bits": torch.stack([prior, terms[:, :-1].sum(1), terms[:, -1]], dim=1).numpy(), **totals}
+
+    once = batches(["likelihood", images.digest, timesteps])
+    with Progress("likelihood", count, "image") as progress:
+        for start in range(0, count, settings.batch_size):
+            rows = np.arange(start, min(start + settings.batch_size, count))
+            measured = once(str(start), partial(measure, rows))
+            parts.append(torch.from_numpy(measured["bits"]))
+            for name in sums:
+                sums[name] += torch.from_numpy(measured[name])
+            progress.advance(len(rows))
     each, block = torch.cat(parts), block_of_each(count)
     bits = {
         "bits_per_dim": each.sum(1),

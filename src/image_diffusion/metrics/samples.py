@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.arrays import digest_of, digests_of, read_arrays
 from image_diffusion.core.files import read_json, sha256_file
+from image_diffusion.core.halfway import Arrays, batches
 from image_diffusion.core.together import gathered
 from image_diffusion.core.verify import damaged
 
@@ -42,7 +44,8 @@ class MadeRows:
         self._make, self._batch_size = make, batch_size
         self.shape = (num_samples, *image_shape)
         self._number, self._batch = -1, np.empty((0, *image_shape), np.uint8)
-        self._digests: dict[int, list[bytes]] = {}
+        self._digests: dict[int, Arrays] = {}
+        self._once = batches("digests of samples")
 
     def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         found = np.empty((len(rows), *self.shape[1:]), np.uint8)
@@ -56,15 +59,21 @@ class MadeRows:
     def digest(self) -> str:
         """That of all images, once the processes that share them have looked at each."""
         known = {number: each for some in gathered(self._digests) for number, each in some.items()}
-        assert sum(map(len, known.values())) == self.shape[0]
-        return digest_of(each for number in sorted(known) for each in known[number])
+        for number in range(-(-self.shape[0] // self._batch_size)):
+            if number not in known:  # an earlier start has looked at it
+                known[number] = self._once(str(number), partial(self._digests_of, number))
+        return digest_of(bytes(each) for number in sorted(known) for each in known[number]["sha256"])
+
+    def _digests_of(self, number: int) -> Arrays:
+        return {"sha256": np.array([list(each) for each in digests_of(self._made(number))], np.uint8)}
 
     def _made(self, number: int) -> NDArray[np.uint8]:
         if number != self._number:
             start = number * self._batch_size
             images = self._make(slice(start, min(start + self._batch_size, self.shape[0])))
             self._number, self._batch = number, images.movedim(1, -1).numpy()
-            self._digests[number] = digests_of(self._batch)
+            if number not in self._digests:
+                self._digests[number] = self._once(str(number), partial(self._digests_of, number))
         return self._batch
 
 

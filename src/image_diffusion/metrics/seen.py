@@ -21,11 +21,10 @@ from torch import Tensor
 
 from image_diffusion.core.arrays import read_arrays
 from image_diffusion.core.files import atomic_write, read_json, to_json, write_json
-from image_diffusion.core.progress import Progress
-from image_diffusion.core.together import gathered, rows_of_part, share
+from image_diffusion.core.together import gathered, rows_of_part
 from image_diffusion.core.verify import check_files, describe
-from image_diffusion.metrics.features import AT_ONCE, Detected, Detector, ImageSet, at_once
-from image_diffusion.metrics.moments import Gaussian, check_finite
+from image_diffusion.metrics.features import AT_ONCE, Detected, Detector, ImageSet, look
+from image_diffusion.metrics.moments import Gaussian
 from image_diffusion.metrics.panel import gaussians_of
 from image_diffusion.metrics.references import read_statistics, write_statistics
 
@@ -65,8 +64,7 @@ def write_seen(
     if made and writes:
         _join(made, _about(detector, known), known, folder)
     for name, images in {} if made else known.items():
-        mine = share(np.arange(images.num_samples), AT_ONCE)
-        for start, seen in _look(detector, images, name, mine):
+        for start, seen in _look(detector, images, name, np.arange(images.num_samples)):
             _write_all(folder, name, seen, start, images.num_samples)
     gathered(True)  # all rows are written
     if not writes:
@@ -88,8 +86,8 @@ def write_part(
     arrays: dict[str, NDArray[np.float32]] = {}
     for name, images in known.items():
         rows = [np.arange(each.start, each.stop) for each in rows_of_part(images.num_samples, AT_ONCE, part)]
-        mine = share(np.concatenate(rows), AT_ONCE) if rows else np.empty(0, np.int64)
-        shares = gathered([seen for _, seen in _look(detector, images, name, mine)])
+        chosen = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        shares = gathered([seen for _, seen in _look(detector, images, name, chosen)])
         if found := [seen for each in shares for seen in each]:
             joined = Detected.join(found)
             arrays |= {
@@ -146,15 +144,10 @@ def _about(detector: Detector, known: Mapping[str, ImageSet]) -> dict[str, Any]:
     return {"format": FORMAT, "detector": detector.identity, "splits": described}
 
 
-@torch.inference_mode()
-def _look(detector: Detector, images: ImageSet, split: str, mine: NDArray[np.int64]) -> Iterator[tuple[int, Detected]]:
-    """What is seen in some rows of a split, on the CPU, each time with the number of the first."""
-    with Progress(f"features of the {split} split", len(mine), "image") as progress:
-        for count, chosen in at_once(mine):
-            seen = detector(images.gather(chosen)).first(count)
-            check_finite(seen.features)
-            yield int(chosen[0]), Detected(**{which: _rows(seen, which) for which in _PARTS})  # type: ignore[arg-type]
-            progress.advance(count)
+def _look(detector: Detector, images: ImageSet, split: str, rows: NDArray[np.int64]) -> Iterator[tuple[int, Detected]]:
+    """What this process sees in some rows of a split, on the CPU, each time with the number of the first."""
+    for chosen, (seen,) in look([detector], images, rows, f"features of the {split} split"):
+        yield int(chosen[0]), Detected(**{which: _rows(seen, which) for which in _PARTS})  # type: ignore[arg-type]
 
 
 def _rows(seen: Detected, which: str) -> Tensor | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from image_diffusion.core.files import digest, read_json, sha256_file, write_json
+from image_diffusion.core.files import code_below, digest, read_json, write_json
 from image_diffusion.workflow.plans import STAGES, Plans
 
 PACKAGE = "image_diffusion"
@@ -62,9 +62,8 @@ def stage_digests(source: Path) -> dict[str, str]:
 
 
 def package_digest(source: Path) -> str:
-    """The digest of every file of the package, byte for byte: quick, and the same only when all code is."""
-    files = sorted((source / PACKAGE).rglob("*.py"))
-    return digest([[str(path.relative_to(source)), sha256_file(path)] for path in files])
+    """The digest of every file of the package."""
+    return code_below(source / PACKAGE)
 
 
 def code_digest(module: str, source: Path) -> str:

@@ -7,14 +7,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_diffusion.core.files import read_json
 from image_diffusion.workflow.ledgers import FOLDER, PAGE, ledger_file
 from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards
+from image_diffusion.workflow.sources import source_file
 
 Paths = str | list[str]
 """A file, or several; an empty list where an experiment has no use for one."""
 
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
 """What can be varied that asks for other weights of the training, and the option of `ema` that names them."""
+
+IMAGES_A_CROP_JOB = 2_000_000
+"""Images that are cropped in half an hour or so."""
+IMAGE_BYTES = 100_000
+"""What an image file takes, where many lie in one."""
+IMAGES_A_MB = 500
+"""Images of which a job that crops holds a note in memory: 1.6 KB each, as measured."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,32 @@ class Files:
     def decoder_stamps(self, wildcards: Wildcards) -> list[str]:
         """The same of the decoder of samples, where it is another one."""
         return _stamps(self.plans.of(wildcards).decoder_files)
+
+    def cropped_parts(self, wildcards: Wildcards) -> list[str]:
+        """The notes of the jobs that share the images of a very large data set; one alone leaves none."""
+        plan = self.plans.of(wildcards)
+        return [f"{self._dataset(plan)}/crops/{part}.json" for part in self._crop_parts(plan)]
+
+    def cropped_option(self, wildcards: Wildcards) -> list[str]:
+        """How `crop` is told where those lie."""
+        return _option("--made", self.cropped_parts(wildcards))
+
+    def crop_memory_mb(self, wildcards: Wildcards) -> int:
+        """Memory of a job that crops, in MB: each lists all images, and the last one holds what is known of each."""
+        return max(8000, self._num_images(self.plans.of(wildcards)) // IMAGES_A_MB)
+
+    def _crop_parts(self, plan: Plan) -> list[str]:
+        """The names of the parts that jobs crop a data set in, of so many images each."""
+        return _named_parts(min(plan.num_shards, self._num_images(plan) // IMAGES_A_CROP_JOB))
+
+    def _num_images(self, plan: Plan) -> int:
+        """The images of a data set by the number or the size of its files, as they were found when Snakemake started;
+        0 where nobody looks for files, or there are none on this machine."""
+        try:
+            source = read_json(source_file(Path(self.results), plan.dataset))
+            return int(max(source["files"], source["bytes"] // IMAGE_BYTES))
+        except (ValueError, KeyError, TypeError):
+            return 0
 
     def to_encode(self, wildcards: Wildcards) -> str:
         """What becomes latents: crops, or the files that others have encoded, by their note."""
@@ -430,7 +465,11 @@ def _has_crops(plan: Plan) -> bool:
 
 def _parts(plan: Plan) -> list[str]:
     """The names of the parts that jobs share a large data set in, 16 shards or more each; none for one job alone."""
-    parts = min(64, plan.num_shards // 16)
+    return _named_parts(plan.num_shards // 16)
+
+
+def _named_parts(wanted: int) -> list[str]:
+    parts = min(64, wanted)
     return [f"part-{part}-of-{parts}" for part in range(parts)] if parts > 1 else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from image_diffusion.core.files import read_json
@@ -57,3 +58,5 @@ def remove_left_parts(plans: Plans, results: Path) -> None:
     for folder in (*samples, *references):
         for part in folder.glob("part-*-of-*.npz"):
             part.unlink(missing_ok=True)
+        for halfway in folder.glob(".part-*-of-*.npz.halfway"):
+            shutil.rmtree(halfway, ignore_errors=True)

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-GO_ON = ("crop", "encode_part", "train")
+GO_ON = ("crop", "crop_part", "encode_part", "train")
 """Rules whose jobs go on from what is there: where one has just ended, the next finds its work done."""
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from image_diffusion.core.config import dump
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files import digest
+from image_diffusion.core.halfway import Arrays, batches
 from image_diffusion.core.pictures import save_picture
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.together import gathered, share
@@ -21,7 +24,17 @@ from image_diffusion.metrics.classes import agreement
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.doubt import doubts_of
 from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.features import AT_ONCE, Detected, Detector, ImageSet, at_once, detect_each
+from image_diffusion.metrics.features import (
+    AT_ONCE,
+    Detected,
+    Detector,
+    ImageSet,
+    at_once,
+    detect_each,
+    kept_together,
+    packed,
+    unpacked,
+)
 from image_diffusion.metrics.frechet import frechet_between
 from image_diffusion.metrics.intervals import Estimate, mean_estimate
 from image_diffusion.metrics.lpips import Lpips
@@ -67,7 +80,9 @@ def evaluate_codec(
     images = data.split(split)
     _check(network, images)
     looks = settings.lpips.build(next(network.parameters()).device) if settings.lpips is not None else None
-    quality, seen, counts = _measure(network, images, detectors, looks)
+    identities = [each.identity for each in detectors]
+    known = [identities, settings.lpips.identity if settings.lpips is not None else None, images.digest]
+    quality, seen, counts = _measure(network, images, detectors, looks, known)
     n, block = images.num_samples, block_of_each(images.num_samples)
     tested = look_and_test(detectors, images)
     real: list[Detected] | None = None
@@ -85,7 +100,6 @@ def evaluate_codec(
     if report is not None:
         _draw(network, images, quality, counts, report)
     described = {"split": split, "data": images.digest, "num_images": n}
-    identities = [each.identity for each in detectors]
     how: dict[str, Any] = {"detectors": identities, "reference": described, "settings": dump(settings)}
     if settings.lpips is not None:
         how["lpips"] = settings.lpips.identity
@@ -122,38 +136,53 @@ def _panel(
 
 
 def _measure(
-    network: nn.Module, images: ImageSet, detectors: Sequence[Detector], looks: Lpips | None
+    network: nn.Module, images: ImageSet, detectors: Sequence[Detector], looks: Lpips | None, known: Any
 ) -> tuple[dict[str, Tensor], dict[str, list[Detected]], Tensor | None]:
     """The quality of each image [N] by name; what the detectors see in the originals and in what each way decodes;
-    how often each token is used by each block of images, int64 [blocks, K]."""
+    how often each token is used by each block of images, int64 [blocks, K]. known: what tells detectors and images from
+    others."""
     block = block_of_each(images.num_samples)
-    quality: dict[str, list[Tensor]] = {}
-    seen: dict[str, list[list[Detected]]] = {}  # by way, batch and detector
     num_tokens = network.codebook.num_embeddings if isinstance(network, DVAE) else 0
-    counts = torch.zeros(NUM_BLOCKS * num_tokens, dtype=torch.int64)
-    mine = share(np.arange(images.num_samples), AT_ONCE)
-    with torch.inference_mode(), Progress("reconstructions", len(mine), "image") as progress:
-        for count, chosen in at_once(mine):
+
+    def measure(places: NDArray[np.int64]) -> Arrays:
+        rows: dict[str, list[NDArray[Any]]] = {}
+        for count, chosen in at_once(places):
             found = reconstruct(network, images.gather(chosen))
             distances = {f"lpips_{way}": looks(found.images, y) for way, y in found.decoded.items()} if looks else {}
-            for name, each in (found.quality() | distances).items():
-                quality.setdefault(name, []).append(each[:count].cpu())
+            told = {f"quality {name}": each.cpu().numpy() for name, each in (found.quality() | distances).items()}
             for way, pictures in {"original": found.images, **found.decoded}.items():
-                seen.setdefault(way, []).append([detector(pictures).first(count) for detector in detectors])
+                seen = [detector(pictures) for detector in detectors]
+                for each in seen:
+                    check_finite(each.features)
+                told |= {f"seen {way} {name}": array for name, array in packed(seen).items()}
             if found.tokens is not None:
                 tokens = found.tokens.flatten(1).cpu() + num_tokens * block[torch.from_numpy(chosen)].unsqueeze(1)
-                counts += tokens[:count].flatten().bincount(minlength=len(counts))
+                told["tokens"] = tokens.numpy()
+            for name, array in told.items():
+                rows.setdefault(name, []).append(array[:count])
             progress.advance(count)
-    shares = gathered((quality, seen, counts))  # of all processes
-    of_each = {name: torch.cat([part for each in shares for part in each[0].get(name, [])]) for name in shares[0][0]}
-    joined = {}
-    for way in shares[0][1]:
-        batches = [batch for each in shares for batch in each[1].get(way, [])]
-        joined[way] = [Detected.join([batch[i] for batch in batches]) for i in range(len(detectors))]
-        for found_in_it in joined[way]:
-            check_finite(found_in_it.features)
-    total = sum((each[2] for each in shares), torch.zeros_like(counts))
-    return of_each, joined, total.view(NUM_BLOCKS, num_tokens) if num_tokens else None
+        of_all = {name: np.concatenate(arrays) for name, arrays in rows.items()}
+        if num_tokens:
+            of_all["counts"] = np.bincount(of_all.pop("tokens").ravel(), minlength=NUM_BLOCKS * num_tokens)[None]
+        return of_all
+
+    mine, once = share(np.arange(images.num_samples), AT_ONCE), batches(["reconstructions", known])
+    with torch.inference_mode(), Progress("reconstructions", len(mine), "image") as progress:
+        parts = []
+        for some in kept_together(mine):
+            parts.append(once(f"{some[0]}-{some[-1] + 1}", partial(measure, some)))
+            progress.reach(int(some[-1] - mine[0]) + 1)
+    every = [part for each in gathered(parts) for part in each]
+    of_each = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+
+    def named(kind: str) -> dict[str, NDArray[Any]]:
+        return {name.removeprefix(kind): each for name, each in of_each.items() if name.startswith(kind)}
+
+    quality = {name: torch.from_numpy(each) for name, each in named("quality ").items()}
+    ways = dict.fromkeys(name.split()[0] for name in named("seen "))
+    seen_in = {way: unpacked(named(f"seen {way} "), len(detectors)) for way in ways}
+    counts = torch.from_numpy(of_each["counts"].sum(0)).view(NUM_BLOCKS, num_tokens) if num_tokens else None
+    return quality, seen_in, counts
 
 
 def _check(network: nn.Module, images: ImageSet) -> None:

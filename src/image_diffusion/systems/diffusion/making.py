@@ -109,6 +109,8 @@ def make_images(system: MakesImages, given: ToSample) -> MadeImages:
         labels = labels if enlarged.labels is None else enlarged.labels
     generator = _generator(system, model, settings, given.codec, weaker, asked)
     described: dict[str, Any] = {"settings": dump(generator.settings)}
+    if weaker is not None:
+        described["weaker_sha256"] = weaker.sha256
     if asked.titles:
         described["prompts"] = asked.titles
     if asked.source:

@@ -11,7 +11,10 @@ towers.json                                     what they are, and how often a h
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from image_diffusion.codecs.hashing import words_of
 from image_diffusion.codecs.text.learned import FILE, LearnedText, read_text, word_numbers, write_text
 from image_diffusion.core.config import Config, dump
 from image_diffusion.core.files import digest, read_json, sha256_file, write_bytes, write_json
+from image_diffusion.core.halfway import Arrays, batches
 from image_diffusion.core.progress import Progress
 from image_diffusion.data.captioned import CaptionedCrops
 from image_diffusion.data.pairs import Splits
@@ -41,6 +45,7 @@ _IMAGE, _DESCRIBED = "image.safetensors", "towers.json"
 _LONGEST = 64  # words that are read of a caption
 _MOST_WORDS = 20_000
 _MOST_LOOKED_AT, _AT_ONCE = 5000, 256  # images that retrieval and statistics are of
+_KEPT = 32  # times that a training is kept, to go on from
 _TEMPERATURE, _MOST_SCALE = 0.07, 100.0  # at first, and the limit of its inverse: section 2.5
 
 
@@ -199,8 +204,9 @@ def _fit(
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps)
     image.train()
-    with Progress("towers", steps * size, "pair") as progress:
-        for step in range(steps):
+
+    def trained(first: int, last: int) -> Arrays:
+        for step in range(first, last):
             rng = np.random.default_rng([settings.seed, 2, step])
             chosen = _batch(learnt, step, size, settings.seed)
             captions = [(own := pairs.captions[i])[rng.integers(len(own))] for i in chosen]
@@ -214,8 +220,52 @@ def _fit(
             optimizer.step()
             schedule.step()
             progress.advance(size, note=f"loss {loss.item():.3f}")
+        return {name: tensor.detach().cpu().numpy() for name, tensor in _state(modules, optimizer).items()}
+
+    modules = {"image": image, "text": text, "scale": nn.ParameterList([log_scale])}
+    once, together = batches(["towers", pairs.digest, dump(settings)]), math.ceil(steps / _KEPT)
+    with Progress("towers", steps * size, "pair") as progress:
+        for first in range(0, steps, together):
+            last = min(first + together, steps)
+            state = once(f"{first}-{last}", partial(trained, first, last))
+            if schedule.last_epoch < last:  # an earlier start has trained so far
+                _go_on(modules, optimizer, schedule, state, last)
+            progress.reach(last * size)
     shown = learnt[:_MOST_LOOKED_AT]  # what batches were normalised by lags behind, by far in a short training
     update_bn((pairs.crops.images(pairs.rows[each]).to(device) for each in _parts(shown)), image)
+
+
+def _state(modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of a training, by name."""
+    of_networks = {
+        f"{name} {key}": each for name, module in modules.items() for key, each in module.state_dict().items()
+    }
+    moments = optimizer.state_dict()["state"]
+    return of_networks | {f"optimizer {i} {key}": each for i in moments for key, each in moments[i].items()}
+
+
+def _go_on(
+    modules: Mapping[str, nn.Module],
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    state: Arrays,
+    step: int,
+) -> None:
+    """Put a training where it was after so many steps, with the tensors of `_state`."""
+    tensors = {name: torch.from_numpy(array) for name, array in state.items()}
+    for name, module in modules.items():
+        module.load_state_dict({key: tensors[f"{name} {key}"] for key in module.state_dict()})
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name in tensors:
+        kind, _, rest = name.partition(" ")
+        if kind == "optimizer":
+            number, key = rest.split(" ")
+            moments.setdefault(int(number), {})[key] = tensors[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has made no step, which it has in that start
+        while schedule.last_epoch < step:
+            schedule.step()
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def contrastive_loss(images: Tensor, texts: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config import dump
 from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.files import digest
+from image_diffusion.core.halfway import Arrays, batches
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.together import gathered, share
@@ -159,17 +162,15 @@ def _losses(
 ) -> Tensor:
     """The loss of each pair, float64 [N], with noise and timestep that belong to the pair."""
     device, objective = next(network.parameters()).device, system.build_objective(spec)
-    parts: list[Tensor] = []
-    mine = share(np.arange(_count(data, settings)))
-    with Progress("losses", len(mine), "pair") as progress:
-        for start in range(0, len(mine), settings.batch_size):
-            rows = mine[start : start + settings.batch_size]
-            sample = torch.from_numpy(rows).to(device)
-            streams = Streams(settings.seed, torch.full_like(sample, _EPOCH), sample)
-            batch = system.pair_batch(data.gather(rows).to(device), streams)
-            parts.append(objective(network, batch).loss.double().cpu())
-            progress.advance(len(rows))
-    return torch.cat([part for each in gathered(parts) for part in each])
+
+    def measure(rows: NDArray[np.int64]) -> Arrays:
+        sample = torch.from_numpy(rows).to(device)
+        streams = Streams(settings.seed, torch.full_like(sample, _EPOCH), sample)
+        batch = system.pair_batch(data.gather(rows).to(device), streams)
+        return {"loss": objective(network, batch).loss.double().cpu().numpy()}
+
+    parts = _in_batches(measure, "losses", data, settings)
+    return torch.cat([part["loss"] for part in parts])
 
 
 def _similarities(
@@ -180,22 +181,34 @@ def _similarities(
     generator = EmbeddingGenerator(network, system, spec, settings.at(num_steps))
     count = _count(data, settings)
     others = other_captions(system.caption(data.gather(np.arange(count)))["text_embed"])
-    mine, parts = share(np.arange(count)), []
-    with Progress(f"predictions in {num_steps} steps", len(mine), "pair") as progress:
-        for start in range(0, len(mine), settings.batch_size):
-            rows = mine[start : start + settings.batch_size]
-            pairs = data.gather(rows)
-            own, other = system.caption(pairs), system.caption(data.gather(rows if others is None else others[rows]))
-            predicted, unrelated = (generator(cond, torch.from_numpy(rows)) for cond in (own, other))
-            near = similarities(own["text_embed"], pairs[:, IMAGE].float(), predicted, unrelated)
-            parts.append(near | {"predicted": predicted})
-            progress.advance(len(rows))
-    every = [part for each in gathered(parts) for part in each]
+
+    def measure(rows: NDArray[np.int64]) -> Arrays:
+        pairs = data.gather(rows)
+        own, other = system.caption(pairs), system.caption(data.gather(rows if others is None else others[rows]))
+        predicted, unrelated = (generator(cond, torch.from_numpy(rows)) for cond in (own, other))
+        near = similarities(own["text_embed"], pairs[:, IMAGE].float(), predicted, unrelated)
+        return {name: each.cpu().numpy() for name, each in (near | {"predicted": predicted}).items()}
+
+    every = _in_batches(measure, f"predictions in {num_steps} steps", data, settings)
     found = {name: torch.cat([part[name] for part in every]) for name in every[0]}
     made = found.pop("predicted")
     if others is None:
         found = {name: each for name, each in found.items() if "unrelated" not in name}
     return found, made
+
+
+def _in_batches(
+    measure: Callable[[NDArray[np.int64]], Arrays], title: str, data: Shards, settings: PredictionConfig
+) -> list[dict[str, Tensor]]:
+    """What is measured of the first pairs, batch by batch; the processes share them, and each has what all measured."""
+    mine, once, parts = share(np.arange(_count(data, settings))), batches([title, data.digest]), []
+    with Progress(title, len(mine), "pair") as progress:
+        for start in range(0, len(mine), settings.batch_size):
+            rows = mine[start : start + settings.batch_size]
+            found = once(f"{rows[0]}-{rows[-1] + 1}", partial(measure, rows))
+            parts.append({name: torch.from_numpy(each) for name, each in found.items()})
+            progress.advance(len(rows))
+    return [part for each in gathered(parts) for part in each]
 
 
 def _plot(found: dict[str, Tensor], title: str, path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from image_diffusion.core.halfway import Arrays, batches
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.streams import Streams
 from image_diffusion.data.shards import open_shards
-from image_diffusion.metrics.features import at_once
+from image_diffusion.metrics.features import at_once, kept_together
 from image_diffusion.metrics.intervals import mean_estimate
 from image_diffusion.metrics.moments import block_of_each
 from image_diffusion.objectives.masked_tokens import hidden_bits, hide
@@ -55,9 +58,11 @@ def bits_per_token(system: TokensSystem, model: Model, encoded: Path) -> tuple[d
     if not data.num_samples:
         return {}, {}
     network: Any = on_best_device(model)
-    device, parts = next(network.parameters()).device, []
-    with Progress("bits", data.num_samples, "image") as progress:
-        for count, rows in at_once(np.arange(data.num_samples)):
+    device = next(network.parameters()).device
+
+    def measure(chosen: NDArray[np.int64]) -> Arrays:
+        parts = []
+        for count, rows in at_once(chosen):
             tokens = data.gather(rows).to(device).long().flatten(1)
             label = torch.from_numpy(data.labels[rows]).to(device)
             cond = {"label": label} if model.spec.num_classes else {}
@@ -68,8 +73,14 @@ def bits_per_token(system: TokensSystem, model: Model, encoded: Path) -> tuple[d
                 else _bound(network, tokens, cond, number)
             )
             parts.append(bits[:count])
-            progress.advance(count)
-    each = torch.cat(parts).double().cpu()
+        return {"bits": torch.cat(parts).cpu().numpy()}
+
+    once, found = batches(["bits", data.digest]), []
+    with Progress("bits", data.num_samples, "image") as progress:
+        for chosen in kept_together(np.arange(data.num_samples)):
+            found.append(torch.from_numpy(once(str(chosen[0]), partial(measure, chosen))["bits"]))
+            progress.advance(len(chosen))
+    each = torch.cat(found).double()
     entry = mean_estimate(each, block_of_each(len(each)), 0).as_dict()
     how = "exact" if system.objective.causal else f"a bound, from {_STRATA} masks of each image"
     return {"bits_per_token": entry}, {"data": data.digest, "num_samples": len(each), "how": how}

@@ -1,0 +1,47 @@
+"""Large data sets are shared by several jobs: Snakemake plans them, and what they make is what one job makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from projects import Project
+from test_workflow_kills import processes_in, started
+
+CROPS = "results/datasets/dots-16/crops"
+
+
+def test_a_very_large_set_is_cropped_by_several_jobs(fresh: Project) -> None:
+    """Files without content, of as many bytes as four million images take."""
+    fresh.edit(lambda experiment: experiment["data"].update(num_shards=32))
+    assert "crop_part" not in fresh.planned()
+    for number in range(4):
+        path = fresh / f"images/large-{number}.tar"
+        path.touch()
+        os.truncate(path, 10**11)
+    shown = fresh.snakemake("--dry-run").stdout
+    assert re.search(r"^crop_part +2$", shown, re.MULTILINE), shown
+    assert f"{CROPS}/part-1-of-2.json" in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
+def test_parts_that_fail_in_the_middle_go_on_and_give_the_crops_of_one_job(
+    fresh: Project, made: Project, number: int
+) -> None:
+    parts = [f"{CROPS}/part-{part}-of-2.json" for part in range(2)]
+    with started(fresh, "--jobs", "1", *parts) as running:
+        while not list((fresh / CROPS).glob("shard-*.tar")):
+            assert running.poll() is None, "ended before anything was made"
+            time.sleep(0.005)
+        for process in processes_in(fresh.folder) - {running.pid}:
+            os.kill(process, number)
+    fresh.run(*parts)
+    assert not (fresh / CROPS / "manifest.json").exists()
+    fresh.run(f"{CROPS}/manifest.json")
+    assert "(0 written)" in (fresh / "logs/datasets/dots-16/crop.log").read_text()
+    for path in (made / CROPS).iterdir():
+        if path.name != ".verified.json":
+            assert (fresh / CROPS / path.name).read_bytes() == path.read_bytes(), path.name
