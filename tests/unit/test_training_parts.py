@@ -15,7 +15,7 @@ from torch._dynamo import eval_frame
 from image_diffusion.core.files import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
-from image_diffusion.training import gradients, speed
+from image_diffusion.training import distributed, gradients, speed
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import (
@@ -269,9 +269,25 @@ def test_the_gradient_is_that_of_the_mean_for_any_microbatch(microbatch: int | N
     torch.testing.assert_close(losses.parts["twice"], 2 * losses.loss)
 
 
-def test_strict_refuses_more_processes_than_chunks() -> None:
-    with pytest.raises(ValueError, match="3 processes cannot share 2 chunks of 8 examples. Use at most 2 processes"):
-        Ordered(Flat(network()), World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
+def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a process sends in a step of a chunk a process: its share of what it computed to each other one, and its
+    share of the sum."""
+    sent: list[int] = []
+    monkeypatch.setattr(distributed.dist, "all_to_all_single", lambda into, rows: sent.append(rows.nbytes))
+    monkeypatch.setattr(distributed.dist, "all_gather_into_tensor", lambda into, rows: sent.append(len(into) * 4))
+    cut = network()
+    flat = Flat(cut)
+    for processes in (2, 8, 40):
+        sent.clear()
+        world = World(0, processes, torch.device("cpu"))
+        ordered = Ordered(flat, world, processes, 1, lambda loss: loss)
+        ordered(examples(processes), lambda some, _: Losses(cut(some.stored).sum(1), {}))
+        most = sorted(sent)[-2:]  # the rest are losses
+        assert sum(most) <= 2 * (flat.gradient.nbytes + 4 * processes)
+    Ordered(flat, World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
+    assert "3 processes share 2 chunks of 8 examples, so that 1 have nothing to do" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("conflict", [{"deterministic": "strict"}, {"precision": "fp16"}, {"channels_last": True}])

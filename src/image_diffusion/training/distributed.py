@@ -41,6 +41,14 @@ class World:
         dist.all_gather_into_tensor(gathered.flatten(), tensor.contiguous().flatten())
         return gathered
 
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Row r of [size, ...] goes to process r -> the rows that the processes had for this one, in their order."""
+        if self.size == 1:
+            return rows
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows)
+        return received
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor with that of rank 0."""
         if self.size > 1:

@@ -8,6 +8,7 @@ more a run that was resumed adds in another order than one that was not.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
@@ -104,23 +106,26 @@ def _cut(flat: Flat) -> list[_Piece]:
 
 class Ordered:
     """Bit-identical for any number of processes: the global batch is cut into chunks of a fixed size, process r takes
-    the chunks r, r + size, …, and every process adds the gradients of all chunks in the order of the chunks.
+    the chunks r, r + size, …, and the gradients of all chunks are added in the order of the chunks.
 
-    Every process is given the whole global batch. Returns the losses of the whole global batch.
+    Each process adds up a share of the gradient, for which the others send it theirs of their chunks. Every process is
+    given the whole global batch. Returns the losses of the whole global batch.
     """
 
     def __init__(
         self, flat: Flat, world: World, global_batch: int, chunk: int, scale: Callable[[Tensor], Tensor]
     ) -> None:
         num_chunks = -(-global_batch // chunk)
-        if num_chunks < world.size:
-            raise ValueError(
-                f"{world.size} processes cannot share {num_chunks} chunks of {chunk} examples. "
-                f"Use at most {num_chunks} processes, or a smaller train.strict_chunk."
+        if world.is_main and num_chunks < world.size:
+            print(
+                f"warning: {world.size} processes share {num_chunks} chunks of {chunk} examples, so that "
+                f"{world.size - num_chunks} have nothing to do. Use fewer.",
+                file=sys.stderr,
+                flush=True,
             )
         self._flat, self._world, self._scale = flat, world, scale
         self._global_batch, self._chunk = global_batch, chunk
-        self._sum = torch.zeros_like(flat.gradient)
+        self._sum = flat.gradient.new_zeros(-(-flat.size // world.size))
 
     def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
         """Fill the flat gradient for the examples of all processes."""
@@ -133,12 +138,20 @@ class Ordered:
             if mine < len(chunks):
                 losses = losses_of(chunks[mine], mine)
                 self._scale(losses.loss.sum() / self._global_batch).backward()
-            for gradient in self._world.gather(self._flat.gradient)[: len(chunks) - first]:
-                self._sum += gradient
+            elif first == 0:
+                losses = losses_of(chunks[0], 0)  # for their names alone
+            for share_of_one in self._world.exchange(self._shares())[: len(chunks) - first]:
+                self._sum += share_of_one
             sizes = [len(chunk.sample) for chunk in chunks[first : first + self._world.size]]
             gathered.append(gather_losses(losses, sizes, self._world))
-        self._flat.gradient.copy_(self._sum)
+        self._flat.gradient.copy_(self._world.gather(self._sum).flatten()[: self._flat.size])
         return joined(gathered)
+
+    def _shares(self) -> Tensor:
+        """The gradient of this process's chunk in equal shares, one a process, zeros behind the last."""
+        missing = self._world.size * len(self._sum) - self._flat.size
+        gradient = F.pad(self._flat.gradient, (0, missing)) if missing else self._flat.gradient
+        return gradient.view(self._world.size, -1)
 
 
 def joined(losses: list[Losses]) -> Losses:
