@@ -85,8 +85,9 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
 
 def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
-    saved = found().memory_gib - found(sharding="full").memory_gib
-    assert saved * 2**30 == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
+    none, optimizer, full = (found(sharding=sharding).memory_gib * 2**30 for sharding in ("none", "optimizer", "full"))
+    assert none - full == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
+    assert none - optimizer == pytest.approx(4 * (3 - 2) * 4000 / 2, rel=0.01)  # slices of weights and sum are more
 
 
 def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:

@@ -15,7 +15,8 @@ from torch._dynamo import eval_frame
 from image_diffusion.core.files import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
-from image_diffusion.training import distributed, gradients, speed
+from image_diffusion.training import distributed, speed
+from image_diffusion.training import flat as flat_vectors
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import (
@@ -492,8 +493,8 @@ def test_sums_over_processes_begin_while_the_backward_pass_goes_on(monkeypatch: 
         order.append(tensor.numel())
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(gradients, "_PIECE", 1)
-    monkeypatch.setattr(gradients.dist, "all_reduce", begin)
+    monkeypatch.setattr(flat_vectors, "_PIECE", 1)
+    monkeypatch.setattr(flat_vectors.dist, "all_reduce", begin)
     cut = network()
     shared = Shared(Flat(cut), World(0, 2, torch.device("cpu")), 10, None, lambda loss: loss)
     cut[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))

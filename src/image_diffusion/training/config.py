@@ -69,9 +69,11 @@ class TrainConfig(Config):
     """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
-    sharding: Literal["none", "full"] = "none"
-    """full: each process keeps its share of weights, gradient, moments and averages, and gathers the weights of a block
-    when it computes (FSDP): for networks that do not fit beside them; slower. Changes no checkpoint."""
+    sharding: Literal["none", "optimizer", "full"] = "none"
+    """What processes divide among them. optimizer: each updates a slice of the weights, and keeps moments and averages
+    of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of weights and
+    gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit beside
+    them; slower. Changes no checkpoint."""
     deterministic: Mode = "run"
     """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
     processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
@@ -126,11 +128,14 @@ class TrainConfig(Config):
             raise ValueError("lora and freeze are both set, but with adapters all else is frozen. Leave freeze out.")
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora is set, but there is nothing that adapters could adapt. Set init_from.")
+        needs_whole = f"optimizer: {self.optimizer.type}, which needs each parameter whole"
+        if self.sharding == "optimizer" and not self.optimizer.moves_each_alone:
+            raise ValueError(f"sharding: optimizer does not go with {needs_whole}. Leave out one of the two.")
         if self.sharding == "full":
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
-                f"optimizer: {self.optimizer.type}, which needs each parameter whole": self.optimizer.needs_whole,
+                needs_whole: self.optimizer.needs_whole,
                 "channels_last: true, whose weights have no rows to share": self.channels_last,
             }
             for conflict, exists in conflicts.items():

@@ -71,12 +71,16 @@ def counted(
 
 
 def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
-    """Bytes that other processes keep for this one: with sharding, of the gradient, the moments and the averages. The
-    weights are here as a whole now and then, for a validation."""
-    if config.sharding == "none":
+    """Bytes that other processes keep for this one: with sharding, of the moments and the averages, and of the gradient
+    where it is `full`. The weights are here as a whole, at least now and then, for a validation."""
+    if config.sharding == "none" or processes == 1:
         return 0
-    vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
-    return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+    vectors = [*parts.optimizer.moments.values(), *parts.averages.vectors.values()]
+    gradient = parts.flat.gradient.nbytes
+    elsewhere = sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+    if config.sharding == "full":
+        return elsewhere + gradient * (processes - 1) // processes
+    return elsewhere - 2 * gradient // processes  # a slice of the weights and one of the sum come on top
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from image_diffusion.training.lora import written
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizers.flat import FlatOptimizer
 from image_diffusion.training.precision import Precision
+from image_diffusion.training.sliced import SlicedFlat
 from image_diffusion.training.speed import Speed
 from image_diffusion.training.tuning import tune
 
@@ -159,9 +160,9 @@ class Parts:
         self.network.to(memory_format=layout)
         if isinstance(task.objective, HasTeacher) and task.objective.has_teacher:
             task.objective.learn_from(_teacher(self.network, config))
-        self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
+        self.flat = _flat(self.network, config, world)
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
-        self.precision = Precision(config.precision, world.device)
+        self.precision = Precision(config.precision, world.device, self.flat.is_whole)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         self.gradients: Shared | Ordered = (
@@ -373,7 +374,11 @@ class Parts:
         return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
 
 
-def _sharded(network: nn.Module, world: World) -> Flat:
+def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
+    if config.sharding == "none" or world.size == 1:
+        return Flat(network)
+    if config.sharding == "optimizer":
+        return SlicedFlat(network, world, config.deterministic == "strict")
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
     return ShardedFlat(network, world)

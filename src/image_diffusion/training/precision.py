@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from image_diffusion.training.speed import product_rate
@@ -16,11 +17,16 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Autocast and, for fp16, a loss scale that adapts itself without asking the device."""
+    """Autocast and, for fp16, a loss scale that adapts itself without asking the device.
 
-    def __init__(self, name: Name, device: torch.device) -> None:
+    sees_all: whether the gradient that a process sees is that of all parameters; where it is not, processes tell one
+    another of overflows.
+    """
+
+    def __init__(self, name: Name, device: torch.device, sees_all: bool = True) -> None:
         self._dtype, self._device = _DTYPES.get(name), device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        kind = torch.amp.GradScaler if sees_all else _Agreeing
+        self.scaler = kind(device.type, enabled=name == "fp16")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +53,18 @@ class Precision:
     def load(self, state: dict[str, Any]) -> None:
         """Continue with what `state` gave."""
         self.scaler.load_state_dict(state)
+
+
+class _Agreeing(torch.amp.GradScaler):
+    """An overflow in one process is one of all. (PyTorch's `ShardedGradScaler` for this fails with fused Adam, whose
+    count of steps has no dimension.)"""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale. All processes do so together."""
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found)
 
 
 def faster_in_bf16(name: Name, device: torch.device) -> str | None:
