@@ -14,6 +14,8 @@ from tiny_runs import TINY
 from torch import Tensor
 from torch.testing import assert_close
 
+from image_diffusion.training.lora import written
+
 STEADY = {"schedule": {"type": "constant", "warmup_steps": 3}, "optimizer": {"type": "adamw", "lr": 1e-3}}
 FULL = {"sharding": "full"}
 
@@ -36,8 +38,8 @@ def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e
     assert own.keys() == other_own.keys()
     for group in own.keys() - {"meter", "objective"}:
         assert_close(own[group], other_own[group], rtol=0, atol=weight, msg=lambda text, g=group: f"{g}: {text}")
-    written = load_file(ours / "train/weights.safetensors")
-    assert_close(written, own["network"] | own["best"], rtol=0, atol=0)
+    saved = load_file(ours / "train/weights.safetensors")
+    assert_close(saved, written(own["network"] | own["best"], None), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("system", ["mlp", "dit"])
@@ -63,6 +65,28 @@ def test_slices_of_any_number_of_processes_give_the_bytes_of_one_in_strict(
             finished(attempts, tmp_path / name, system=system, processes=processes, changes=settings)
     assert points(tmp_path / "slices") == points(tmp_path / "steady")
     assert results(tmp_path / "slices") == results(tmp_path / "steady")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_that_were_rounded_once_give_the_numbers_of_autocast(
+    attempts: Attempts, tmp_path: Path, precision: str
+) -> None:
+    """Without a limit of the norm, whose last bits would be other ones. Pictures are drawn with weights in float32."""
+    changes = STEADY | {"steps": 6, "precision": precision, "grad_clip": None, "grid_every_steps": 3}
+    for sharding in ("none", "optimizer"):
+        settings = changes | {"sharding": sharding}
+        finished(attempts, tmp_path / sharding, system="dit", processes=2, changes=settings, inject="previews")
+    assert_same(tmp_path / "optimizer", tmp_path / "none")
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+def test_sums_in_bf16_give_nearly_the_same_numbers(attempts: Attempts, tmp_path: Path, sharding: str) -> None:
+    changes = STEADY | {"steps": 6, "log_every_steps": 1, "sharding": sharding}
+    for reduce in ("float32", "bf16"):
+        finished(attempts, tmp_path / reduce, system="dit", processes=3, changes=changes | {"reduce": reduce})
+    ours, exact = points(tmp_path / "bf16"), points(tmp_path / "float32")
+    assert ours != exact
+    assert [value for *_, value in ours] == pytest.approx([value for *_, value in exact], rel=1e-2)
 
 
 def test_an_overflow_in_one_slice_is_one_of_all(attempts: Attempts, tmp_path: Path) -> None:
@@ -125,11 +149,15 @@ def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(attempts:
         assert_same(tmp_path / sharding, tmp_path / "none")
 
 
-@pytest.mark.parametrize(("sharding", "processes"), [("full", 2), ("optimizer", 3)])
+@pytest.mark.parametrize(
+    ("sharding", "processes", "lower"),
+    [("full", 2, {}), ("optimizer", 3, {}), ("none", 3, {"reduce": "bf16"}), ("full", 2, {"reduce": "bf16"}),
+     ("optimizer", 3, {"reduce": "bf16", "precision": "bf16"})],
+)  # fmt: skip
 def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(
-    attempts: Attempts, tmp_path: Path, sharding: str, processes: int
+    attempts: Attempts, tmp_path: Path, sharding: str, processes: int, lower: dict[str, str]
 ) -> None:
-    settings: dict[str, Any] = {"processes": processes, "changes": {"sharding": sharding}}
+    settings: dict[str, Any] = {"processes": processes, "changes": {"sharding": sharding, **lower}}
     usual = finished(attempts, tmp_path / "undisturbed", **settings)
     assert usual.operations is not None
     killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=usual.operations // 2, **settings))

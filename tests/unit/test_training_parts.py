@@ -35,6 +35,7 @@ from image_diffusion.training.optimizers.adam import Adam, AdamW
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.reports import _at
 from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
+from image_diffusion.training.sliced import SlicedFlat
 from image_diffusion.training.state import State
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -486,18 +487,33 @@ def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: 
         assert {key: value for key, value in owner.items() if key not in ("token", "host", "pid")} == told
 
 
-def test_sums_over_processes_begin_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_sums_over_processes_begin_while_the_backward_pass_goes_on(
+    monkeypatch: pytest.MonkeyPatch, sliced: bool, reduce: torch.dtype
+) -> None:
     order: list[int | str] = []
 
-    def begin(tensor: Tensor, async_op: bool) -> SimpleNamespace:
-        order.append(tensor.numel())
+    def begin(tensor: Tensor, sent: Tensor | None = None, async_op: bool = True) -> SimpleNamespace:
+        sent = tensor if sent is None else sent
+        assert sent.dtype == tensor.dtype == reduce
+        order.append(sent.numel())
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(flat_vectors, "_PIECE", 1)
-    monkeypatch.setattr(flat_vectors.dist, "all_reduce", begin)
-    cut = network()
-    shared = Shared(Flat(cut), World(0, 2, torch.device("cpu")), 10, None, lambda loss: loss)
+    monkeypatch.setattr(distributed.dist, "all_reduce", begin)
+    monkeypatch.setattr(distributed.dist, "reduce_scatter_tensor", begin)
+    cut, world = network(), World(0, 2, torch.device("cpu"))
+    flat = SlicedFlat(cut, world, reduce=reduce) if sliced else Flat(cut, reduce)
+    shared = Shared(flat, world, 10, None, lambda loss: loss)
     cut[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
     shared(examples(10), lambda some, _: Losses(cut(some.stored).sum(1), {}))
     assert order[0] == 160 and "first layer" in order, "the last layer's are on their way when the first one's come"
     assert len(order) == 4
+
+
+def test_exact_sums_are_not_rounded() -> None:
+    with pytest.raises(ValueError, match="reduce: bf16 does not go with deterministic: strict, whose sums are exact"):
+        settings(reduce="bf16", deterministic="strict")
+    assert settings(reduce="float32").identity() == settings().identity() != settings(reduce="bf16").identity()
+    assert "reduce" not in settings().identity(), "checkpoints from before there was a choice go on"

@@ -74,6 +74,9 @@ class TrainConfig(Config):
     of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of weights and
     gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit beside
     them; slower. Changes no checkpoint."""
+    reduce: Literal["float32", "bf16"] = "float32"
+    """In what processes send one another their gradients to be added up. bf16: half of the traffic, for networks
+    between machines that are slower than their GPUs; sums are rounded to 8 bits."""
     deterministic: Mode = "run"
     """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
     processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
@@ -131,6 +134,10 @@ class TrainConfig(Config):
         needs_whole = f"optimizer: {self.optimizer.type}, which needs each parameter whole"
         if self.sharding == "optimizer" and not self.optimizer.moves_each_alone:
             raise ValueError(f"sharding: optimizer does not go with {needs_whole}. Leave out one of the two.")
+        if self.reduce == "bf16" and self.deterministic == "strict":
+            raise ValueError(
+                "reduce: bf16 does not go with deterministic: strict, whose sums are exact. Leave out one of the two."
+            )
         if self.sharding == "full":
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
@@ -202,6 +209,8 @@ class TrainConfig(Config):
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")
+        if self.reduce == "float32":
+            free.add("reduce")
         free |= {
             key for key in ("freeze", "lora", "layer_decay", "lr_factors", "balance_classes") if not getattr(self, key)
         }

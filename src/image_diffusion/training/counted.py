@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from image_diffusion.data.batches import Examples
+from image_diffusion.nn.blocks import factors
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Parts, Task
@@ -80,7 +81,11 @@ def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
     elsewhere = sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
     if config.sharding == "full":
         return elsewhere + gradient * (processes - 1) // processes
-    return elsewhere - 2 * gradient // processes  # a slice of the weights and one of the sum come on top
+    rounded: set[str] = set()
+    if config.precision != "float32" and config.deterministic != "strict":
+        rounded = factors(parts.network) & parts.flat.parameters.keys()  # which are here in half as many bytes
+    halves = sum(parts.flat.parameters[name].nbytes for name in rounded) // 2
+    return elsewhere + halves - 2 * gradient // processes  # slices of the weights and of the sum come on top
 
 
 @contextmanager

@@ -32,6 +32,21 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A sum that processes have begun to make. into: where it is wanted, of another type perhaps."""
+
+    work: Work
+    made: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        """Go on when it is there."""
+        self.work.wait()
+        if self.made.dtype != self.into.dtype:
+            self.into.copy_(self.made)
+
+
+@dataclass(frozen=True)
 class Slot:
     """Where a parameter lies."""
 
@@ -95,8 +110,9 @@ class Flat(Layout):
     """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the weights that
     are matrices to `nn.blocks.inner_matrices`.
 
-    local: what the backward pass fills, the gradient of this process's own examples, of the whole layout, in `pieces`
-    (start, stop) from its end to its start. What becomes of it in all processes is `gradient`.
+    reduce: in what processes send one another what is added up. local: what the backward pass fills, the gradient of
+    this process's own examples, of the whole layout, in `pieces` (start, stop) from its end to its start. What becomes
+    of it in all processes is `gradient`.
 
     Raises ValueError when nothing is trainable or a parameter is not float32.
     """
@@ -106,8 +122,8 @@ class Flat(Layout):
     is_whole = True
     """Whether each process has all of every parameter."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self.parameters, self.inner = trainable(network), inner_matrices(network)
+    def __init__(self, network: nn.Module, reduce: torch.dtype = torch.float32) -> None:
+        self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
         self._lay_out(self.parameters, next(network.parameters()).device)
         for parameter, value, gradient in zip(
             self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True
@@ -125,7 +141,9 @@ class Flat(Layout):
 
     def begin_sum(self, start: int, stop: int) -> Work:
         """Begin to add up a piece of `local` over all processes. All of them call it together."""
-        return cast("Work", dist.all_reduce(self.gradient[start:stop], async_op=True))
+        piece = self.gradient[start:stop]
+        rounded = piece.to(self._reduce)
+        return Sum(cast("Work", dist.all_reduce(rounded, async_op=True)), rounded, piece)
 
     def take(self, share: Tensor, world: World) -> None:
         """Let the gradient be one of which each process has a share, equal parts of the layout one after the other,
@@ -163,11 +181,14 @@ class Flat(Layout):
             self.values.copy_(kept)
 
 
-def cut(layout: Layout) -> list[tuple[int, int]]:
-    """Pieces of a layout, start … stop, from its end to its start, as a backward pass comes to them; vectors last."""
+def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
+    """Pieces of a layout, start … stop, from its end to its start, as a backward pass comes to them; vectors last.
+    apart: matrices that are in no piece with others, by name."""
     pieces, stop = [], layout.matrices_end
-    for slot in reversed([slot for slot in layout.slots if slot.start < layout.matrices_end]):
-        if stop - slot.start >= _PIECE or slot.start == 0:
+    matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
+    for before, slot in zip([None, *matrices[:-1]][::-1], matrices[::-1], strict=True):
+        ends = before is None or (before.name in apart) != (slot.name in apart)
+        if ends or stop - slot.start >= _PIECE:
             pieces.append((slot.start, stop))
             stop = slot.start
     if layout.size > layout.matrices_end:

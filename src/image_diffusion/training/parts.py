@@ -28,7 +28,7 @@ from image_diffusion.training.gradients import Ordered, Shared, gather_losses, s
 from image_diffusion.training.lora import written
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizers.flat import FlatOptimizer
-from image_diffusion.training.precision import Precision
+from image_diffusion.training.precision import Precision, dtype_of
 from image_diffusion.training.sliced import SlicedFlat
 from image_diffusion.training.speed import Speed
 from image_diffusion.training.tuning import tune
@@ -160,7 +160,7 @@ class Parts:
         self.network.to(memory_format=layout)
         if isinstance(task.objective, HasTeacher) and task.objective.has_teacher:
             task.objective.learn_from(_teacher(self.network, config))
-        self.flat = _flat(self.network, config, world)
+        self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole)
         self.meter, self.health = Meter(world, strict), Health(world)
@@ -374,14 +374,14 @@ class Parts:
         return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
 
 
-def _flat(network: nn.Module, config: TrainConfig, world: World) -> Flat:
+def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: torch.dtype, reduce: torch.dtype) -> Flat:
     if config.sharding == "none" or world.size == 1:
-        return Flat(network)
+        return Flat(network, reduce)
     if config.sharding == "optimizer":
-        return SlicedFlat(network, world, config.deterministic == "strict")
+        return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
-    return ShardedFlat(network, world)
+    return ShardedFlat(network, world, reduce)
 
 
 def _teacher(network: nn.Module, config: TrainConfig) -> Network:

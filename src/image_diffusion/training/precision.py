@@ -1,4 +1,4 @@
-"""In which numbers a step computes. Weights, gradients' sums, moments and averages are float32 always."""
+"""In which numbers a step computes. Weights, gradients, moments and averages are kept in float32 always."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from image_diffusion.training.speed import product_rate
 Name = Literal["float32", "bf16", "fp16"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name: Name) -> torch.dtype:
+    """The type of numbers of a precision."""
+    return _DTYPES.get(name, torch.float32)
 
 
 class Precision:

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from image_diffusion.nn.blocks import blocks, inner_matrices
@@ -75,16 +75,17 @@ class ShardedFlat(Shares, Flat):
     sums_gradients = True
     is_whole = False
 
-    def __init__(self, network: nn.Module, world: World) -> None:
+    def __init__(self, network: nn.Module, world: World, reduce: torch.dtype = torch.float32) -> None:
         self._world, self.inner = world, inner_matrices(network)
         shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
         frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
         mesh = init_device_mesh(world.device.type, (world.size,))
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce)
         self._blocks = [
-            fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=frozen)
             for block in blocks(network)
         ]
-        root = fully_shard(network, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        root = fully_shard(network, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
         self._groups: list[FSDPModule] = [*self._blocks, root]
         for group in self._groups:
             group.set_gradient_divide_factor(1.0)

@@ -18,55 +18,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from image_diffusion.nn.blocks import inner_matrices
+from image_diffusion.nn.blocks import factors, inner_matrices
 from image_diffusion.training.distributed import World
-from image_diffusion.training.flat import ALIGN, Flat, Layout, Slot, Work, cut, trainable
+from image_diffusion.training.flat import ALIGN, Flat, Layout, Slot, Sum, Work, cut, trainable
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """start … stop of the layout. weights: what the network has of it. own: where this process's part of it begins in
-    the slice, so many elements long."""
+    """start … stop of the layout, of which each process has an equal part. weights: what the network has of it, float32
+    or rounded."""
 
     start: int
     stop: int
     weights: Tensor
-    own: int
-    length: int
 
 
 class SlicedFlat(Flat):
     """A network's parameters, and of all that is laid out like them the slice of one process.
 
     values, gradient: float32 [size / world size], this process's slice. exact: sums, the norm among them, are those of
-    one process to the bit; slower.
+    one process to the bit; slower. computes_in: what autocast rounds the factors of products to. The network then has
+    the weights of its linear and convolutional layers in that alone, gathered as such: nothing is left to be rounded.
+    Autocast would have done the same, and so do the gradients of one backward pass, which are added up in float32.
     """
 
     is_whole = False
 
-    def __init__(self, network: nn.Module, world: World, exact: bool) -> None:
-        self.parameters, self.inner = trainable(network), inner_matrices(network)
-        self._world = world
-        Layout.__init__(self, self.parameters, ALIGN if exact else ALIGN * world.size)
+    def __init__(
+        self,
+        network: nn.Module,
+        world: World,
+        exact: bool = False,
+        computes_in: torch.dtype = torch.float32,
+        reduce: torch.dtype = torch.float32,
+    ) -> None:
+        self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
+        self._world, n = world, world.size
+        Layout.__init__(self, self.parameters, ALIGN if exact else ALIGN * n)
         self._end = self.size if exact else None
-        self.size = -(-self.size // (ALIGN * world.size)) * ALIGN * world.size
+        self.size = -(-self.size // (ALIGN * n)) * ALIGN * n
         if self.matrices_end == self._end:
             self.matrices_end = self.size
-        self.pieces = [(0, self.size)] if exact else cut(self)
+        rounded = set() if exact or computes_in == torch.float32 else factors(network)
+        self.pieces = [(0, self.size)] if exact else cut(self, rounded)
         self.local = torch.zeros(self.size, device=world.device)
-        self.values, self.gradient = (self.local.new_zeros(self.size // world.size) for _ in range(2))
+        self.values, self.gradient = (self.local.new_zeros(self.size // n) for _ in range(2))
+        name_at = {slot.start: slot.name for slot in self.slots}
         self._pieces: list[_Piece] = []
-        own = 0
         for start, stop in sorted(self.pieces):
-            length = (stop - start) // world.size
-            self._pieces.append(_Piece(start, stop, self.local.new_zeros(stop - start), own, length))
-            own += length
+            kind = computes_in if name_at[start] in rounded else torch.float32
+            self._pieces.append(_Piece(start, stop, self.local.new_zeros(stop - start, dtype=kind)))
         self._shown = [slot.within(self._at(slot.start).weights, self._at(slot.start).start) for slot in self.slots]
-        for slot, view, parameter in zip(self.slots, self._shown, self.parameters.values(), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
+        whole = torch.zeros_like(self.local)
+        for slot, parameter in zip(self.slots, self.parameters.values(), strict=True):
+            slot.within(whole).copy_(parameter.data)
             parameter.register_post_accumulate_grad_hook(partial(self._add, slot))
-        self._keep(self.values, torch.cat([piece.weights for piece in self._pieces]))
+        self._keep(self.values, whole)
+        for piece in self._pieces:
+            piece.weights.copy_(whole[piece.start : piece.stop])
+        self._show(self._shown)
         self._untouched: set[str] = set()
 
     def begin(self) -> None:
@@ -91,7 +101,9 @@ class SlicedFlat(Flat):
     def begin_sum(self, start: int, stop: int) -> Work:
         """Begin to add up a piece of `local` over all processes, of which each gets its part."""
         part = self._part(self.gradient, self._at(start))
-        return cast("Work", dist.reduce_scatter_tensor(part, self.local[start:stop], async_op=True))
+        made = part if part.dtype == self._reduce else torch.empty_like(part, dtype=self._reduce)
+        rounded = self.local[start:stop].to(self._reduce)
+        return Sum(cast("Work", dist.reduce_scatter_tensor(made, rounded, async_op=True)), made, part)
 
     def take(self, share: Tensor, world: World) -> None:
         """Let this process's slice of the gradient be its share of one that is cut into one piece."""
@@ -108,9 +120,10 @@ class SlicedFlat(Flat):
 
     def show(self) -> None:
         """Let the network compute with `values`, after they were changed. All processes call it together."""
+        parts = [self._part(self.values, piece).to(piece.weights.dtype) for piece in self._pieces]
         running = [
-            cast("Work", dist.all_gather_into_tensor(piece.weights, self._part(self.values, piece), async_op=True))
-            for piece in self._pieces
+            cast("Work", dist.all_gather_into_tensor(piece.weights, part, async_op=True))
+            for piece, part in zip(self._pieces, parts, strict=True)
         ]
         for work in running:
             work.wait()
@@ -133,9 +146,10 @@ class SlicedFlat(Flat):
         """Where what begins at `start` of the layout, or else behind it, begins in this process's slice."""
         if start == self.size:
             return len(self.values)
-        piece = self._at(start)
-        before = start - (piece.start + self._world.rank * piece.length)
-        return piece.own + min(max(before, 0), piece.length)
+        piece, n = self._at(start), self._world.size
+        length = (piece.stop - piece.start) // n
+        before = start - piece.start - self._world.rank * length
+        return piece.start // n + min(max(before, 0), length)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """Whole tensors by name in the first process, on the CPU; elsewhere none. All processes call it together."""
@@ -162,9 +176,9 @@ class SlicedFlat(Flat):
             parts = whole[piece.start : piece.stop].view(self._world.size, -1)
             self._part(vector, piece).copy_(parts[self._world.rank])
 
-    def _part(self, vectors: Tensor, piece: _Piece) -> Tensor:
-        """A process's part of a piece in its slice [..., size / world size]."""
-        return vectors[..., piece.own : piece.own + piece.length]
+    def _part(self, slices: Tensor, piece: _Piece) -> Tensor:
+        """A process's part of a piece, of its slice [..., size / world size]."""
+        return slices[..., piece.start // self._world.size : piece.stop // self._world.size]
 
     def _at(self, start: int) -> _Piece:
         return next(piece for piece in self._pieces if piece.start <= start < piece.stop)
