@@ -512,6 +512,28 @@ def test_sums_over_processes_begin_while_the_backward_pass_goes_on(
     assert len(order) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_were_rounded_once_give_the_gradients_of_autocast(dtype: torch.dtype) -> None:
+    """Bit for bit, in two microbatches; with the whole weights again while another vector is held."""
+    gradients = []
+    for sliced in (False, True):
+        cut = network()
+        flat = SlicedFlat(cut, ALONE, computes_in=dtype) if sliced else Flat(cut)
+
+        def losses_of(some: Examples, _: int, cut: nn.Module = cut) -> Losses:
+            with torch.autocast("cpu", dtype):
+                return Losses(cut(some.stored).square().sum(1).float(), {})
+
+        Shared(flat, ALONE, 10, 6, lambda loss: loss)(examples(10), losses_of)
+        gradients.append([slot.within(flat.local) for slot in flat.slots])
+        assert {p.dtype for p in cut.parameters()} == ({dtype, torch.float32} if sliced else {torch.float32})
+        assert cut[1].weight.dtype == cut[3].bias.dtype == torch.float32, "autocast leaves norms alone"
+        with flat.holding(2 * flat.values), torch.no_grad():
+            assert torch.equal(cut[3].weight, 2 * network()[3].weight)
+    for plain, rounded in zip(*gradients, strict=True):
+        assert plain.any() and torch.equal(plain, rounded)
+
+
 def test_exact_sums_are_not_rounded() -> None:
     with pytest.raises(ValueError, match="reduce: bf16 does not go with deterministic: strict, whose sums are exact"):
         settings(reduce="bf16", deterministic="strict")
