@@ -67,6 +67,27 @@ def test_slices_of_any_number_of_processes_give_the_bytes_of_one_in_strict(
     assert results(tmp_path / "slices") == results(tmp_path / "steady")
 
 
+def test_two_machines_that_share_within_each_give_the_numbers_of_one_process(
+    attempts: Attempts, tmp_path: Path
+) -> None:
+    """Shared by all four it goes on, and by two that are one machine; after a kill, with the same bytes."""
+    changes = STEADY | {"log_every_steps": 1, "validate_every_steps": 2, "optimizer": MUON}
+    machine = {"processes": 4, "inject": "two machines", "system": "dit"}
+    starts = [("machine", machine), ("full", machine), ("machine", {"processes": 2, "system": "dit"})]
+    for i, (sharding, settings) in enumerate(starts, start=1):
+        given = changes | {"steps": 2 * i, "sharding": sharding}
+        finished(attempts, tmp_path / "machines", changes=given, **settings)
+        finished(attempts, tmp_path / "one", system="dit", changes=changes | {"steps": 2 * i})
+    assert_same(tmp_path / "machines", tmp_path / "one", loss=1e-5)
+    machine["changes"] = {"sharding": "machine"}
+    usual = finished(attempts, tmp_path / "undisturbed", **machine)
+    assert usual.operations is not None
+    killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=usual.operations // 2, **machine))
+    assert killed.codes[0] == -signal.SIGKILL
+    finished(attempts, tmp_path / "killed", **machine)
+    assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_weights_that_were_rounded_once_give_the_numbers_of_autocast(
     attempts: Attempts, tmp_path: Path, precision: str

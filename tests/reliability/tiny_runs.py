@@ -249,6 +249,20 @@ def _overflow(rank: int) -> None:
         kind.begin_sum = of(kind.begin_sum)  # type: ignore[method-assign]
 
 
+def _two_machines(rank: int) -> None:
+    """Each has two of four processes, which share everything where `machine` shares it."""
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
+    whole = Parts.update
+
+    def update(self: Parts, step: int) -> None:
+        whole(self, step)
+        share = len(self.flat.values) / sum(math.prod(parameter.shape) for parameter in self.flat.parameters.values())
+        least = 0.5 if self.config.sharding == "machine" else 0.25
+        assert least <= share < 1.5 * least, share
+
+    Parts.update = update  # type: ignore[method-assign]
+
+
 def _one_gpu(rank: int) -> None:
     """All processes share the first GPU, and add up through gloo: NCCL wants a GPU for each."""
     whole = dist.init_process_group
@@ -271,6 +285,7 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "previews": _previews,
     "half": _half,
     "overflow": _overflow,
+    "two machines": _two_machines,
     "held before the weights": _held(training_run, "_write", lambda *_: True),
     "held before a checkpoint": _held(State, "save", lambda state, checkpoint: checkpoint.step == 13),
     "held before a picture": _held(Reports, "_draw", lambda reports, step: step == 13),

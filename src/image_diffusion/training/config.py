@@ -69,11 +69,12 @@ class TrainConfig(Config):
     """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
-    sharding: Literal["none", "optimizer", "full"] = "none"
+    sharding: Literal["none", "optimizer", "full", "machine"] = "none"
     """What processes divide among them. optimizer: each updates a slice of the weights, and keeps moments and averages
     of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of weights and
     gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit beside
-    them; slower. Changes no checkpoint."""
+    them; slower. machine: the same within each machine, and the machines add up their gradients (HSDP): for several
+    whose network is slower than what connects the GPUs of one. Changes no checkpoint."""
     reduce: Literal["float32", "bf16"] = "float32"
     """In what processes send one another their gradients to be added up. bf16: half of the traffic, for networks
     between machines that are slower than their GPUs; sums are rounded to 8 bits."""
@@ -138,7 +139,7 @@ class TrainConfig(Config):
             raise ValueError(
                 "reduce: bf16 does not go with deterministic: strict, whose sums are exact. Leave out one of the two."
             )
-        if self.sharding == "full":
+        if self.spreads_weights:
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
@@ -147,7 +148,9 @@ class TrainConfig(Config):
             }
             for conflict, exists in conflicts.items():
                 if exists:
-                    raise ValueError(f"sharding: full does not go with {conflict}. Leave out one of the two.")
+                    raise ValueError(
+                        f"sharding: {self.sharding} does not go with {conflict}. Leave out one of the two."
+                    )
         return self
 
     @property
@@ -158,6 +161,11 @@ class TrainConfig(Config):
             named = average_name(self.weights)
             return named if named in self.ema.names else None
         return next(iter(self.ema.names), None)
+
+    @property
+    def spreads_weights(self) -> bool:
+        """Whether a process has a share of the weights alone."""
+        return self.sharding in ("full", "machine")
 
     @property
     def tunes(self) -> bool:

@@ -137,10 +137,10 @@ class Parts:
             raise ValueError(
                 "train.weights is best, but no sample is held out to tell which are. Hold some out for validation."
             )
-        sharded = config.sharding == "full" and world.size > 1
+        sharded = config.spreads_weights and world.size > 1
         if sharded and config.global_batch % world.size:
             raise ValueError(
-                f"train.sharding is full, but {world.size} processes cannot share a global batch of "
+                f"train.sharding is {config.sharding}, but {world.size} processes cannot share a global batch of "
                 f"{config.global_batch} evenly. Use a number of processes that divides it."
             )
         if isinstance(task.objective, Pairs) and task.objective.pairs_samples:
@@ -150,7 +150,10 @@ class Parts:
         factors = tune(task.network, config)
         if isinstance(task.objective, AddsLayers):
             if sharded:
-                raise ValueError("train.sharding is full, but the objective has layers of its own. Set it to none.")
+                raise ValueError(
+                    f"train.sharding is {config.sharding}, but the objective has layers of its own. "
+                    f"Set it to optimizer, or to none."
+                )
             task.objective.add_layers(task.network)
             trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
             factors = {name: factors.get(name, 1.0) for name in trained}
@@ -381,7 +384,7 @@ def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: to
         return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
-    return ShardedFlat(network, world, reduce)
+    return ShardedFlat(network, world, reduce, config.sharding == "machine")
 
 
 def _teacher(network: nn.Module, config: TrainConfig) -> Network:
