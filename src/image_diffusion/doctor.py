@@ -57,7 +57,7 @@ def main() -> None:
     per_node = arguments.processes_per_node
     processes = arguments.nodes * per_node
     if arguments.tflops is not None:
-        tell_counted(training, processes, arguments.tflops, arguments.output)
+        tell_counted(training, processes, arguments.tflops, arguments.output, per_node)
         return
     system, every = training.stage.system, training.stage.train.grid_every_steps
     shown: Any = training.stage.preview
@@ -66,7 +66,9 @@ def main() -> None:
         made = load_sections(arguments.sample, ["sample"], system.sections)["sample"]
     sampled_in = {system.sampled_in(each) for each in (shown, made) if each is not None and system.evaluations(each)}
     until = Deadline(MEASURING_S)
-    found = forecast(training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in), until)
+    found = forecast(
+        training.build, training.stage.train, processes, arguments.steps, sorted(sampled_in), until, per_node
+    )
     decode_s = decoding_seconds(training, until) if sampled_in else 0.0
     previews = -(-found.steps // every) if every else 0
     previews_s = previews * sampling_seconds(shown, system, found, decode_s or 0.0)
@@ -97,10 +99,12 @@ def main() -> None:
     write_json(arguments.output, asdict(found) | others | limits)
 
 
-def tell_counted(training: Training, processes: int, tflops: float, output: Path) -> None:
+def tell_counted(
+    training: Training, processes: int, tflops: float, output: Path, per_machine: int | None = None
+) -> None:
     """Print and write what a training takes of GPUs like that, without any."""
     config = training.stage.train
-    found = counted(training.network, training.task, config, processes)
+    found = counted(training.network, training.task, config, processes, per_machine)
     total = found.operations * config.global_batch * config.steps
     seconds = total / (tflops * 1e12 * processes)
     print(

@@ -68,7 +68,7 @@ def test_two_processes_on_one_gpu_give_the_bits_of_one(attempts: Attempts, tmp_p
     assert results(tmp_path / "2") == results(tmp_path / "1")
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
 def test_two_processes_on_one_gpu_give_the_numbers_of_one(attempts: Attempts, tmp_path: Path, sharding: str) -> None:
     changes = SHORT | {"optimizer": {"type": "adamw", "lr": 1e-3}}
     finished(attempts, tmp_path / "1", system="dit", changes=changes)

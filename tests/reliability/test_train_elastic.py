@@ -52,6 +52,15 @@ def test_any_number_of_processes_mid_epoch(attempts: Attempts, tmp_path: Path, d
             assert value == pytest.approx(other, rel=1e-6), (key, step)
 
 
+def test_strict_goes_on_with_more_processes_than_it_has_work_for(attempts: Attempts, tmp_path: Path) -> None:
+    changes = {"deterministic": "strict", "strict_chunk": 6}
+    for name, worlds in {"elastic": [4, 3, 1], "steady": [1, 1, 1]}.items():
+        for i, processes in enumerate(worlds, start=1):
+            finished(attempts, tmp_path / name, processes=processes, changes=changes | {"steps": 4 * i})
+    assert points(tmp_path / "elastic") == points(tmp_path / "steady")
+    assert results(tmp_path / "elastic") == results(tmp_path / "steady")
+
+
 def test_a_warm_start_begins_alike_in_every_process(attempts: Attempts, tmp_path: Path) -> None:
     """Averages too: all processes validate with them."""
     finished(attempts, tmp_path / "given", changes={"seed": 1})

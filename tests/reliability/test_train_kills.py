@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attempts import Attempts, finished, fresh, killed_run
 from comparison import results
 from tiny_runs import SYSTEMS
 
-CASES = [(system, processes) for system in SYSTEMS for processes in (1, 2)]
+CASES = [(system, processes, "none") for system in SYSTEMS for processes in (1, 2)]
+CASES += [("mlp", 3, "optimizer"), ("dit", 2, "optimizer")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("system", "processes"), CASES)
+@pytest.mark.parametrize(("system", "processes", "sharding"), CASES)
 def test_kills_at_random_instants_change_no_byte(
-    attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int
+    attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int, sharding: str
 ) -> None:
-    settings = {"system": system, "processes": processes}
+    settings: dict[str, Any] = {"system": system, "processes": processes, "changes": {"sharding": sharding}}
     usual = finished(attempts, tmp_path / "undisturbed", **settings)
     expected = results(tmp_path / "undisturbed")
-    draw, done = random.Random(f"{system} {processes}"), 0
+    draw, done = random.Random(f"{system} {processes} {sharding}"), 0
     while done < -(-kills // len(CASES)):
         folder = fresh(tmp_path / "killed")
         done += killed_run(attempts, folder, draw, 8, usual, **settings)

@@ -51,9 +51,11 @@ from image_diffusion.systems.tokens import TokensSystem
 from image_diffusion.training import run as training_run
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
+from image_diffusion.training.flat import Flat, Work
 from image_diffusion.training.parts import Parts, Task
 from image_diffusion.training.reports import Reports
 from image_diffusion.training.run import run
+from image_diffusion.training.sliced import SlicedFlat
 from image_diffusion.training.state import State
 
 
@@ -226,16 +228,49 @@ def _held(where: Any, name: str, is_last: Callable[..., bool]) -> Callable[[int]
 
 
 def _half(rank: int) -> None:
-    """It is an error if a process keeps more than half of the weights, of their gradient or of an average."""
+    """It is an error if a process keeps more than half of an average, of what is laid out like it, or of the weights
+    where those are shared as well."""
     whole = Parts.update
 
     def update(self: Parts, step: int) -> None:
         whole(self, step)
         kept = self.flat.values, self.flat.gradient, *self.optimizer.moments.values(), *self.averages.vectors.values()
-        own = [cast(Any, parameter).to_local() for parameter in self.flat.parameters.values()]
-        total = sum(parameter.numel() for parameter in self.flat.parameters.values())
-        assert sum(tensor.numel() for tensor in own) <= 0.51 * total
+        parameters = self.flat.parameters.values()
+        total = sum(parameter.numel() for parameter in parameters)
+        if self.config.sharding == "full":
+            assert sum(cast(Any, parameter).to_local().numel() for parameter in parameters) <= 0.51 * total
         assert all(vector.numel() <= 0.51 * total for vector in kept)
+
+    Parts.update = update  # type: ignore[method-assign]
+
+
+def _overflow(rank: int) -> None:
+    """The second process's last gradient is infinite in the first two steps."""
+    left = [2]
+
+    def of(whole: Callable[..., Work]) -> Callable[..., Work]:
+        def begin_sum(self: Flat, start: int, stop: int) -> Work:
+            if rank == 1 and left[0] and stop == self.size:
+                left[0] -= 1
+                self.local[self.slots[-1].start] = math.inf
+            return whole(self, start, stop)
+
+        return begin_sum
+
+    for kind in (Flat, SlicedFlat):
+        kind.begin_sum = of(kind.begin_sum)  # type: ignore[method-assign]
+
+
+def _two_machines(rank: int) -> None:
+    """Each has two of four processes, which share everything where `machine` shares it."""
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
+    whole = Parts.update
+
+    def update(self: Parts, step: int) -> None:
+        whole(self, step)
+        share = len(self.flat.values) / sum(math.prod(parameter.shape) for parameter in self.flat.parameters.values())
+        least = 0.5 if self.config.sharding == "machine" else 0.25
+        assert least <= share < 1.5 * least, share
 
     Parts.update = update  # type: ignore[method-assign]
 
@@ -261,6 +296,8 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "no dropout": _no_dropout,
     "previews": _previews,
     "half": _half,
+    "overflow": _overflow,
+    "two machines": _two_machines,
     "held before the weights": _held(training_run, "_write", lambda *_: True),
     "held before a checkpoint": _held(State, "save", lambda state, checkpoint: checkpoint.step == 13),
     "held before a picture": _held(Reports, "_draw", lambda reports, step: step == 13),

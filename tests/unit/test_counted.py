@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,21 +12,52 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from image_diffusion.core.files import read_json
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.data.batches import Examples
 from image_diffusion.doctor import tell_counted
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.counted import Counted, counted
-from image_diffusion.training.parts import Task
+from image_diffusion.training.counted import Counted, _nothing_moves, counted
+from image_diffusion.training.distributed import World
+from image_diffusion.training.parts import Parts, Task
 
 SPEC = DataSpec(channels=4, resolution=32, num_classes=1000)
 OBJECTIVE = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that the operations inside read and write: local, those of kernels; sent, handed to other processes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.local = self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+        if func.namespace == "c10d":
+            self.sent += max(size_of(given.get(name)) for name in given)  # of a sum or gathering, the whole
+        elif func.namespace == "aten" and not func.is_view and "empty" not in func.name():
+            changed = {arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write}
+            unread = changed if func._opname in ("copy_", "zero_", "fill_") else set()
+            self.local += sum(size_of(value) for name, value in given.items() if name not in unread)
+            self.local += sum(size_of(given[name]) for name in changed) if changed else size_of(out)
+        return out
+
+
+def size_of(value: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(value) if isinstance(each, Tensor))
 
 
 class Moments:
@@ -64,6 +96,8 @@ def test_a_process_takes_its_share_in_microbatches() -> None:
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
     shared = found("DiT-S/2", 4, global_batch=32, sharding="full")
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
+    sliced = found("DiT-S/2", 4, global_batch=32, sharding="optimizer")  # the network's own weights are bf16
+    assert sliced.fixed == pytest.approx(alone.fixed * (0.5 + 1 + 5 / 4) / 5, rel=0.01)
 
 
 def test_nothing_is_stored() -> None:
@@ -71,6 +105,45 @@ def test_nothing_is_stored() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found("DiT-XL/2", global_batch=1024)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
+
+
+@pytest.fixture
+def eight() -> Iterator[World]:
+    """A process among eight, of whom there are no others."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield World(0, 8, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def fixed_traffic(world: World, **settings: Any) -> tuple[float, float]:
+    """GB that a step of DiT-XL/2 moves however small its batch is: in a process, and between processes."""
+    config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", **settings})
+    fake, steps = FakeTensorMode(allow_non_fake_inputs=True), []
+    with fake:
+        network = DiTConfig(size="DiT-XL/2").build(SPEC, learned_variance=True)
+    whole = task(network)
+    with fake, _nothing_moves():
+        parts = Parts(whole, config, world)
+        for batch in (1, 2):
+            ids = torch.zeros(batch, dtype=torch.int64)
+            examples = Examples(torch.empty(batch, *Moments.shape, dtype=Moments.dtype), ids, ids, ids)
+            with Traffic() as step:
+                parts.gradients(examples, partial(parts.losses, 1))
+                parts.clip()
+                parts.update(1)
+            steps.append(step)
+    one, two = steps
+    return (2 * one.local - two.local) / 1e9, (2 * one.sent - two.sent) / 1e9
+
+
+def test_the_optimizer_is_done_once_and_not_on_every_gpu(eight: World) -> None:
+    """Weights are 2.70 GB. A sum over processes sends its bytes twice, once to be added and once as the sum."""
+    local, sent = fixed_traffic(eight)
+    assert local > 47 and sent == pytest.approx(2.70, rel=0.01)
+    local, sent = fixed_traffic(eight, sharding="optimizer")
+    assert local < 14 and sent == pytest.approx(2.70 + 1.35, rel=0.02)  # the sum in float32, the weights in bf16
+    _, sent = fixed_traffic(eight, sharding="optimizer", reduce="bf16")
+    assert sent == pytest.approx(1.35 + 1.35, rel=0.02)
 
 
 def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,7 @@ def found(
     sampled_in: Sequence[Precision] = (),
     until: Deadline | None = None,
     before: Callable[[], object] = lambda: None,
+    per_machine: int | None = None,
     **changes: Any,
 ) -> Forecast:
     """before: what every loss begins with."""
@@ -64,7 +65,7 @@ def found(
         return Task(nn.Linear(3, 1000), objective, prepare, Points(), Points())  # type: ignore[arg-type]
 
     settings = {"steps": 1000, "global_batch": 8, "checkpoint": {"every_steps": 10}, "validation_samples": 20}
-    return forecast(build, TrainConfig.model_validate(settings | changes), 2, 2, sampled_in, until)
+    return forecast(build, TrainConfig.model_validate(settings | changes), 2, 2, sampled_in, until, per_machine)
 
 
 def test_steps_validations_and_checkpoints_are_counted() -> None:
@@ -85,8 +86,14 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
 
 def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
-    saved = found().memory_gib - found(sharding="full").memory_gib
-    assert saved * 2**30 == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
+    none, optimizer, full = (found(sharding=sharding).memory_gib * 2**30 for sharding in ("none", "optimizer", "full"))
+    assert none - full == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
+    assert none - optimizer == pytest.approx(4 * (3 - 2) * 4000 / 2, rel=0.01)  # slices of weights and sum are more
+
+
+def test_memory_that_another_machine_keeps_for_itself_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
+    assert found(sharding="machine", per_machine=1).memory_gib == 1.0 > found(sharding="machine").memory_gib
 
 
 def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:

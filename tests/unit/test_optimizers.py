@@ -143,9 +143,11 @@ def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
         tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
 
 
-def test_what_needs_whole_parameters_is_not_sharded() -> None:
-    with pytest.raises(ValueError, match="full does not go with optimizer: lamb, which needs each parameter whole"):
-        TrainConfig.model_validate({"steps": 1, "sharding": "full", "optimizer": {"type": "lamb"}})
+@pytest.mark.parametrize(("sharding", "kind"), [("full", "lamb"), ("optimizer", "lamb"), ("optimizer", "muon")])
+def test_what_needs_whole_parameters_is_not_sharded(sharding: str, kind: str) -> None:
+    refusal = f"{sharding} does not go with optimizer: {kind}, which needs each parameter whole"
+    with pytest.raises(ValueError, match=refusal):
+        TrainConfig.model_validate({"steps": 1, "sharding": sharding, "optimizer": {"type": kind}})
 
 
 def test_lion_is_the_papers() -> None:

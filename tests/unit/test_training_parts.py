@@ -15,7 +15,8 @@ from torch._dynamo import eval_frame
 from image_diffusion.core.files import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
-from image_diffusion.training import gradients, speed
+from image_diffusion.training import distributed, speed
+from image_diffusion.training import flat as flat_vectors
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import (
@@ -34,6 +35,7 @@ from image_diffusion.training.optimizers.adam import Adam, AdamW
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.reports import _at
 from image_diffusion.training.schedule import Constant, Cosine, Exponential, Linear, Power, Wsd
+from image_diffusion.training.sliced import SlicedFlat
 from image_diffusion.training.state import State
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -269,9 +271,25 @@ def test_the_gradient_is_that_of_the_mean_for_any_microbatch(microbatch: int | N
     torch.testing.assert_close(losses.parts["twice"], 2 * losses.loss)
 
 
-def test_strict_refuses_more_processes_than_chunks() -> None:
-    with pytest.raises(ValueError, match="3 processes cannot share 2 chunks of 8 examples. Use at most 2 processes"):
-        Ordered(Flat(network()), World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
+def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a process sends in a step of a chunk a process: its share of what it computed to each other one, and its
+    share of the sum."""
+    sent: list[int] = []
+    monkeypatch.setattr(distributed.dist, "all_to_all_single", lambda into, rows: sent.append(rows.nbytes))
+    monkeypatch.setattr(distributed.dist, "all_gather_into_tensor", lambda into, rows, group: sent.append(into.nbytes))
+    cut = network()
+    flat = Flat(cut)
+    for processes in (2, 8, 40):
+        sent.clear()
+        world = World(0, processes, torch.device("cpu"))
+        ordered = Ordered(flat, world, processes, 1, lambda loss: loss)
+        ordered(examples(processes), lambda some, _: Losses(cut(some.stored).sum(1), {}))
+        most = sorted(sent)[-2:]  # the rest are losses
+        assert sum(most) <= 2 * (flat.gradient.nbytes + 4 * processes)
+    Ordered(flat, World(0, 3, torch.device("cpu")), 16, 8, lambda loss: loss)
+    assert "3 processes share 2 chunks of 8 examples, so that 1 have nothing to do" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("conflict", [{"deterministic": "strict"}, {"precision": "fp16"}, {"channels_last": True}])
@@ -469,18 +487,55 @@ def test_the_owner_of_a_state_says_which_job_it_is(tmp_path: Path, monkeypatch: 
         assert {key: value for key, value in owner.items() if key not in ("token", "host", "pid")} == told
 
 
-def test_sums_over_processes_begin_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_sums_over_processes_begin_while_the_backward_pass_goes_on(
+    monkeypatch: pytest.MonkeyPatch, sliced: bool, reduce: torch.dtype
+) -> None:
     order: list[int | str] = []
 
-    def begin(tensor: Tensor, async_op: bool) -> SimpleNamespace:
-        order.append(tensor.numel())
+    def begin(tensor: Tensor, sent: Tensor | None = None, async_op: bool = True) -> SimpleNamespace:
+        sent = tensor if sent is None else sent
+        assert sent.dtype == tensor.dtype == reduce
+        order.append(sent.numel())
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(gradients, "_PIECE", 1)
-    monkeypatch.setattr(gradients.dist, "all_reduce", begin)
-    cut = network()
-    shared = Shared(Flat(cut), World(0, 2, torch.device("cpu")), 10, None, lambda loss: loss)
+    monkeypatch.setattr(flat_vectors, "_PIECE", 1)
+    monkeypatch.setattr(distributed.dist, "all_reduce", begin)
+    monkeypatch.setattr(distributed.dist, "reduce_scatter_tensor", begin)
+    cut, world = network(), World(0, 2, torch.device("cpu"))
+    flat = SlicedFlat(cut, world, reduce=reduce) if sliced else Flat(cut, reduce)
+    shared = Shared(flat, world, 10, None, lambda loss: loss)
     cut[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
     shared(examples(10), lambda some, _: Losses(cut(some.stored).sum(1), {}))
     assert order[0] == 160 and "first layer" in order, "the last layer's are on their way when the first one's come"
     assert len(order) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_were_rounded_once_give_the_gradients_of_autocast(dtype: torch.dtype) -> None:
+    """Bit for bit, in two microbatches; with the whole weights again while another vector is held."""
+    gradients = []
+    for sliced in (False, True):
+        cut = network()
+        flat = SlicedFlat(cut, ALONE, computes_in=dtype) if sliced else Flat(cut)
+
+        def losses_of(some: Examples, _: int, cut: nn.Module = cut) -> Losses:
+            with torch.autocast("cpu", dtype):
+                return Losses(cut(some.stored).square().sum(1).float(), {})
+
+        Shared(flat, ALONE, 10, 6, lambda loss: loss)(examples(10), losses_of)
+        gradients.append([slot.within(flat.local) for slot in flat.slots])
+        assert {p.dtype for p in cut.parameters()} == ({dtype, torch.float32} if sliced else {torch.float32})
+        assert cut[1].weight.dtype == cut[3].bias.dtype == torch.float32, "autocast leaves norms alone"
+        with flat.holding(2 * flat.values), torch.no_grad():
+            assert torch.equal(cut[3].weight, 2 * network()[3].weight)
+    for plain, rounded in zip(*gradients, strict=True):
+        assert plain.any() and torch.equal(plain, rounded)
+
+
+def test_exact_sums_are_not_rounded() -> None:
+    with pytest.raises(ValueError, match="reduce: bf16 does not go with deterministic: strict, whose sums are exact"):
+        settings(reduce="bf16", deterministic="strict")
+    assert settings(reduce="float32").identity() == settings().identity() != settings(reduce="bf16").identity()
+    assert "reduce" not in settings().identity(), "checkpoints from before there was a choice go on"

@@ -42,6 +42,12 @@ def inner_matrices(network: nn.Module) -> dict[str, int]:
     }
 
 
+def factors(network: nn.Module) -> set[str]:
+    """The weights that their layers use for nothing but products with their inputs, which autocast rounds, by name."""
+    kinds = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+    return {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, kinds)}
+
+
 def _is_map(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups == 1)
 

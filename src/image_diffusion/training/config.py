@@ -69,9 +69,15 @@ class TrainConfig(Config):
     """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
-    sharding: Literal["none", "full"] = "none"
-    """full: each process keeps its share of weights, gradient, moments and averages, and gathers the weights of a block
-    when it computes (FSDP): for networks that do not fit beside them; slower. Changes no checkpoint."""
+    sharding: Literal["none", "optimizer", "full", "machine"] = "none"
+    """What processes divide among them. optimizer: each updates a slice of the weights, and keeps moments and averages
+    of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of weights and
+    gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit beside
+    them; slower. machine: the same within each machine, and the machines add up their gradients (HSDP): for several
+    whose network is slower than what connects the GPUs of one. Changes no checkpoint."""
+    reduce: Literal["float32", "bf16"] = "float32"
+    """In what processes send one another their gradients to be added up. bf16: half of the traffic, for networks
+    between machines that are slower than their GPUs; sums are rounded to 8 bits."""
     deterministic: Mode = "run"
     """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
     processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
@@ -126,16 +132,25 @@ class TrainConfig(Config):
             raise ValueError("lora and freeze are both set, but with adapters all else is frozen. Leave freeze out.")
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora is set, but there is nothing that adapters could adapt. Set init_from.")
-        if self.sharding == "full":
+        needs_whole = f"optimizer: {self.optimizer.type}, which needs each parameter whole"
+        if self.sharding == "optimizer" and not self.optimizer.moves_each_alone:
+            raise ValueError(f"sharding: optimizer does not go with {needs_whole}. Leave out one of the two.")
+        if self.reduce == "bf16" and self.deterministic == "strict":
+            raise ValueError(
+                "reduce: bf16 does not go with deterministic: strict, whose sums are exact. Leave out one of the two."
+            )
+        if self.spreads_weights:
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
-                f"optimizer: {self.optimizer.type}, which needs each parameter whole": self.optimizer.needs_whole,
+                needs_whole: self.optimizer.needs_whole,
                 "channels_last: true, whose weights have no rows to share": self.channels_last,
             }
             for conflict, exists in conflicts.items():
                 if exists:
-                    raise ValueError(f"sharding: full does not go with {conflict}. Leave out one of the two.")
+                    raise ValueError(
+                        f"sharding: {self.sharding} does not go with {conflict}. Leave out one of the two."
+                    )
         return self
 
     @property
@@ -146,6 +161,11 @@ class TrainConfig(Config):
             named = average_name(self.weights)
             return named if named in self.ema.names else None
         return next(iter(self.ema.names), None)
+
+    @property
+    def spreads_weights(self) -> bool:
+        """Whether a process has a share of the weights alone."""
+        return self.sharding in ("full", "machine")
 
     @property
     def tunes(self) -> bool:
@@ -197,6 +217,8 @@ class TrainConfig(Config):
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")
+        if self.reduce == "float32":
+            free.add("reduce")
         free |= {
             key for key in ("freeze", "lora", "layer_decay", "lr_factors", "balance_classes") if not getattr(self, key)
         }

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from image_diffusion.data.batches import Examples
+from image_diffusion.nn.blocks import factors
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.parts import Parts, Task
@@ -43,9 +44,14 @@ class Counted:
 
 
 def counted(
-    network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig, processes: int
+    network: Callable[[], nn.Module],
+    task: Callable[[nn.Module], Task],
+    config: TrainConfig,
+    processes: int,
+    per_machine: int | None = None,
 ) -> Counted:
-    """Count a step of one of so many processes. network: builds it; task: what is done with it."""
+    """Count a step of one of so many processes. network: builds it; task: what is done with it. per_machine: how many
+    of them are on each machine; unset: all."""
     share = -(-config.global_batch // processes)
     plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
     fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
@@ -65,18 +71,28 @@ def counted(
             parts.clip()
         peak = memory.peak
         operations = flops_per_example(examples, partial(parts.losses, 1))
-    elsewhere = kept_elsewhere(parts, config, processes)
+    elsewhere = kept_elsewhere(parts, config, processes, per_machine)
     parameters = sum(parameter.numel() for parameter in parts.flat.parameters.values())
     return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
 
 
-def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int) -> int:
-    """Bytes that other processes keep for this one: with sharding, of the gradient, the moments and the averages. The
-    weights are here as a whole now and then, for a validation."""
-    if config.sharding == "none":
+def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int, per_machine: int | None = None) -> int:
+    """Bytes that other processes keep for this one: with sharding, of the moments and the averages, and of the gradient
+    where weights are shared, too. These are here as a whole, at least now and then, for a validation."""
+    if config.sharding == "machine":
+        processes = min(processes, per_machine or processes)
+    if config.sharding == "none" or processes == 1:
         return 0
-    vectors = [parts.flat.gradient, *parts.optimizer.moments.values(), *parts.averages.vectors.values()]
-    return sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+    vectors = [*parts.optimizer.moments.values(), *parts.averages.vectors.values()]
+    gradient = parts.flat.gradient.nbytes
+    elsewhere = sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+    if config.spreads_weights:
+        return elsewhere + gradient * (processes - 1) // processes
+    rounded: set[str] = set()
+    if config.precision != "float32" and config.deterministic != "strict":
+        rounded = factors(parts.network) & parts.flat.parameters.keys()  # which are here in half as many bytes
+    halves = sum(parts.flat.parameters[name].nbytes for name in rounded) // 2
+    return elsewhere + halves - 2 * gradient // processes  # slices of the weights and of the sum come on top
 
 
 @contextmanager

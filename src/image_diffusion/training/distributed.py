@@ -20,13 +20,16 @@ from torch import Tensor
 class World:
     """This process among all. rank: 0 … size - 1. device: where this process computes.
 
-    control: a process group on the CPU, so that agreeing on something never waits for a GPU.
+    control: a process group on the CPU, so that agreeing on something never waits for a GPU. per_machine: how many of
+    them are on each machine; unset: all on one. group: the ones that are meant; unset: all that there are.
     """
 
     rank: int
     size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
+    per_machine: int | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -38,8 +41,16 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered.flatten(), tensor.contiguous().flatten())
+        dist.all_gather_into_tensor(gathered.flatten(), tensor.contiguous().flatten(), group=self.group)
         return gathered
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Row r of [size, ...] goes to process r -> the rows that the processes had for this one, in their order."""
+        if self.size == 1:
+            return rows
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows)
+        return received
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor with that of rank 0."""
@@ -95,7 +106,8 @@ def join(timeout_s: float = 600.0) -> Iterator[World]:
     else:
         dist.init_process_group("gloo", timeout=limit)
     try:
-        yield World(rank, size, device, cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=limit)))
+        control = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=limit))
+        yield World(rank, size, device, control, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     finally:
         dist.destroy_process_group()
 

@@ -10,14 +10,40 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from image_diffusion.nn.blocks import inner_matrices
 from image_diffusion.training.distributed import World
 
-_ALIGN = 16  # elements: each parameter starts at a multiple of 64 bytes, as if it had been allocated on its own
+ALIGN = 16  # elements: each parameter starts at a multiple of 64 bytes, as if it had been allocated on its own
+_PIECE = 8 * 1024 * 1024  # elements summed at once: 32 MiB
+
+
+class Work(Protocol):
+    """Something that processes do together and have begun."""
+
+    def wait(self) -> object:
+        """Go on when it is done; on a GPU, let what is asked of it from now on wait for that."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum that processes have begun to make. into: where it is wanted, of another type perhaps."""
+
+    work: Work
+    made: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        """Go on when it is there."""
+        self.work.wait()
+        if self.made.dtype != self.into.dtype:
+            self.into.copy_(self.made)
 
 
 @dataclass(frozen=True)
@@ -29,28 +55,32 @@ class Slot:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def within(self, vector: Tensor) -> Tensor:
-        """The part of a vector, in the parameter's shape."""
-        return vector.as_strided(self.shape, self.stride, self.start)
+    def within(self, vector: Tensor, start: int = 0) -> Tensor:
+        """The part of a vector that begins at `start` of the layout, in the parameter's shape."""
+        return vector.as_strided(self.shape, self.stride, vector.storage_offset() + self.start - start)
 
 
 class Layout:
     """Tensors end to end in a vector, gaps between them zero, in the order given. size: of the vector.
 
-    Matrices (two dimensions or more) lie in 0 … matrices_end where they are given first; vectors and scalars behind
-    them, so that weight decay can leave them out.
+    align: elements of which every tensor's start is a multiple. Matrices (two dimensions or more) lie in 0 …
+    matrices_end where they are given first; vectors and scalars behind them, so that weight decay can leave them out.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], align: int = ALIGN) -> None:
         self.slots: list[Slot] = []
         self.matrices_end, end = 0, 0
         for name, tensor in tensors.items():
             layout = torch.empty_like(tensor, device="meta")  # dense, and channels-last where the tensor is
             self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
-            end += -(-tensor.numel() // _ALIGN) * _ALIGN
+            end += -(-tensor.numel() // align) * align
             if tensor.ndim >= 2:
                 self.matrices_end = end
         self.size = end
+
+    def place(self, start: int) -> int:
+        """Where what begins at `start` of the layout, or else behind it, begins in the vectors of this process."""
+        return start
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parts of a vector of this layout, one a tensor, in the tensors' shapes."""
@@ -80,6 +110,10 @@ class Flat(Layout):
     """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the weights that
     are matrices to `nn.blocks.inner_matrices`.
 
+    reduce: in what processes send one another what is added up. local: what the backward pass fills, the gradient of
+    this process's own examples, of the whole layout, in `pieces` (start, stop) from its end to its start. What becomes
+    of it in all processes is `gradient`.
+
     Raises ValueError when nothing is trainable or a parameter is not float32.
     """
 
@@ -88,8 +122,8 @@ class Flat(Layout):
     is_whole = True
     """Whether each process has all of every parameter."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self.parameters, self.inner = trainable(network), inner_matrices(network)
+    def __init__(self, network: nn.Module, reduce: torch.dtype = torch.float32) -> None:
+        self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
         self._lay_out(self.parameters, next(network.parameters()).device)
         for parameter, value, gradient in zip(
             self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True
@@ -98,11 +132,30 @@ class Flat(Layout):
             parameter.data = value
             parameter.grad = gradient
 
+    def begin(self) -> None:
+        """Before the backward passes of a step, which add up to `local`."""
+        self.local.zero_()
+
+    def finish(self) -> None:
+        """After them. Nothing to do: what no backward pass came to is zero."""
+
+    def begin_sum(self, start: int, stop: int) -> Work:
+        """Begin to add up a piece of `local` over all processes. All of them call it together."""
+        piece = self.gradient[start:stop]
+        rounded = piece.to(self._reduce)
+        return Sum(cast("Work", dist.all_reduce(rounded, async_op=True)), rounded, piece)
+
+    def take(self, share: Tensor, world: World) -> None:
+        """Let the gradient be one of which each process has a share, equal parts of the layout one after the other,
+        with anything behind its end. All processes call it together."""
+        self.gradient.copy_(world.gather(share).flatten()[: self.size])
+
     def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
         super().__init__(tensors)
         self.values = torch.zeros(self.size, device=device)
         self.gradient = torch.zeros_like(self.values)
+        self.local, self.pieces = self.gradient, cut(self)
 
     def of(self, names: Container[str]) -> Layout:
         """The layout of these parameters alone."""
@@ -126,6 +179,21 @@ class Flat(Layout):
             yield
         finally:
             self.values.copy_(kept)
+
+
+def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
+    """Pieces of a layout, start … stop, from its end to its start, as a backward pass comes to them; vectors last.
+    apart: matrices that are in no piece with others, by name."""
+    pieces, stop = [], layout.matrices_end
+    matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
+    for before, slot in zip([None, *matrices[:-1]][::-1], matrices[::-1], strict=True):
+        ends = before is None or (before.name in apart) != (slot.name in apart)
+        if ends or stop - slot.start >= _PIECE:
+            pieces.append((slot.start, stop))
+            stop = slot.start
+    if layout.size > layout.matrices_end:
+        pieces.append((layout.matrices_end, layout.size))
+    return pieces
 
 
 def trainable(network: nn.Module) -> dict[str, nn.Parameter]:

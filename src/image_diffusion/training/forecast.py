@@ -85,11 +85,12 @@ def forecast(
     steps: int = 5,
     sampled_in: Sequence[SampledIn] = (),
     until: Deadline | None = None,
+    per_machine: int | None = None,
 ) -> Forecast:
     """Train `steps` steps of one of `processes` processes, here, and reckon. Leaves no file.
 
     sampled_in: precisions in which a pass without gradient is timed as well. until: when to stop, with what is measured
-    by then; unset: MEASURING_S from now.
+    by then; unset: MEASURING_S from now. per_machine: how many of the processes are on each machine; unset: all.
 
     Raises ValueError when a step needs more memory than there is.
     """
@@ -132,7 +133,7 @@ def forecast(
         not_measured=not_measured,
         train_s=config.steps * step_s,
         validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
-        memory_gib=(memory - kept_elsewhere(parts, config, processes)) / GIB,
+        memory_gib=(memory - kept_elsewhere(parts, config, processes, per_machine)) / GIB,
         checkpoint_gib=checkpoint / GIB,
         disk_gib=_kept(config) * checkpoint / GIB + 4 * parts.flat.size / GIB,
     )

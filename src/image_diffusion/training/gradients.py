@@ -8,25 +8,23 @@ more a run that was resumed adds in another order than one that was not.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from image_diffusion.core.types import Losses
 from image_diffusion.data.batches import Examples
 from image_diffusion.data.order import share
 from image_diffusion.training.distributed import World
-from image_diffusion.training.flat import Flat
+from image_diffusion.training.flat import Flat, Work
 
 LossesOf = Callable[[Examples, int], Losses]
 """Examples and a number that no other part of the step has -> their losses."""
-
-_PIECE = 8 * 1024 * 1024  # elements summed at once: 32 MiB
 
 
 @dataclass
@@ -48,8 +46,9 @@ class Shared:
     ) -> None:
         self._flat, self._world, self._scale = flat, world, scale
         self._global_batch, self._microbatch = global_batch, microbatch or global_batch
-        self._pieces = [] if world.size == 1 or flat.sums_gradients else _cut(flat)
-        self._running: list[Any] = []
+        alone = world.size == 1 or flat.sums_gradients
+        self._pieces = [] if alone else [_Piece(start, stop) for start, stop in flat.pieces]
+        self._running: list[Work] = []
         self._armed, self._next = False, 0
         for slot, parameter in zip(flat.slots, flat.parameters.values(), strict=True):
             for piece in self._pieces:
@@ -59,13 +58,14 @@ class Shared:
 
     def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
         """Fill the flat gradient for the examples of this process."""
-        self._flat.gradient.zero_()
+        self._flat.begin()
         parts = examples.split(self._microbatch)
         losses = []
         for i, part in enumerate(parts):
             losses.append(losses_of(part, self._world.rank + self._world.size * i))
             self._arm(i + 1 == len(parts))
             self._scale(losses[-1].loss.sum() / self._global_batch).backward()
+        self._flat.finish()
         self._launch(everything=True)
         for work in self._running:
             work.wait()
@@ -86,41 +86,32 @@ class Shared:
         """Start the sums of the next pieces that are complete, in their fixed order."""
         while self._next < len(self._pieces) and (everything or self._pieces[self._next].missing <= 0):
             piece = self._pieces[self._next]
-            self._running.append(dist.all_reduce(self._flat.gradient[piece.start : piece.stop], async_op=True))
+            self._running.append(self._flat.begin_sum(piece.start, piece.stop))
             self._next += 1
-
-
-def _cut(flat: Flat) -> list[_Piece]:
-    """Pieces of the flat gradient from its end to its start, as the backward pass fills it; vectors come last."""
-    pieces, stop = [], flat.matrices_end
-    for slot in reversed([slot for slot in flat.slots if slot.start < flat.matrices_end]):
-        if stop - slot.start >= _PIECE or slot.start == 0:
-            pieces.append(_Piece(slot.start, stop))
-            stop = slot.start
-    if flat.size > flat.matrices_end:
-        pieces.append(_Piece(flat.matrices_end, flat.size))
-    return pieces
 
 
 class Ordered:
     """Bit-identical for any number of processes: the global batch is cut into chunks of a fixed size, process r takes
-    the chunks r, r + size, …, and every process adds the gradients of all chunks in the order of the chunks.
+    the chunks r, r + size, …, and the gradients of all chunks are added in the order of the chunks.
 
-    Every process is given the whole global batch. Returns the losses of the whole global batch.
+    Each process adds up a share of the gradient, for which the others send it theirs of their chunks. Every process is
+    given the whole global batch. Returns the losses of the whole global batch.
     """
 
     def __init__(
         self, flat: Flat, world: World, global_batch: int, chunk: int, scale: Callable[[Tensor], Tensor]
     ) -> None:
         num_chunks = -(-global_batch // chunk)
-        if num_chunks < world.size:
-            raise ValueError(
-                f"{world.size} processes cannot share {num_chunks} chunks of {chunk} examples. "
-                f"Use at most {num_chunks} processes, or a smaller train.strict_chunk."
+        if world.is_main and num_chunks < world.size:
+            print(
+                f"warning: {world.size} processes share {num_chunks} chunks of {chunk} examples, so that "
+                f"{world.size - num_chunks} have nothing to do. Use fewer.",
+                file=sys.stderr,
+                flush=True,
             )
         self._flat, self._world, self._scale = flat, world, scale
         self._global_batch, self._chunk = global_batch, chunk
-        self._sum = torch.zeros_like(flat.gradient)
+        self._sum = flat.gradient.new_zeros(-(-flat.size // world.size))
 
     def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
         """Fill the flat gradient for the examples of all processes."""
@@ -129,16 +120,25 @@ class Ordered:
         gathered = []
         for first in range(0, len(chunks), self._world.size):
             mine = first + self._world.rank
-            self._flat.gradient.zero_()
+            self._flat.begin()
             if mine < len(chunks):
                 losses = losses_of(chunks[mine], mine)
                 self._scale(losses.loss.sum() / self._global_batch).backward()
-            for gradient in self._world.gather(self._flat.gradient)[: len(chunks) - first]:
-                self._sum += gradient
+            elif first == 0:
+                losses = losses_of(chunks[0], 0)  # for their names alone
+            self._flat.finish()
+            for share_of_one in self._world.exchange(self._shares())[: len(chunks) - first]:
+                self._sum += share_of_one
             sizes = [len(chunk.sample) for chunk in chunks[first : first + self._world.size]]
             gathered.append(gather_losses(losses, sizes, self._world))
-        self._flat.gradient.copy_(self._sum)
+        self._flat.take(self._sum, self._world)
         return joined(gathered)
+
+    def _shares(self) -> Tensor:
+        """The gradient of this process's chunk in equal shares, one a process, zeros behind the last."""
+        missing = self._world.size * len(self._sum) - self._flat.size
+        gradient = F.pad(self._flat.local, (0, missing)) if missing else self._flat.local
+        return gradient.view(self._world.size, -1)
 
 
 def joined(losses: list[Losses]) -> Losses:

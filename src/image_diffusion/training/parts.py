@@ -28,7 +28,8 @@ from image_diffusion.training.gradients import Ordered, Shared, gather_losses, s
 from image_diffusion.training.lora import written
 from image_diffusion.training.meter import Health, Meter
 from image_diffusion.training.optimizers.flat import FlatOptimizer
-from image_diffusion.training.precision import Precision
+from image_diffusion.training.precision import Precision, dtype_of
+from image_diffusion.training.sliced import SlicedFlat
 from image_diffusion.training.speed import Speed
 from image_diffusion.training.tuning import tune
 
@@ -136,10 +137,10 @@ class Parts:
             raise ValueError(
                 "train.weights is best, but no sample is held out to tell which are. Hold some out for validation."
             )
-        sharded = config.sharding == "full" and world.size > 1
+        sharded = config.spreads_weights and world.size > 1
         if sharded and config.global_batch % world.size:
             raise ValueError(
-                f"train.sharding is full, but {world.size} processes cannot share a global batch of "
+                f"train.sharding is {config.sharding}, but {world.size} processes cannot share a global batch of "
                 f"{config.global_batch} evenly. Use a number of processes that divides it."
             )
         if isinstance(task.objective, Pairs) and task.objective.pairs_samples:
@@ -149,7 +150,10 @@ class Parts:
         factors = tune(task.network, config)
         if isinstance(task.objective, AddsLayers):
             if sharded:
-                raise ValueError("train.sharding is full, but the objective has layers of its own. Set it to none.")
+                raise ValueError(
+                    f"train.sharding is {config.sharding}, but the objective has layers of its own. "
+                    f"Set it to optimizer, or to none."
+                )
             task.objective.add_layers(task.network)
             trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
             factors = {name: factors.get(name, 1.0) for name in trained}
@@ -159,9 +163,9 @@ class Parts:
         self.network.to(memory_format=layout)
         if isinstance(task.objective, HasTeacher) and task.objective.has_teacher:
             task.objective.learn_from(_teacher(self.network, config))
-        self.flat = _sharded(self.network, world) if sharded else Flat(self.network)
+        self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
-        self.precision = Precision(config.precision, world.device)
+        self.precision = Precision(config.precision, world.device, self.flat.is_whole)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         self.gradients: Shared | Ordered = (
@@ -373,10 +377,14 @@ class Parts:
         return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
 
 
-def _sharded(network: nn.Module, world: World) -> Flat:
+def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: torch.dtype, reduce: torch.dtype) -> Flat:
+    if config.sharding == "none" or world.size == 1:
+        return Flat(network, reduce)
+    if config.sharding == "optimizer":
+        return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
-    return ShardedFlat(network, world)
+    return ShardedFlat(network, world, reduce, config.sharding == "machine")
 
 
 def _teacher(network: nn.Module, config: TrainConfig) -> Network:

@@ -1,4 +1,4 @@
-"""In which numbers a step computes. Weights, gradients' sums, moments and averages are float32 always."""
+"""In which numbers a step computes. Weights, gradients, moments and averages are kept in float32 always."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from image_diffusion.training.speed import product_rate
@@ -15,12 +16,22 @@ Name = Literal["float32", "bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Precision:
-    """Autocast and, for fp16, a loss scale that adapts itself without asking the device."""
+def dtype_of(name: Name) -> torch.dtype:
+    """The type of numbers of a precision."""
+    return _DTYPES.get(name, torch.float32)
 
-    def __init__(self, name: Name, device: torch.device) -> None:
+
+class Precision:
+    """Autocast and, for fp16, a loss scale that adapts itself without asking the device.
+
+    sees_all: whether the gradient that a process sees is that of all parameters; where it is not, processes tell one
+    another of overflows.
+    """
+
+    def __init__(self, name: Name, device: torch.device, sees_all: bool = True) -> None:
         self._dtype, self._device = _DTYPES.get(name), device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        kind = torch.amp.GradScaler if sees_all else _Agreeing
+        self.scaler = kind(device.type, enabled=name == "fp16")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,6 +58,18 @@ class Precision:
     def load(self, state: dict[str, Any]) -> None:
         """Continue with what `state` gave."""
         self.scaler.load_state_dict(state)
+
+
+class _Agreeing(torch.amp.GradScaler):
+    """An overflow in one process is one of all. (PyTorch's `ShardedGradScaler` for this fails with fused Adam, whose
+    count of steps has no dimension.)"""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale. All processes do so together."""
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found)
 
 
 def faster_in_bf16(name: Name, device: torch.device) -> str | None:

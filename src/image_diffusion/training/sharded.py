@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from image_diffusion.nn.blocks import blocks, inner_matrices
@@ -66,7 +67,8 @@ class Shares(Layout):
 
 
 class ShardedFlat(Shares, Flat):
-    """The rows of one process of a network's parameters.
+    """The rows of one process of a network's parameters. by_machine: the processes of each machine share all of them,
+    and the machines add up their gradients (HSDP); otherwise all processes do.
 
     What is gathered together, and freed again: each block, a member of the network's outermost lists of modules; and
     all else, which stays through forward and backward pass. Parameters without gradient are whole everywhere.
@@ -75,16 +77,19 @@ class ShardedFlat(Shares, Flat):
     sums_gradients = True
     is_whole = False
 
-    def __init__(self, network: nn.Module, world: World) -> None:
+    def __init__(
+        self, network: nn.Module, world: World, reduce: torch.dtype = torch.float32, by_machine: bool = False
+    ) -> None:
+        mesh, world = _sharing(world, by_machine)
         self._world, self.inner = world, inner_matrices(network)
         shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
         frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce)
         self._blocks = [
-            fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=frozen)
             for block in blocks(network)
         ]
-        root = fully_shard(network, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+        root = fully_shard(network, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
         self._groups: list[FSDPModule] = [*self._blocks, root]
         for group in self._groups:
             group.set_gradient_divide_factor(1.0)
@@ -145,3 +150,19 @@ class ShardedFlat(Shares, Flat):
 
     def _all_own(self, vector: Tensor) -> list[Tensor]:
         return [self.own(vector, slot) for slot in self.slots]
+
+
+def _sharing(world: World, by_machine: bool) -> tuple[DeviceMesh, World]:
+    """The processes as PyTorch wants them told, and those among which the rows are shared."""
+    per_machine = world.per_machine or world.size
+    if not by_machine or per_machine == world.size:
+        return init_device_mesh(world.device.type, (world.size,)), world
+    if world.size % per_machine:
+        raise ValueError(
+            f"train.sharding is machine, but {world.size} processes are not {per_machine} on every machine. Start as "
+            f"many on each, or set it to full."
+        )
+    names = ("machines", "processes")
+    mesh = init_device_mesh(world.device.type, (world.size // per_machine, per_machine), mesh_dim_names=names)
+    group = mesh["processes"].get_group()
+    return mesh, replace(world, rank=world.rank % per_machine, size=per_machine, group=group)

@@ -24,6 +24,9 @@ class OptimizerConfig(Config, ABC):
     needs_whole: ClassVar[bool] = False
     """Whether it looks at each parameter as a whole, so that no process may keep a share of it alone."""
 
+    moves_each_alone: ClassVar[bool] = True
+    """Whether it moves each number on its own, so that a process may update any slice of a parameter."""
+
     looks_inside: ClassVar[bool] = False
     """Whether it treats layers by what they are, so that it has something to `check`."""
 
@@ -88,7 +91,7 @@ class FlatOptimizer:
         self, flat: Flat, cut: Sequence[Piece], moments: Mapping[str, Layout], lr: float, kind: Kind, **settings: Any
     ) -> None:
         self._lr, self.layouts = lr, moments
-        self.moments = {name: flat.values.new_zeros(layout.size) for name, layout in moments.items()}
+        self.moments = {name: flat.values.new_zeros(layout.place(layout.size)) for name, layout in moments.items()}
         starts = {name: {slot.name: slot.start for slot in layout.slots} for name, layout in moments.items()}
         self.steps = torch.zeros(len(cut), device=flat.values.device)
         groups: list[dict[str, Any]] = []
@@ -96,10 +99,14 @@ class FlatOptimizer:
         for i, (first, start, stop, factor, decay, is_matrix) in enumerate(cut):
             if start == stop:
                 continue
-            part = nn.Parameter(flat.values[start:stop])
-            part.grad = flat.gradient[start:stop]
+            begin, end = flat.place(start), flat.place(stop)  # nothing, perhaps, of this process: the step counts
+            part = nn.Parameter(flat.values[begin:end])
+            part.grad = flat.gradient[begin:end]
             groups.append({"params": [part], "weight_decay": decay, "factor": factor, "is_matrix": is_matrix})
-            own = {name: vector[starts[name][first] :][: stop - start] for name, vector in self.moments.items()}
+            own = {
+                name: vector[moments[name].place(starts[name][first]) :][: end - begin]
+                for name, vector in self.moments.items()
+            }
             states[part] = {"step": self.steps[i], **own}
         self.torch = kind(groups, lr=lr, **settings)
         self.torch.state.update(states)

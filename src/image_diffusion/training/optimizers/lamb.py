@@ -22,6 +22,7 @@ class Lamb(OptimizerConfig):
     batches."""
 
     needs_whole: ClassVar[bool] = True
+    moves_each_alone: ClassVar[bool] = False
 
     type: Literal["lamb"] = "lamb"
     """Adam's update, scaled for each parameter to the norm of its weights."""

@@ -37,6 +37,7 @@ class Muon(OptimizerConfig):
     all else: the layers before and behind the blocks, embeddings, biases and gains."""
 
     looks_inside: ClassVar[bool] = True
+    moves_each_alone: ClassVar[bool] = False
 
     type: Literal["muon"] = "muon"
     """Orthogonalised momentum for the matrices in the network's blocks, AdamW for the rest."""
