@@ -44,8 +44,8 @@ class Wildcards(dict[str, str]):
         return iter(self.values())
 
 
-def job(restart_times: int = 20) -> Any:
-    rule = SimpleNamespace(name="train", restart_times=restart_times)
+def job(restart_times: int = 20, rule_name: str = "train") -> Any:
+    rule = SimpleNamespace(name=rule_name, restart_times=restart_times)
     return SimpleNamespace(rule=rule, log=["logs/one/train.log"], wildcards=Wildcards(experiment="one"))
 
 
@@ -82,6 +82,13 @@ def test_an_accident_is_sent_again_and_slurm_says_why(machine: Machine, capsys: 
     assert times_to_send(job(), machine) == 20
     assert capsys.readouterr().err == "train of one (job 7, n1) failed. Slurm: NODE_FAIL, exit code 1:0, NodeDown.\n"
     assert times_to_send(job(2), machine) == 2, "a job that could not begin has left no note"
+
+
+@pytest.mark.parametrize(("rule", "times"), [("sample", 20), ("ours_evaluate", 20), ("detect", 2)])
+def test_a_stage_that_goes_on_where_it_was_may_run_out_of_time_often(machine: Machine, rule: str, times: int) -> None:
+    slurm("sacct", "#!/bin/sh\necho 'TIMEOUT|0:0||n1'\n")
+    ended()
+    assert times_to_send(job(2, rule), machine) == times
 
 
 def test_a_stop_in_time_is_one_line(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,20 @@ from image_diffusion.workflow.machine import MORE_MEMORY, Machine
 
 OFTEN_SHORT = 3
 """How often a job is sent again with more memory."""
+_KEEPS_ON = (
+    "crop",
+    "crop_part",
+    "encode",
+    "encode_part",
+    "embed",
+    "reference",
+    "reference_part",
+    "sample",
+    "sample_part",
+    "evaluate",
+)
+"""Stages beside training that go on where they were when their time was over."""
+_OFTEN_OUT_OF_TIME = 20
 _KILLED_FOR_MEMORY = re.compile(r"oom[-_ ]?kill|exceeded memory limit|out.of.memory", re.IGNORECASE)
 
 
@@ -55,6 +69,9 @@ def times_to_send(job: Any, machine: Machine) -> int:
         _tell(f"{name} ran out of memory; the next attempt asks for {MORE_MEMORY:g} times as much. {reason}")
     elif attempt.ending == "stopped":
         _tell(f"{name} was stopped and goes on in the next job: {attempt.said}")
+    elif "TIMEOUT" in reason and job.rule.name.endswith(_KEEPS_ON):
+        times = max(times, _OFTEN_OUT_OF_TIME)
+        _tell(f"{name} ran out of time and goes on in the next job. {reason}")
     else:
         _tell(f"{name} failed. {attempt.said} {reason}".replace("  ", " "))
     return int(times)
