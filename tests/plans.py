@@ -16,6 +16,7 @@ RESOURCES = {
     "cpus_per_process": 2,
     "memory_mb": 8000,
     "runtime_min": 60,
+    "hang_s": 600,
     "stage_to": "",
     "one_job": False,
 }

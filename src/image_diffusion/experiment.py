@@ -57,6 +57,9 @@ class ResourcesConfig(Config):
     """Memory that is requested on each machine, in MB."""
     runtime_min: int = Field(60, ge=1)
     """Time that is requested for one job, in minutes; longer training goes on in the next job."""
+    hang_s: int = Field(600, ge=1)
+    """Seconds that a process of a training waits for another; then all end, and the next job goes on from the last
+    checkpoint."""
     stage_to: str = ""
     """Folder of a node's own disk that training copies its data to and reads them from, such as $TMPDIR: for a network
     file system that is slower than the GPUs. Empty: they are read from where they lie."""

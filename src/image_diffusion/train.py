@@ -27,7 +27,7 @@ from image_diffusion.data.shards import Shards, open_shards
 from image_diffusion.data.staging import begin_staging
 from image_diffusion.experiment import TrainStage
 from image_diffusion.systems.given import ToPreview
-from image_diffusion.training.distributed import World, place_on_node
+from image_diffusion.training.distributed import HANG_S, World, place_on_node
 from image_diffusion.training.parts import Task
 from image_diffusion.training.run import run
 
@@ -46,6 +46,9 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=place, help="manifest.json of what the system reads beside its data")
     parser.add_argument("--stage-to", default="", help="folder of this node's own disk to copy the data to")
+    parser.add_argument(
+        "--hang-s", type=float, default=HANG_S, help="seconds that a process waits for another (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     parser.add_argument("--journal", type=Path, help="folder of journals to log to")
     arguments = parser.parse_args()
@@ -62,7 +65,10 @@ def main() -> None:
         )
     if arguments.stage_to:
         begin_staging(training.sets, arguments.stage_to, place_on_node())
-    run(training.build, config, training.model, training.data, output, arguments.journal, start, training.carried)
+    run(
+        *(training.build, config, training.model, training.data, output, arguments.journal, start, training.carried),
+        arguments.hang_s,
+    )
 
 
 @dataclass(frozen=True)

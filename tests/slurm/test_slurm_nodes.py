@@ -16,7 +16,7 @@ from projects import Project, made_once
 from image_diffusion.core.history import read_journal
 
 WEIGHTS = "results/micro/train/weights.safetensors"
-TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0"]
+TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0", "hang_s=40"]
 
 
 def long_training(project: Project) -> None:
@@ -81,7 +81,13 @@ def lose_node(cluster: Cluster, project: Project) -> None:
     kill_rank(cluster, project)
 
 
-@pytest.mark.parametrize("fault", [kill_rank, lose_node])
+def stop_rank(cluster: Cluster, project: Project) -> None:
+    """It hangs; the others wait for it as long as they are told to."""
+    for pid in trainings(project, "n2"):
+        os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fault", [kill_rank, lose_node, stop_rank])
 def test_training_on_two_nodes_goes_on_after(
     cluster: Cluster, training: Project, undisturbed: bytes, fault: Callable[[Cluster, Project], None]
 ) -> None:

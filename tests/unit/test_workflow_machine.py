@@ -94,6 +94,10 @@ def test_data_are_copied_where_the_experiment_or_the_caller_says() -> None:
     assert machine({"stage_to": "$TMPDIR"}).stage_to(ONE) == "$TMPDIR"
 
 
+def test_processes_wait_for_one_another_as_long_as_the_experiment_or_the_caller_says() -> None:
+    assert (machine().hang_s(ONE), machine({"hang_s": 20}).hang_s(ONE)) == (600, 20)
+
+
 def test_only_the_snakemake_that_sends_jobs_sends_them_again() -> None:
     assert machine(queued=True).attempts(20) == 20
     assert machine().attempts(20) == machine(queued=True, remote=True).attempts(20) == 0

@@ -36,6 +36,7 @@ rule train:
         processes=machine.processes,
         threads_per_process=machine.cpus,
         grace_s=machine.grace_s,
+        hang_s=machine.hang_s,
         stage_to=machine.stage_to,
         # Two minutes before the time is up training is told: it saves and ends, and the next attempt goes on.
         slurm_extra="--signal=TERM@120",
@@ -51,4 +52,4 @@ rule train:
         " --grace-s {resources.grace_s}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " {params.start:q} {params.pairs:q} --output {output.weights:q} --journal {params.journal:q}"
-        " --stage-to={resources.stage_to:q}"
+        " --hang-s {resources.hang_s} --stage-to={resources.stage_to:q}"

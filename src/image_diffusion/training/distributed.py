@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+HANG_S = 600.0
+"""Seconds that a process waits for another, unless it is told otherwise."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -86,7 +89,7 @@ def place_on_node() -> float:
 
 
 @contextmanager
-def join(timeout_s: float = 600.0) -> Iterator[World]:
+def join(timeout_s: float = HANG_S) -> Iterator[World]:
     """The world this process was started in: by torchrun, through RANK, LOCAL_RANK and WORLD_SIZE, or alone.
 
     A CUDA device for each process where there is one, else the CPU. timeout_s: how long a process waits for another

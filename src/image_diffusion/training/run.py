@@ -25,7 +25,7 @@ from image_diffusion.systems.starting import Change, Trained, fitted, table
 from image_diffusion.systems.system import System
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.determinism import switches
-from image_diffusion.training.distributed import World, join
+from image_diffusion.training.distributed import HANG_S, World, join
 from image_diffusion.training.loop import train
 from image_diffusion.training.lora import plain_name
 from image_diffusion.training.parts import Parts, Task
@@ -45,6 +45,7 @@ def run(
     journal: Path | None = None,
     start: Path | None = None,
     carried: Mapping[str, Path] = MappingProxyType({}),
+    hang_s: float = HANG_S,
 ) -> None:
     """Train, or go on training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
 
@@ -52,12 +53,13 @@ def run(
     that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
     what the training data are. journal: the folder of journals; None: none is kept. start: the weights folder to start
     from, where `init_from` names an experiment. carried: files that are written beside the weights, by name.
+    hang_s: seconds that a process waits for another.
 
     The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
     Raises Stopped, ValueError or OSError as `loop.train` does.
     """
     with ExitStack() as stack:
-        world = stack.enter_context(join())
+        world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config))
         torch.manual_seed(config.seed)

@@ -104,6 +104,10 @@ class Machine:
         """That a job on several nodes starts its tasks itself; a job on one node has no such resource."""
         return "srun" if self.nodes(wildcards) > 1 else None
 
+    def hang_s(self, wildcards: Wildcards) -> int:
+        """Seconds that a process waits for another."""
+        return self._asked("hang_s", wildcards)
+
     def stage_to(self, wildcards: Wildcards) -> str:
         """The folder of a node's own disk that its data are copied to; empty for none."""
         return str(self.config.get("stage_to", self.plans.of(wildcards).resources["stage_to"]) or "")
