@@ -138,4 +138,5 @@ def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
     assert (training / WEIGHTS).read_bytes() == undisturbed
     assert starts(training) >= 2
     printed = (training / "printed.log").read_text()
-    assert "stopped: " in printed and "Traceback" not in printed
+    assert "was stopped and goes on in the next job" in printed
+    assert "Error in rule" not in printed and "Traceback" not in printed

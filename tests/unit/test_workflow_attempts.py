@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,13 @@ import pytest
 
 from image_diffusion.core.attempt import VARIABLE, Attempt, note, read_attempt
 from image_diffusion.core.command import Parser
-from image_diffusion.workflow.attempts import OFTEN_SHORT, send_again_if_it_helps, times_to_send, times_to_send_all
+from image_diffusion.workflow.attempts import (
+    OFTEN_SHORT,
+    is_news,
+    send_again_if_it_helps,
+    times_to_send,
+    times_to_send_all,
+)
 from image_diffusion.workflow.machine import Machine
 from plans import a_plan, plans_of
 
@@ -82,6 +89,22 @@ def test_an_accident_is_sent_again_and_slurm_says_why(machine: Machine, capsys: 
     assert times_to_send(job(), machine) == 20
     assert capsys.readouterr().err == "train of one (job 7, n1) failed. Slurm: NODE_FAIL, exit code 1:0, NodeDown.\n"
     assert times_to_send(job(2), machine) == 2, "a job that could not begin has left no note"
+
+
+def test_a_stop_in_time_is_no_error_in_what_snakemake_prints(machine: Machine) -> None:
+    of_job = {"rule_name": "train", "log": ["logs/one/train.log", "7.log"]}
+    of_group = {"groupid": "one", "job_error_info": [{"rule_name": "crop", "log": []}, of_job]}
+    for told in (of_job, of_group):
+        record = logging.makeLogRecord(told)
+        ended(("mistake", "steps is 0"))
+        assert is_news(record)
+        path = ended(("stopped", "Step 8,180 is saved."))
+        assert not is_news(record)
+        path.unlink()
+        assert is_news(record)
+    ended(("stopped", "Step 8,180 is saved."))
+    assert is_news(logging.makeLogRecord({"msg": "Trying to restart job 3."}))
+    assert is_news(logging.makeLogRecord({"log": ["logs/one/train.log"], "jobid": 3})), "that it was sent again"
 
 
 @pytest.mark.parametrize(("rule", "times"), [("sample", 20), ("ours_evaluate", 20), ("detect", 2)])

@@ -4,6 +4,7 @@ that failed; what is changed here is looked for first, and a Snakemake that has 
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import subprocess
@@ -44,6 +45,16 @@ def send_again_if_it_helps(machine: Machine) -> None:
     job_class, group_class = _places()
     job_class.restart_times = property(lambda job: times_to_send(job, machine))
     group_class.restart_times = property(lambda group: times_to_send_all(group.jobs, machine))
+    logging.getLogger("snakemake.logging").addFilter(is_news)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether what Snakemake logs is to be seen. That a job failed and what it printed is not, where it was stopped in
+    time: `times_to_send` says so in one line."""
+    of_jobs = getattr(record, "job_error_info", None) or [vars(record)]
+    logs = [log for of_job in of_jobs if "rule_name" in of_job for log in of_job.get("log") or ()]
+    ends = (read_attempt(_note_beside(log)) for log in logs)
+    return not any(end is not None and end.ending == "stopped" for end in ends)
 
 
 def times_to_send(job: Any, machine: Machine) -> int:
@@ -86,7 +97,11 @@ def times_to_send_all(jobs: Iterable[Any], machine: Machine) -> int:
 
 
 def _note(job: Any) -> Path:
-    return Path(f"{job.log[0]}.attempt")
+    return _note_beside(job.log[0])
+
+
+def _note_beside(log: str) -> Path:
+    return Path(f"{log}.attempt")
 
 
 def why(attempt: Attempt) -> tuple[str, bool]:
