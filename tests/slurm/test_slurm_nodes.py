@@ -16,7 +16,7 @@ from projects import Project, made_once
 from image_diffusion.core.history import read_journal
 
 WEIGHTS = "results/micro/train/weights.safetensors"
-TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0", "hang_s=40"]
+TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0"]
 
 
 def long_training(project: Project) -> None:
@@ -31,6 +31,7 @@ def long_training(project: Project) -> None:
             log_every_steps=10,
         )
     )
+    project.edit(lambda experiment: experiment["resources"].update(hang_s=40))
 
 
 @pytest.fixture(scope="module")

@@ -89,15 +89,6 @@ def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
     assert (sent.threads(ONE), sent.training_threads(ONE)) == (2, 2)
 
 
-def test_data_are_copied_where_the_experiment_or_the_caller_says() -> None:
-    assert machine().stage_to(ONE) == machine({"stage_to": None}).stage_to(ONE) == ""
-    assert machine({"stage_to": "$TMPDIR"}).stage_to(ONE) == "$TMPDIR"
-
-
-def test_processes_wait_for_one_another_as_long_as_the_experiment_or_the_caller_says() -> None:
-    assert (machine().hang_s(ONE), machine({"hang_s": 20}).hang_s(ONE)) == (600, 20)
-
-
 def test_only_the_snakemake_that_sends_jobs_sends_them_again() -> None:
     assert machine(queued=True).attempts(20) == 20
     assert machine().attempts(20) == machine(queued=True, remote=True).attempts(20) == 0

@@ -110,7 +110,7 @@ class Machine:
 
     def stage_to(self, wildcards: Wildcards) -> str:
         """The folder of a node's own disk that its data are copied to; empty for none."""
-        return str(self.config.get("stage_to", self.plans.of(wildcards).resources["stage_to"]) or "")
+        return str(self.plans.of(wildcards).resources["stage_to"])
 
     def grace_s(self, wildcards: Wildcards) -> int:
         """Seconds that training has to save and end: what lies between Slurm's signal and the end of the job's time,
