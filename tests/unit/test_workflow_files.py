@@ -102,6 +102,19 @@ def test_very_many_images_are_cropped_by_several_jobs(
     assert known.crop_memory_mb(crops) == max(8000, num_files // 500, num_bytes // 10**5 // 500)
 
 
+@pytest.mark.parametrize(
+    ("num_files", "shards", "minutes"),
+    [(None, 2, 240), (0, 2, 240), (60, 2, 15), (1_281_167, 16, 143), (3_900_000, 16, 240), (100_000_000, 64, 215)],
+)
+def test_a_job_that_crops_asks_for_time_by_its_images(
+    tmp_path: Path, num_files: int | None, shards: int, minutes: int
+) -> None:
+    known = Files(str(tmp_path), plans_of(a_plan(num_shards=shards)))
+    if num_files is not None:
+        write_json(tmp_path / "datasets/dots-16/source.json", {"files": num_files, "bytes": 0, "revision": "x"})
+    assert known.crop_runtime_min({"dataset": "dots-16"}) == minutes
+
+
 def test_what_is_enlarged() -> None:
     another = files(a_plan(small_images_experiment="small"))
     assert another.small_images(ONE) == "out/small/samples/samples.npz"

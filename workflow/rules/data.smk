@@ -20,7 +20,7 @@ rule crop_part:
     resources:
         cpus_per_task=4,
         mem_mb=files.crop_memory_mb,
-        runtime=240,
+        runtime=files.crop_runtime_min,
     shell:
         "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q}"
         " --part {wildcards.part}/{wildcards.parts} --output {output.note:q}"
@@ -49,7 +49,7 @@ rule crop:
     resources:
         cpus_per_task=4,
         mem_mb=files.crop_memory_mb,
-        runtime=240,
+        runtime=files.crop_runtime_min,
     params:
         journal=f"{results}/datasets/{{dataset}}/journal",
         parts=files.cropped_option,
@@ -84,7 +84,7 @@ rule datasheet:
     resources:
         cpus_per_task=4,
         mem_mb=8000,
-        runtime=240,
+        runtime=files.crop_runtime_min,
     params:
         code=code["datasheet"],
         journal=f"{results}/datasets/{{dataset}}/journal",

@@ -24,6 +24,9 @@ IMAGE_BYTES = 100_000
 """What an image file takes, where many lie in one."""
 IMAGES_A_MB = 500
 """Images of which a job that crops holds a note in memory: 1.6 KB each, as measured."""
+IMAGES_A_MINUTE = 10_000
+"""Images that a job crops, or that a data sheet looks at, in a minute on a slow machine."""
+_SHORTEST_MIN, _LONGEST_MIN = 15, 240
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,12 @@ class Files:
     def crop_memory_mb(self, wildcards: Wildcards) -> int:
         """Memory of a job that crops, in MB: each lists all images, and the last one holds what is known of each."""
         return max(8000, self._num_images(self.plans.of(wildcards)) // IMAGES_A_MB)
+
+    def crop_runtime_min(self, wildcards: Wildcards) -> int:
+        """Time for a job that crops, or that looks at crops, in minutes: it goes on where it was in the next."""
+        plan = self.plans.of(wildcards)
+        each = self._num_images(plan) // max(1, len(self._crop_parts(plan)))
+        return min(_LONGEST_MIN, _SHORTEST_MIN + each // IMAGES_A_MINUTE) if each else _LONGEST_MIN
 
     def _crop_parts(self, plan: Plan) -> list[str]:
         """The names of the parts that jobs crop a data set in, of so many images each."""
