@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from image_diffusion.core.config import differing_keys
 from image_diffusion.core.files import atomic_write
 from image_diffusion.core.weights import save_weights
+from image_diffusion.training import checkpoint as written
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, read_checkpoint, write_checkpoint
 from image_diffusion.training.config import CheckpointConfig
 from image_diffusion.training.state import State
@@ -49,6 +51,28 @@ def same(left: Checkpoint, right: Checkpoint) -> bool:
         and all(torch.equal(tensor, right.groups[group][name]) for name, tensor in left.groups[group].items())
         for group in left.groups
     )
+
+
+def test_a_file_is_hashed_while_the_next_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    next_is_written = threading.Event()
+    save, hashed = written._save, written.sha256_file
+    saved: list[Path] = []
+
+    def save_and_tell(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        save(path, tensors)
+        saved.append(path)
+        if len(saved) == 2:
+            next_is_written.set()
+
+    def hash_late(path: Path) -> str:
+        assert next_is_written.wait(30), "the next file waits for this one's hash"
+        return hashed(path)
+
+    monkeypatch.setattr(written, "_save", save_and_tell)
+    monkeypatch.setattr(written, "sha256_file", hash_late)
+    write_checkpoint(tmp_path, checkpoint(3), IDENTITY, {}, lambda: None)
+    monkeypatch.undo()
+    assert same(read_checkpoint(tmp_path / "step-0000003")[0], checkpoint(3))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from image_diffusion.core.files import write_json
 from image_diffusion.workflow.machine import ALL_CORES, Machine
 from plans import RESOURCES, a_plan, plans_of
 
@@ -87,6 +89,24 @@ def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
     here, sent = machine(gpus_per_node=1), machine(gpus_per_node=1, queued=True, remote=True)
     assert here.threads(ONE) == here.training_threads(ONE) == ALL_CORES
     assert (sent.threads(ONE), sent.training_threads(ONE)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "minutes"),
+    [
+        (None, 60),
+        ({"sample_s": 600.0}, 25),
+        ({"sample_s": 90_000.0}, 60),
+        ({"train_s": 1.0}, 60),
+        ({"sample_s": "?"}, 60),
+    ],
+)
+def test_making_samples_takes_as_long_as_doctor_has_measured(tmp_path: Path, told: Any, minutes: int) -> None:
+    if told is not None:
+        write_json(tmp_path / "one/doctor.json", told)
+    assert machine({"results": str(tmp_path)}).sampling_min(ONE) == minutes
+    halves = Machine(plans_of(a_plan(sample_jobs=2)), {"results": str(tmp_path)}, queued=True, remote=False)
+    assert halves.sampling_min(ONE) == {25: 18}.get(minutes, minutes)
 
 
 def test_only_the_snakemake_that_sends_jobs_sends_them_again() -> None:

@@ -29,7 +29,7 @@ rule sample_part:
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
+        runtime=machine.sampling_min,
     params:
         code=code["sample"],
         trained_by=files.trained_by_option,
@@ -85,7 +85,7 @@ rule sample:
         gres=machine.one_gpu,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
+        runtime=machine.sampling_min,
     params:
         code=code["sample"],
         trained_by=files.trained_by_option,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,13 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        files = {}
-        for group, tensors in checkpoint.groups.items():
-            path = temporary / f"{group}.safetensors"
-            _save(path, tensors)
-            files[path.name] = {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        sums = {}
+        with ThreadPoolExecutor(1) as hashing:  # each file while the next is written
+            for group, tensors in checkpoint.groups.items():
+                path = temporary / f"{group}.safetensors"
+                _save(path, tensors)
+                sums[path] = hashing.submit(sha256_file, path)
+        files = {path.name: {"sha256": each.result(), "bytes": path.stat().st_size} for path, each in sums.items()}
         record = {
             "format": FORMAT,
             "step": checkpoint.step,

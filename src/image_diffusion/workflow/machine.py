@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from image_diffusion.core.files import read_json
 from image_diffusion.workflow.plans import Plan, Plans, Wildcards
 
 ALL_CORES = 1024
@@ -18,6 +21,8 @@ SIGNAL_LEAD_S = 120
 
 MORE_MEMORY = 1.5
 """How much more memory a job is sent with that ran out of it."""
+
+_START_MIN = 10  # what a job has beside its work
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,16 @@ class Machine:
     def runtime_min(self, wildcards: Wildcards) -> int:
         """Time for one job, in minutes."""
         return self._asked("runtime_min", wildcards)
+
+    def sampling_min(self, wildcards: Wildcards) -> int:
+        """Time for one of the jobs that make the samples, in minutes: what `doctor` has measured, with half as much in
+        reserve, where it was asked; never more than for others."""
+        longest, plan = self.runtime_min(wildcards), self.plans.of(wildcards)
+        try:
+            told = read_json(Path(self.config.get("results", "results"), plan.experiment, "doctor.json"))
+            return int(min(longest, _START_MIN + math.ceil(1.5 * told["sample_s"] / plan.sample_jobs / 60)))
+        except (ValueError, KeyError, TypeError):
+            return longest
 
     # ---- Training, on nodes of several processes
 
