@@ -118,9 +118,9 @@ def is_told(pid: int) -> bool:
 def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
     cluster: Cluster, training: Project, undisturbed: bytes
 ) -> None:
-    """Three minutes, of which the profile's `--signal=TERM@120` leaves one. Training is stopped until then, so that it
-    is not ready before."""
-    with snakemake(training, WEIGHTS, "--set-resources", "train:runtime=3") as running:
+    """Four minutes, of which the profile's `--signal=TERM@120` leaves two, or one where Slurm is early. Training is
+    stopped until then, so that it is not ready before."""
+    with snakemake(training, WEIGHTS, "--set-resources", "train:runtime=4") as running:
         wait_until(lambda: steps_saved(training) > 0 and cluster.job_of("train"), 300)
         job = cluster.job_of("train")
         assert job is not None
@@ -128,7 +128,7 @@ def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
         assert ranks
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: all(map(is_told, ranks)), 240)
+        wait_until(lambda: all(map(is_told, ranks)), 300)
         before = steps_saved(training)
         for pid in ranks:
             with suppress(ProcessLookupError):

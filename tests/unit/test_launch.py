@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from image_diffusion.core.attempt import Attempt, read_attempt
+from image_diffusion.core.command import STOPPED
 from image_diffusion.core.lifeline import VARIABLE, announce, mark
 from image_diffusion.training.launch import Layout, command_line, main, own_name
 
@@ -223,3 +225,27 @@ def test_a_job_of_a_queue_outlives_the_one_that_has_sent_it() -> None:
     assert environment[VARIABLE] == f"another {mark()}"
     announce(environment, queued=True)
     assert environment[VARIABLE] == mark()
+
+
+def test_a_run_that_is_told_to_end_when_it_has_nothing_left_to_save_counts_as_stopped(tmp_path: Path) -> None:
+    """Slurm's signal may come while training begins, or has made its last step: no process says then that it saved."""
+    (tmp_path / "ready.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "pathlib.Path('ready').touch()\n"
+        "time.sleep(600)\n"
+    )
+    attempt = tmp_path / "train.log.attempt"
+    attempt.write_text("24 n1\n")
+    sources = os.pathsep.join([*filter(None, sys.path), str(tmp_path)])
+    environment = os.environ | {"IMAGE_DIFFUSION_ATTEMPT": str(attempt), "PYTHONPATH": sources}
+    line = command_line(Layout(1, 1, 1, tmp_path), ["ready"], {}, "first")
+    with subprocess.Popen(line, cwd=tmp_path, env=environment) as running:
+        until = time.monotonic() + 120
+        while not (tmp_path / "ready").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(120) == STOPPED
+    assert read_attempt(attempt) == Attempt(
+        "24", "n1", "stopped", "SIGTERM came, and no process has told that it saved."
+    )

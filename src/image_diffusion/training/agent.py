@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from image_diffusion.core import command
+from image_diffusion.core.attempt import note
 from image_diffusion.training.launch import own_name
 
 
@@ -28,7 +29,8 @@ def main() -> None:
         logging.disable(logging.ERROR)
     try:
         run(arguments)
-    except SignalException:  # they have saved, and said so
+    except SignalException as told:  # those that have saved have said so; one that begins or ends cannot
+        note("stopped", f"{told.sigval.name} came, and no process has told that it saved.")
         sys.exit(command.STOPPED)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
