@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from image_diffusion.core.attempt import Attempt, read_attempt
 from image_diffusion.core.command import STOPPED
 from image_diffusion.core.lifeline import VARIABLE, announce, mark
-from image_diffusion.training.launch import Layout, command_line, main, own_name
+from image_diffusion.training.launch import Layout, command_line, main, own_name, recorder
 
 MODULE = ["image_diffusion.train", "--config", "train.yaml"]
 IN_SLURM = {"SLURM_JOB_ID": "40123", "SLURM_NNODES": "2"}
@@ -94,11 +95,13 @@ def test_the_launcher_becomes_the_command_with_the_threads_it_was_given(monkeypa
     assert environment[VARIABLE] == f"another {mark()}"
 
 
-def launch(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    folder: Path, program: str, *options: str, arguments: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
     launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    line = [*launcher, *arguments, "--", "program"]
+    line = [*launcher, *options, "--", "program", *arguments]
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -108,6 +111,34 @@ def test_every_process_runs_and_leaves_its_log(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     printed = sorted(log.read_text().strip() for log in (tmp_path / "logs").rglob("stdout.log"))
     assert printed == ["0 of 2 3", "1 of 2 3"]
+
+
+RECORDS = """
+import os, sys
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_file
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if len(sys.argv) > 1:
+    _dump_fr_trace_file(dist.get_rank())  # what a timeout makes PyTorch do
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_processes_waited_for_when_one_hung_lies_with_their_logs(tmp_path: Path, hangs: bool) -> None:
+    done = launch(tmp_path, RECORDS, "--processes-per-node", "2", arguments=["hangs"] * hangs)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
+    left = sorted(path.name for path in (tmp_path / "logs").glob("*") if path.is_file())
+    assert left == (["flight_recorder_rank_0", "flight_recorder_rank_1"] if hangs else [])
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_the_recorder_writes_where_the_user_says(name: str) -> None:
+    assert recorder(layout(1, 2), {name: "elsewhere"}) == {}
+    assert recorder(layout(1, 2), {}) == {"TORCH_FR_DUMP_TEMP_FILE": f"{Path.cwd()}/logs/flight_recorder_rank_"}
 
 
 def test_a_failing_process_has_the_last_word(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ _FIRST_PORT, _PORTS = 20000, 10000
 """Where the nodes of a job may meet: below the ports that Linux gives to anybody (32768 and above)."""
 _SPECIAL_STEP = 0xFFFFFFF0
 """Slurm's numbers of steps that are none: that of a batch script, and the shell of `salloc`."""
+_RECORDER_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""What the names of files begin with into which PyTorch's flight recorder, on by default, writes the last operations
+between processes where one of them hangs; its older name is read as well, but with a warning. The rank follows."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,14 @@ def _torchrun(layout: Layout, processes: int, meeting: Sequence[str], module: Se
     ]
 
 
+def recorder(layout: Layout, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that lets processes leave in the folder of logs what they waited for when one of them hung; none
+    where the user says where to."""
+    if any(name in environment for name in _RECORDER_FILE):
+        return {}
+    return {_RECORDER_FILE[0]: f"{layout.logs.absolute()}/flight_recorder_rank_"}
+
+
 def own_name(environment: Mapping[str, str]) -> str:
     """The name of this machine: as Slurm knows it, where that is one of the network. Its own idea of it can be
     `localhost`, or that of another network."""
@@ -128,7 +139,7 @@ def main() -> None:
     )
     line = command_line(layout, arguments.module, os.environ, own_name(os.environ))
     threads = str(layout.threads_per_process)
-    settings = {
+    settings = recorder(layout, os.environ) | {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(layout.grace_s),
