@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ from image_diffusion.systems.dit import DiTSystem
 from image_diffusion.systems.embedding import contrastive, making
 from image_diffusion.systems.prior import PriorSystem
 from image_diffusion.systems.tokens import TokensSystem
+from image_diffusion.training import preflight
 from image_diffusion.training import run as training_run
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
@@ -287,6 +289,65 @@ def _one_gpu(rank: int) -> None:
     os.environ["LOCAL_RANK"] = "0"
 
 
+def _on_two_machines(change: Callable[[], None]) -> Callable[[int], None]:
+    """Each process is on a machine of its own; something is changed on the second."""
+
+    def inject(rank: int) -> None:
+        os.environ["SLURMD_NODENAME"] = f"node{rank}"
+        if rank == 1:
+            change()
+
+    return inject
+
+
+def _wrong_product() -> None:
+    """One number of a product is wrong."""
+    whole = preflight.linear
+
+    def linear(*given: Any) -> Tensor:
+        product = whole(*given)
+        product[7, 5] += 1
+        return product
+
+    preflight.linear = linear
+
+
+def _slow_product() -> None:
+    """A product takes 20 ms."""
+    whole = preflight.linear
+
+    def linear(*given: Any) -> Tensor:
+        time.sleep(0.02)
+        return whole(*given)
+
+    preflight.linear = linear
+
+
+def _wrong_sum() -> None:
+    """A number of a sum over all processes arrives changed."""
+
+    def check(*given: Any) -> None:
+        with patch.object(dist, "all_reduce", all_reduce):
+            whole_check(*given)
+
+    def all_reduce(tensor: Tensor, *given: Any, **named: Any) -> None:
+        whole(tensor, *given, **named)
+        tensor.view(-1)[3] += 1
+
+    whole, whole_check, preflight.check = dist.all_reduce, preflight.check, check
+
+
+def _late() -> None:
+    """Each loss takes 50 ms longer."""
+    whole = Eps.__call__
+
+    def call(self: Eps, network: Network, batch: Batch) -> Losses:
+        time.sleep(0.05)
+        return whole(self, network, batch)
+
+    Eps.__call__ = call  # type: ignore[method-assign]
+
+
 INJECTED: dict[str, Callable[[int], None]] = {
     "nan": _nan_loss,
     "full disk": _full_disk,
@@ -302,6 +363,11 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "held before a checkpoint": _held(State, "save", lambda state, checkpoint: checkpoint.step == 13),
     "held before a picture": _held(Reports, "_draw", lambda reports, step: step == 13),
     "one gpu": _one_gpu,
+    "two hosts": _on_two_machines(lambda: None),
+    "wrong product": _on_two_machines(_wrong_product),
+    "slow product": _on_two_machines(_slow_product),
+    "wrong sum": _on_two_machines(_wrong_sum),
+    "late": _on_two_machines(_late),
 }
 """What can be different in a process, by name: a function of its rank that makes it so."""
 

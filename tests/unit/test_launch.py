@@ -113,6 +113,27 @@ def test_every_process_runs_and_leaves_its_log(tmp_path: Path) -> None:
     assert printed == ["0 of 2 3", "1 of 2 3"]
 
 
+TOO_MANY = """
+import torch
+from image_diffusion.core import command
+from image_diffusion.training.distributed import join
+
+def main():
+    with join():
+        print("met")
+
+torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+command.run(main)
+"""
+
+
+def test_more_processes_than_gpus_are_one_line(tmp_path: Path) -> None:
+    done = launch(tmp_path, TOO_MANY, "--processes-per-node", "2")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert "error: 2 processes cannot share the 1 GPU of " in line
+
+
 RECORDS = """
 import os, sys
 import torch, torch.distributed as dist

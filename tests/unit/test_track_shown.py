@@ -46,6 +46,7 @@ def test_a_training_has_at_most_thirty_metrics_and_a_child_all_of_its_own(tmp_pa
     machine = ["cpu_utilization_percentage", "process_cpu_percentage", "memory_usage_percentage", "process_memory_gib"]
     machine += ["gpu_memory_gib", "gpu_utilization_percentage", "gpu_power_usage_watts"]
     speed = ["examples_per_second", "steps_per_second", "waiting_for_data", "tflops", "share_of_peak"]
+    speed += ["slowest_share", "median_share", "slowest_process"]
     names = [f"{section}/{name}" for section in ("train", "validation") for name in ("loss", "mse", "vb", *QUARTERS)]
     names += ["train/grad_norm", "train/learning_rate", *(f"speed/{name}" for name in speed)]
     names += [f"system/{name}" for name in machine]

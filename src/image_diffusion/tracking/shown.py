@@ -15,6 +15,7 @@ _LEFT_OUT = re.compile(
     r"(?!train/loss_).+_q\d+"  # quarters of the times, of all but the training's loss
     r"|speed/steps_per_second"  # that of examples over the batch
     r"|speed/tflops"  # the share of the peak says it of any machine
+    r"|speed/(median_share|slowest_process)"  # the slowest's share says whether to look for it
     r"|system/(process_cpu|memory_usage)_percentage"  # of what the machine's CPUs and this process's memory say
 )
 _OF_EVALUATE = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ class World:
     """This process among all. rank: 0 … size - 1. device: where this process computes.
 
     control: a process group on the CPU, so that agreeing on something never waits for a GPU. per_machine: how many of
-    them are on each machine; unset: all on one. group: the ones that are meant; unset: all that there are.
+    them are on each machine; unset: all on one. group: the ones that are meant; unset: all that there are. hosts: the
+    machine that each process is on.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class World:
     control: dist.ProcessGroup | None = None
     per_machine: int | None = None
     group: dist.ProcessGroup | None = None
+    hosts: tuple[str, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -93,15 +96,22 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
     """The world this process was started in: by torchrun, through RANK, LOCAL_RANK and WORLD_SIZE, or alone.
 
     A CUDA device for each process where there is one, else the CPU. timeout_s: how long a process waits for another
-    one before it gives up.
+    one before it gives up. Raises ValueError where torchrun starts more processes on a machine than it has GPUs.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            raise ValueError(
+                f"{here} processes cannot share the {gpus} GPU{'s' * (gpus > 1)} of {host}: each needs its own. Set "
+                f"resources.processes_per_node to {gpus} (--config processes_per_node={gpus}), or ask for more GPUs."
+            )
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
         torch.cuda.set_device(device)
     if size == 1:
-        yield World(0, 1, device)
+        yield World(0, 1, device, hosts=(host,))
         return
     limit = timedelta(seconds=timeout_s)
     if device.type == "cuda":
@@ -110,7 +120,9 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
         dist.init_process_group("gloo", timeout=limit)
     try:
         control = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=limit))
-        yield World(rank, size, device, control, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        hosts = [""] * size
+        dist.all_gather_object(hosts, host, group=control)
+        yield World(rank, size, device, control, int(os.environ.get("LOCAL_WORLD_SIZE", size)), hosts=tuple(hosts))
     finally:
         dist.destroy_process_group()
 

@@ -22,6 +22,7 @@ from image_diffusion.data.batches import Examples
 from image_diffusion.data.order import share
 from image_diffusion.training.distributed import World
 from image_diffusion.training.flat import Flat, Work
+from image_diffusion.training.meter import Waits
 
 LossesOf = Callable[[Examples, int], Losses]
 """Examples and a number that no other part of the step has -> their losses."""
@@ -38,7 +39,7 @@ class _Piece:
 class Shared:
     """Every process takes a contiguous share of the global batch, in microbatches.
 
-    Returns the losses of this process's own share.
+    Returns the losses of this process's own share. waits: how long it waited for the sums.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Shared:
         alone = world.size == 1 or flat.sums_gradients
         self._pieces = [] if alone else [_Piece(start, stop) for start, stop in flat.pieces]
         self._running: list[Work] = []
+        self.waits = Waits(world.device)
         self._armed, self._next = False, 0
         for slot, parameter in zip(flat.slots, flat.parameters.values(), strict=True):
             for piece in self._pieces:
@@ -67,8 +69,9 @@ class Shared:
             self._scale(losses[-1].loss.sum() / self._global_batch).backward()
         self._flat.finish()
         self._launch(everything=True)
-        for work in self._running:
-            work.wait()
+        with self.waits:
+            for work in self._running:
+                work.wait()
         self._running.clear()
         return joined(losses)
 
@@ -95,7 +98,8 @@ class Ordered:
     the chunks r, r + size, …, and the gradients of all chunks are added in the order of the chunks.
 
     Each process adds up a share of the gradient, for which the others send it theirs of their chunks. Every process is
-    given the whole global batch. Returns the losses of the whole global batch.
+    given the whole global batch. Returns the losses of the whole global batch. waits: how long it waited for what the
+    others send.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Ordered:
         self._flat, self._world, self._scale = flat, world, scale
         self._global_batch, self._chunk = global_batch, chunk
         self._sum = flat.gradient.new_zeros(-(-flat.size // world.size))
+        self.waits = Waits(world.device)
 
     def __call__(self, examples: Examples, losses_of: LossesOf) -> Losses:
         """Fill the flat gradient for the examples of all processes."""
@@ -127,7 +132,9 @@ class Ordered:
             elif first == 0:
                 losses = losses_of(chunks[0], 0)  # for their names alone
             self._flat.finish()
-            for share_of_one in self._world.exchange(self._shares())[: len(chunks) - first]:
+            with self.waits:
+                received = self._world.exchange(self._shares())
+            for share_of_one in received[: len(chunks) - first]:
                 self._sum += share_of_one
             sizes = [len(chunk.sample) for chunk in chunks[first : first + self._world.size]]
             gathered.append(gather_losses(losses, sizes, self._world))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import torch
@@ -106,15 +107,49 @@ class Health:
         now = torch.where(failure > 0, ill, well)
         self._record = torch.where(self._record[0] > 0, self._record, now)
 
-    def check(self, advice: Callable[[], str]) -> None:
-        """Raise ValueError in every process if any of them failed; `advice` gives the end of the message."""
-        records = self._world.gather(self._record).tolist()
+    def check(self, advice: Callable[[], str], waited_s: float = 0.0) -> list[float]:
+        """Raise ValueError in every process if any of them failed; `advice` gives the end of the message. waited_s: a
+        number of this process. Returns that of every process."""
+        records = self._world.gather(torch.cat([self._record, self._record.new_tensor([waited_s])])).tolist()
         failed = [(int(record[0]), rank) for rank, record in enumerate(records) if record[0] > 0]
         if failed:
             step, rank = min(failed, key=lambda pair: (pair[0], records[pair[1]][1], pair[1]))
-            _, what, last, at = records[rank]
+            _, what, last, at, _ = records[rank]
             words = (
                 f"Last finite: {last:.4g} at step {int(at):,}." if at else "No earlier step of this start was finite."
             )
             name = "Loss" if what == 1 else "Gradient"
             raise ValueError(f"{name} is not finite at step {step:,} (rank {rank}). {words} {advice()}".rstrip())
+        return [record[4] for record in records]
+
+
+class Waits:
+    """How long this process waits for others: a context of what waits. On a GPU it is the GPU's time that is taken, and
+    the host goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._mark(-1.0)
+
+    def __exit__(self, *_: object) -> None:
+        self._mark(1.0)
+
+    def take_s(self) -> float:
+        """The seconds since they were taken the last time. Waits for the device."""
+        seconds = self._seconds
+        for begun, ended in zip(self._events[::2], self._events[1::2], strict=True):
+            ended.synchronize()
+            seconds += begun.elapsed_time(ended) / 1000
+        self._events, self._seconds = [], 0.0
+        return seconds
+
+    def _mark(self, sign: float) -> None:
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            self._seconds += sign * time.perf_counter()

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 
 import torch.distributed as dist
 
@@ -55,7 +56,7 @@ class Reports:
 
     def log(self, step: int, rate: float) -> None:
         """Write the means since the last log into the journal."""
-        self._check_health()
+        waited_s = self._check_health(self._parts.gradients.waits.take_s())
         means = self._parts.meter.take()  # waits for the device, so that the clock below is right
         now, config = time.monotonic(), self._parts.config
         elapsed = max(now - self._logged_at - self._away_s, 1e-9)
@@ -67,6 +68,8 @@ class Reports:
             "speed/steps_per_second": (step - self._logged_step) / elapsed,
             "speed/waiting_for_data": self._waited_s / elapsed,
         }
+        slowest, words = self._slowest(waited_s, elapsed)
+        values |= slowest
         if self._parts.precision.skips_overflow:
             values["train/loss_scale"] = self._parts.precision.scaler.get_scale()
         if self._examples is not None:
@@ -78,7 +81,7 @@ class Reports:
         self._journal.metrics(values, step, step * config.global_batch)
         self._logged_step, self._logged_at, self._waited_s, self._away_s = step, time.monotonic(), 0.0, 0.0
         if self._progress is not None:
-            self._progress.advance(0, f"loss {means['loss']:.4f}")
+            self._progress.advance(0, f"loss {means['loss']:.4f}{words}")
 
     def are_due(self, step: int) -> bool:
         """Whether a validation or a grid belongs to this step."""
@@ -109,14 +112,27 @@ class Reports:
         if self._progress is not None:
             self._progress.close()
 
-    def _check_health(self) -> None:
+    def _check_health(self, waited_s: float = 0.0) -> list[float]:
         def advice() -> str:
             if self._state is None:
                 return ""
             self._state.wait()
             return self._state.advice
 
-        self._parts.health.check(advice)
+        return self._parts.health.check(advice, waited_s)
+
+    def _slowest(self, waited_s: list[float], elapsed: float) -> tuple[dict[str, float], str]:
+        """Which process the others wait for: numbers for the journal and words for people, where there are several
+        whose waiting is known. waited_s: by each for sums, of so many seconds."""
+        world = self._parts.world
+        if world.size == 1 or self._parts.flat.sums_gradients:
+            return {}, ""
+        shares = [max(0.0, 1 - each / elapsed) for each in waited_s]
+        share = max(shares)
+        rank = shares.index(share)
+        numbers = {"slowest_share": share, "median_share": median_low(shares), "slowest_process": float(rank)}
+        words = f", slowest: {world.hosts[rank]} (process {rank}), {share:.0%} own work"
+        return {f"speed/{key}": value for key, value in numbers.items()}, words
 
     def _validates(self, step: int) -> bool:
         config = self._parts.config

@@ -23,13 +23,14 @@ from image_diffusion.core.weights import read_model, read_weights, save_weights
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.starting import Change, Trained, fitted, table
 from image_diffusion.systems.system import System
+from image_diffusion.training import preflight
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import HANG_S, World, join
 from image_diffusion.training.loop import train
 from image_diffusion.training.lora import plain_name
 from image_diffusion.training.parts import Parts, Task
-from image_diffusion.training.precision import faster_in_bf16
+from image_diffusion.training.precision import dtype_of, faster_in_bf16
 from image_diffusion.training.signals import Stop
 from image_diffusion.training.state import State
 
@@ -62,6 +63,7 @@ def run(
         world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config))
+        preflight.check(world, dtype_of(config.precision))
         torch.manual_seed(config.seed)
         task = build(world)
         if start is None and isinstance(config.init_from, str):

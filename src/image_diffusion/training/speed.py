@@ -67,14 +67,19 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     side = _SIDES[device.type]
     draw = torch.Generator(device).manual_seed(0)  # numbers that are all alike would draw less power, and run faster
     left, right = (torch.randn(side, side, generator=draw, device=device).to(dtype) for _ in range(2))
+    return 2.0 * side**3 / seconds_of(lambda: linear(left, right, None), device, 3)
+
+
+def seconds_of(compute: Callable[[], object], device: torch.device, times: int) -> float:
+    """The least seconds of so many times; a device is waited for."""
     seconds = []
-    for _ in range(4):  # one to warm up
+    for _ in range(1 + times):  # one to warm up
         _wait(device)
         started = time.perf_counter()
-        linear(left, right, None)
+        compute()
         _wait(device)
         seconds.append(time.perf_counter() - started)
-    return 2.0 * side**3 / min(seconds[1:])
+    return min(seconds[1:])
 
 
 def _wait(device: torch.device) -> None:
