@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Attempt, Attempts, finished
+from comparison import results
 
 from image_diffusion.core.history import read_journal
 
@@ -62,6 +63,16 @@ def test_the_log_names_the_process_that_the_others_wait_for(
     for step in (4, 8, 12, 13):
         assert found["speed/slowest_process", step] == 1
         assert 0 <= found["speed/median_share", step] < found["speed/slowest_share", step] <= 1
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_byte_of_a_training_depends_on_it(attempts: Attempts, tmp_path: Path, processes: int) -> None:
+    found = []
+    for inject in (None, "no preflight"):
+        folder = tmp_path / str(inject)
+        finished(attempts, folder, processes=processes, inject=inject, changes={"deterministic": "run"})
+        found.append(results(folder))
+    assert found[0] == found[1]
 
 
 def test_alone_nobody_is_slowest(attempts: Attempts, tmp_path: Path) -> None:

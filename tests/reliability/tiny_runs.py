@@ -337,6 +337,11 @@ def _wrong_sum() -> None:
     whole, whole_check, preflight.check = dist.all_reduce, preflight.check, check
 
 
+def _no_preflight(rank: int) -> None:
+    """Nothing is computed before the first step."""
+    preflight.check = lambda *given: None
+
+
 def _late() -> None:
     """Each loss takes 50 ms longer."""
     whole = Eps.__call__
@@ -363,6 +368,7 @@ INJECTED: dict[str, Callable[[int], None]] = {
     "held before a checkpoint": _held(State, "save", lambda state, checkpoint: checkpoint.step == 13),
     "held before a picture": _held(Reports, "_draw", lambda reports, step: step == 13),
     "one gpu": _one_gpu,
+    "no preflight": _no_preflight,
     "two hosts": _on_two_machines(lambda: None),
     "wrong product": _on_two_machines(_wrong_product),
     "slow product": _on_two_machines(_slow_product),
