@@ -27,6 +27,7 @@ from image_diffusion.doctor import tell_counted
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
+from image_diffusion.systems.dvae import DVAESystem
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.counted import Counted, _nothing_moves, counted
 from image_diffusion.training.distributed import World
@@ -98,6 +99,26 @@ def test_a_process_takes_its_share_in_microbatches() -> None:
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
     sliced = found("DiT-S/2", 4, global_batch=32, sharding="optimizer")  # the network's own weights are bf16
     assert sliced.fixed == pytest.approx(alone.fixed * (0.5 + 1 + 5 / 4) / 5, rel=0.01)
+
+
+def test_a_discriminator_that_begins_later_is_counted() -> None:
+    def of(**adversarial: Any) -> Counted:
+        system = DVAESystem.model_validate({"network": {"num_tokens": 64}, "adversarial": adversarial or None})
+        spec = DataSpec(channels=3, resolution=64)
+
+        def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+            return Batch(stored.to(torch.float32), {}, streams)
+
+        def task(network: nn.Module) -> Task:
+            images = SimpleNamespace(shape=(3, 64, 64), dtype=torch.uint8, beside=None)
+            return Task(network, system.build_objective(spec), prepare, images)  # type: ignore[arg-type]
+
+        config = TrainConfig.model_validate({"steps": 1000, "global_batch": 4})
+        return counted(partial(system.build_network, spec), task, config, 1)
+
+    always, later, never = of(start_step=0), of(start_step=400), of()
+    assert later == always
+    assert all(getattr(never, name) < getattr(always, name) for name in ("parameters", "operations", "fixed", "peak"))
 
 
 def test_nothing_is_stored() -> None:

@@ -48,14 +48,14 @@ class Points:
 def found(
     sampled_in: Sequence[Precision] = (),
     until: Deadline | None = None,
-    before: Callable[[], object] = lambda: None,
+    before: Callable[[int], object] = lambda step: None,
     per_machine: int | None = None,
     **changes: Any,
 ) -> Forecast:
-    """before: what every loss begins with."""
+    """before: what the loss of a step begins with."""
 
     def objective(network: Any, batch: Batch) -> Losses:
-        before()
+        before(batch.step)
         return Losses(network(batch.x).square().sum(1), {})
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -97,7 +97,7 @@ def test_memory_that_another_machine_keeps_for_itself_is_counted(monkeypatch: py
 
 
 def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
-    def slow() -> None:
+    def slow(step: int) -> None:
         time.sleep(0.2)
 
     started = time.perf_counter()
@@ -116,11 +116,26 @@ def test_measuring_stops_in_time_with_what_it_has_and_says_so() -> None:
 
 
 def test_memory_is_the_most_there_ever_was_and_not_what_is_left() -> None:
-    def large() -> None:
+    def large(step: int) -> None:
         torch.ones(100 * 2**20)  # 400 MiB, for a moment
 
     before = psutil.Process().memory_info().rss
     assert found(before=large).memory_gib * 2**30 > before + 380 * 2**20
+
+
+def test_a_loss_that_changes_on_the_way_is_measured_in_the_middle_and_at_both_ends() -> None:
+    """As with a discriminator that is told from some step on: what comes later must fit as well."""
+    steps: list[int] = []
+
+    def more(step: int) -> None:
+        steps.append(step)
+        if step > 400:
+            torch.ones(3, 1000) @ torch.ones(1000, 500)
+
+    late = found(before=more)
+    assert [step for step in steps if step][:4] == [1, 1000, 501, 502]
+    usual = found()
+    assert late.tflops * late.step_s == pytest.approx(usual.tflops * usual.step_s + 4 * 2 * 3 * 1000 * 500 / 1e12)
 
 
 def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:

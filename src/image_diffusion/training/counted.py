@@ -31,10 +31,12 @@ _ROUNDING = 512  # bytes: PyTorch's allocator hands out multiples
 
 @dataclass(frozen=True)
 class Counted:
-    """parameters: trainable ones. operations: floating-point ones, of the loss of one example and of its gradient.
+    """parameters: trainable ones. operations: floating-point ones, of the loss of one example and of its gradient, in
+    the middle of the training, for a loss may have terms that begin or end on the way.
 
     Of one process, in bytes: fixed, what stays from step to step (weights, gradient, moments, averages); peak, the most
-    at any moment of a step. What driver and libraries take for themselves comes on top; compiled, a step takes less.
+    at any moment of the first step and of the last. What driver and libraries take for themselves comes on top;
+    compiled, a step takes less.
     """
 
     parameters: int
@@ -66,11 +68,11 @@ def counted(
         stored, *beside = (torch.empty(share, *each.shape, dtype=each.dtype) for each in sets)
         examples = Examples(stored, ids, ids, ids, tuple(beside))
         memory.peak = memory.live
-        for _ in range(2):
-            parts.gradients(examples, partial(parts.losses, 1))
+        for step in (1, config.steps):
+            parts.gradients(examples, partial(parts.losses, step))
             parts.clip()
         peak = memory.peak
-        operations = flops_per_example(examples, partial(parts.losses, 1))
+        operations = flops_per_example(examples, partial(parts.losses, 1 + config.steps // 2))
     elsewhere = kept_elsewhere(parts, config, processes, per_machine)
     parameters = sum(parameter.numel() for parameter in parts.flat.parameters.values())
     return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)

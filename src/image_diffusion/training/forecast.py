@@ -87,7 +87,8 @@ def forecast(
     until: Deadline | None = None,
     per_machine: int | None = None,
 ) -> Forecast:
-    """Train `steps` steps of one of `processes` processes, here, and reckon. Leaves no file.
+    """Train the first step, the last, and `steps` from the middle, of one of `processes` processes, here, and reckon.
+    Leaves no file.
 
     sampled_in: precisions in which a pass without gradient is timed as well. until: when to stop, with what is measured
     by then; unset: MEASURING_S from now. per_machine: how many of the processes are on each machine; unset: all.
@@ -104,12 +105,12 @@ def forecast(
     with switches(own):
         try:
             parts = Parts(build(world), own, world)
-            step_s, measured_steps = _steps(parts, world, steps, until)
+            step_s, measured_steps = _steps(parts, world, config.steps, steps, until)
             checkpoint = sum(t.nbytes for group in parts.capture(0, False).groups.values() for t in group.values())
             memory = _memory(device, checkpoint)
             passes_s, not_measured = _passes(parts, world, step_s / share / 3, sampled_in, until)
             evaluation_s = passes_s.pop(None)
-            flops = flops_per_example(next(parts.batches(0)), partial(parts.losses, 0))
+            flops = flops_per_example(next(parts.batches(0)), partial(parts.losses, 1 + config.steps // 2))
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"A step of {share} examples a process does not fit into the memory of {torch.cuda.get_device_name()}. "
@@ -157,9 +158,10 @@ def _train(parts: Parts, world: World, start: int, stop: int) -> None:
     train(parts, start, False, None, NullJournal(), Stop(world, None))  # its log line waits for the device
 
 
-def _steps(parts: Parts, world: World, steps: int, until: Deadline) -> tuple[float, int]:
-    """Seconds of a step, and how many were timed: `steps` after two to warm up (a second one can still allocate), or
-    those that there is time for, or the last one that was done."""
+def _steps(parts: Parts, world: World, last: int, steps: int, until: Deadline) -> tuple[float, int]:
+    """Seconds of a step, and how many were timed: `steps` from the middle of the training, or those that there is time
+    for, or the one that was done. The first and the last one warm up (a second one can still allocate), so that terms
+    of the loss that begin or end on the way have had their memory."""
 
     def timed(start: int, stop: int) -> float:
         started = time.perf_counter()
@@ -169,9 +171,9 @@ def _steps(parts: Parts, world: World, steps: int, until: Deadline) -> tuple[flo
     step_s = timed(0, 1)
     if not until.left_s:
         return step_s, 1
-    step_s = timed(1, 2)
+    step_s = timed(last - 1, last)
     measured = min(steps, int(until.left_s / step_s))
-    return (timed(2, 2 + measured), measured) if measured else (step_s, 1)
+    return (timed(last // 2, last // 2 + measured), measured) if measured else (step_s, 1)
 
 
 def _passes(
