@@ -15,7 +15,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_answer_is_exact_in_every_precision(dtype: torch.dtype) -> None:
-    left, right, expected = preflight._known(256)
+    left, right, expected = preflight._known(256, ALONE.device, torch.int64)
     assert torch.equal(left @ right.T, expected)
     assert (left.abs() @ right.abs().T).max() <= 256, "every part of a sum is a whole number that bf16 holds"
     assert torch.linalg.matrix_rank(left[:64].double()) == torch.linalg.matrix_rank(right[:64].double()) == 64

@@ -78,7 +78,7 @@ def check(world: World, dtype: torch.dtype) -> None:
 
 def _try(world: World, dtype: torch.dtype) -> Tried:
     device = world.device
-    left, right, expected = (tensor.to(device, dtype) for tensor in _known(_SIDES[device.type]))
+    left, right, expected = _known(_SIDES[device.type], device, dtype)
     times = _AT_ONCE[device.type]
     seconds = seconds_of(lambda: [linear(left, right, None) for _ in range(times)], device, 10) / times
     is_right = torch.equal(linear(left, right, None), expected)
@@ -93,14 +93,16 @@ def _try(world: World, dtype: torch.dtype) -> Tried:
     return Tried(world.hosts[world.rank], f"{index}{kind}", driver, is_right, sum_is_right, seconds)
 
 
-def _known(side: int) -> tuple[Tensor, Tensor, Tensor]:
+def _known(side: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Two matrices [side, 256] of the numbers -1, 0 and 1, and the product of one with the other's transpose; they
     repeat themselves, so that a small product of integers gives the large one."""
     count = _PERIOD * _LENGTH
     mixed = torch.arange(2 * count).pow(2) * 40503 % 65521  # a prime, so that the numbers spread
     left, right = (mixed % 3 - 1).view(2, _PERIOD, _LENGTH)
     times = side // _PERIOD
-    return left.repeat(times, 1), right.repeat(times, 1), (left @ right.T).repeat(times, times)
+    product = (left @ right.T).to(device, dtype)
+    left, right = left.to(device, dtype), right.to(device, dtype)
+    return left.repeat(times, 1), right.repeat(times, 1), product.repeat(times, times)
 
 
 def _named(found: Sequence[Tried], ranks: Sequence[int]) -> str:
