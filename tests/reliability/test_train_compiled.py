@@ -148,10 +148,11 @@ def test_every_trainable_block_is_compiled(system: str, monkeypatch: pytest.Monk
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All systems through inductor where a test may take minutes (--soak); otherwise one, through its front end."""
+    """All systems through inductor where a test may take minutes (--soak); otherwise the smallest, which has dropout,
+    and another through inductor's front end."""
     if {"system", "backend"} <= set(metafunc.fixturenames):
         soak = metafunc.config.getoption("--soak")
-        cases = [(system, "inductor") for system in SYSTEMS] if soak else [("dit", "aot_eager")]
+        cases = [(system, "inductor") for system in SYSTEMS] if soak else [("mlp", "inductor"), ("dit", "aot_eager")]
         metafunc.parametrize(("system", "backend"), cases)
 
 

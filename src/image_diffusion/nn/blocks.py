@@ -58,8 +58,12 @@ def compile_by_block(network: nn.Module) -> None:
     Compiled as a whole, a network gives every gradient after its whole backward pass, when nothing is left during which
     processes could add them up; by block, each gradient is there when its block is done. Equal blocks share one graph,
     so that compiling takes the time of one of them. Shapes are taken as they come: a microbatch of another size is
-    compiled anew.
+    compiled anew. Dropout leaves out what it leaves out without compiling, from PyTorch's own generator, though it is
+    then a kernel of its own: a training may be compiled from one start to the next.
     """
+    from torch._inductor import config as inductor
+
+    inductor.fallback_random = True
     parts = _parts(network)
     # Blocks of one class share their limit of graphs, those of a U-Net have many shapes, and RIN calls each twice.
     limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
