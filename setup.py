@@ -1,5 +1,6 @@
 """The package takes the workflow along: `image-diffusion init` writes a project that uses it. And where there is a C
-compiler, the resize of crops is compiled; it needs no headers of Python's, and one build serves every version."""
+compiler, the resize of crops and the random numbers of a CPU are compiled; they need no headers of Python's, and one
+build serves every version."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +11,6 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ("workflow", "envs", "config")
-COMPILED = "resize.compiled"
 
 
 class WithWorkflow(build_py):
@@ -29,15 +29,17 @@ class Library(build_ext):
     """Gives what is compiled a name by which Python does not take it for a module, which it is not."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")[:-1], COMPILED))
+        return f"{Path(*fullname.split('.'))}.compiled"
 
 
-RESIZE = Extension(
-    "image_diffusion.data.resize",
-    ["src/image_diffusion/data/resize.c"],
-    # Sums that may not wrap are vectorized; products that are not contracted give Pillow's weights to the last bit.
-    extra_compile_args=["-O3", "-fno-wrapv", "-ffp-contract=off"],
-    optional=True,
-)
+def library(name: str) -> Extension:
+    """A file of C beside the modules. Sums that may not wrap are vectorized; products that are not contracted give the
+    bits that Pillow and PyTorch give."""
+    options = ["-O3", "-fno-wrapv", "-ffp-contract=off"]
+    source = f"src/image_diffusion/{name}.c"
+    dotted = f"image_diffusion.{name.replace('/', '.')}"
+    return Extension(dotted, [source], extra_compile_args=options, libraries=["m"], optional=True)
 
-setup(cmdclass={"build_py": WithWorkflow, "build_ext": Library}, ext_modules=[RESIZE])
+
+LIBRARIES = [library("data/resize"), library("core/draws")]
+setup(cmdclass={"build_py": WithWorkflow, "build_ext": Library}, ext_modules=LIBRARIES)

@@ -8,7 +8,7 @@ A step is the product's own loop: batches, noise, loss, backward, norm, AdamW, a
 are measured in turn with the steps, in the same precision: PyTorch's (sgemm, on a CPU), and that of the networks'
 linear maps. With one CPU thread the processor's clock counts, so that a busy machine disturbs little. A peer is a
 checkout of facebookresearch/DiT, or of one that kept its interface: its network and its diffusion in the loop of its
-train.py, on the same latents, also in turn.
+train.py, on the same latents, also in turn, and given the faster product of this machine as well (`nn/linear.py`).
 Needs torch, torchvision, numpy, pillow, safetensors and pydantic, and nothing else.
 """
 
@@ -30,13 +30,14 @@ import bare_machine  # noqa: F401 - first: it stands in for what is not installe
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from image_diffusion.core.journal import NullJournal
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
-from image_diffusion.nn.linear import linear
+from image_diffusion.nn.linear import Linear, linear
 from image_diffusion.nn.precision import tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
@@ -122,6 +123,7 @@ def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Step
 def peer(folder: Path, arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
     """The loop of the original's train.py on latents, with a checkout's network, diffusion and average."""
     models = _import_from(folder, "models")
+    models.nn = _WithLinear(models.nn)
     diffusion = _import_from(folder, "diffusion").create_diffusion(timestep_respacing="")
     update_ema = _function_of(folder / "train.py", "update_ema")
     torch.manual_seed(0)
@@ -171,7 +173,7 @@ def product(function: Callable[..., Tensor], precision: str, device: torch.devic
 
 def flops_per_image(size: str, latent: int) -> float:
     """Floating-point operations of a training step: three times those of the forward pass, counted, not estimated."""
-    with torch.device("meta"):
+    with FakeTensorMode():
         spec = DataSpec(channels=4, resolution=latent, num_classes=1000)
         network: nn.Module = network_config(size).build(spec, learned_variance=True)
         x, t, label = torch.empty(1, 4, latent, latent), torch.empty(1), torch.zeros(1, dtype=torch.int64)
@@ -250,6 +252,14 @@ def _function_of(path: Path, name: str) -> Any:
     return space[name]
 
 
+class _WithLinear(types.ModuleType):
+    """torch.nn, whose Linear takes the faster product."""
+
+    def __init__(self, plain: types.ModuleType) -> None:
+        super().__init__(plain.__name__)
+        vars(self).update(vars(plain), Linear=Linear)
+
+
 class PatchEmbed(nn.Module):
     """timm's patch embedding, as far as DiT uses it."""
 
@@ -267,7 +277,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = False, **_: Any) -> None:
         super().__init__()
-        self.num_heads, self.qkv, self.proj = num_heads, nn.Linear(width, 3 * width, qkv_bias), nn.Linear(width, width)
+        self.num_heads, self.qkv, self.proj = num_heads, Linear(width, 3 * width, qkv_bias), Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         queries, keys, values = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -281,9 +291,9 @@ class Mlp(nn.Module):
     def __init__(self, in_features: int, hidden_features: int, act_layer: Callable[[], nn.Module], **_: Any) -> None:
         super().__init__()
         self.fc1, self.act, self.fc2 = (
-            nn.Linear(in_features, hidden_features),
+            Linear(in_features, hidden_features),
             act_layer(),
-            nn.Linear(hidden_features, in_features),
+            Linear(hidden_features, in_features),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The kernel that draws on a GPU gives the numbers of a CPU: seen through Triton's interpreter and in its code."""
+"""What draws on a GPU, and what is compiled for a CPU, gives the numbers of PyTorch's operations. The GPU's kernel is
+seen through Triton's interpreter, and in its code."""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from image_diffusion.core import draws
+from image_diffusion.core import draws, draws_compiled, streams
 
-INTERPRETED = """
-import math
+CASES = """
 import torch
-from image_diffusion.core import draws, streams
+from image_diffusion.core import streams
 
-assert draws.triton.runtime.interpreter.InterpretedFunction is type(draws._draw)
 sample = torch.tensor([0, 3, 2**31 + 5, 2**33 + 7, 2**62])
 epoch = torch.tensor([0, 1, 2**31 - 1, 5, 9])
 keys = [(0, 0), (2**32 - 1, 2**32 - 1), (5, 2**31), (2**31 + 1, 77)]
@@ -30,12 +32,19 @@ for count in (0, 1, 2, 15, 1024, 1027):
         for key in keys:
             for kind, high in cases:
                 given = kind, key, epoch[rows], sample[rows], count, high
-                ours, theirs = draws.draw(*given), streams._by_pytorch(*given)
+                ours, theirs = draw(*given), streams._by_pytorch(*given)
                 assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, given
                 if kind in ("uniform", "integers"):
                     assert torch.equal(ours, theirs), given
                 else:  # float64 logarithms and sines of two libraries, rounded to float32
                     torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=0)
+"""
+INTERPRETED = f"""
+from image_diffusion.core import draws
+
+assert draws.triton.runtime.interpreter.InterpretedFunction is type(draws._draw)
+draw = draws.draw
+{CASES}
 print("same")
 """
 
@@ -69,3 +78,51 @@ def test_the_kernel_only_reads_ids_and_writes_numbers(
     assert set(stores) == {"st.global.v2.b64" if kind == "integers" else "st.global.v4.b32"}
     per_thread = draws._LANES // 128  # 4 warps of 32
     assert len(re.findall(r"\bld\.global\.b64", code)) == 2 * per_thread  # an epoch and a sample for each counter
+
+
+needs_compiler = pytest.mark.skipif(
+    draws_compiled.library() is None, reason="nothing is compiled here: python setup.py build_ext --inplace"
+)
+
+
+@needs_compiler
+def test_what_is_compiled_draws_the_same_numbers() -> None:
+    exec(CASES, {"draw": draws_compiled.draw})
+
+
+class Operations(TorchDispatchMode):
+    """The names of PyTorch's operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["uniform", "normal", "gumbel"])
+def test_on_a_cpu_a_draw_is_one_pass_that_writes_its_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a discrete VAE's noise: PyTorch alone takes more than a hundred operations."""
+    ids = torch.arange(2)
+    drawn = streams.Streams(0, torch.zeros_like(ids), ids)
+    with Operations() as compiled:
+        numbers = getattr(drawn, kind)("noise", (64, 8, 8))
+    assert compiled.names == ["aten::empty.memory_format", "aten::view"]
+    monkeypatch.setattr(streams, "_by_compiled", lambda: streams._by_pytorch)
+    with Operations() as plain:
+        theirs = getattr(drawn, kind)("noise", (64, 8, 8))
+    assert len(plain.names) > 100
+    torch.testing.assert_close(numbers, theirs, rtol=2e-7, atol=0)
+
+
+def test_without_a_compiler_pytorch_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "draws.compiled"
+    for path in (tmp_path / "nothing", broken):
+        broken.write_bytes(b"of another machine")
+        monkeypatch.setattr(draws_compiled, "_COMPILED", path)
+        monkeypatch.setattr(draws_compiled, "library", draws_compiled.library.__wrapped__)
+        assert streams._by_compiled.__wrapped__() is streams._by_pytorch
+        monkeypatch.undo()

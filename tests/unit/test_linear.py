@@ -1,12 +1,22 @@
 """The linear map of the networks is PyTorch's, in value and in gradient, whatever computes it."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from image_diffusion.nn import linear as module
 from image_diffusion.nn.linear import Linear, linear
 
 
+@pytest.fixture(params=["oneDNN", "MKL"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose products a training takes."""
+    monkeypatch.setattr(module, "_mkl_is_faster", lambda: request.param == "MKL")
+
+
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("tokens", [3, 300])  # too few to be worth it, and enough
 @pytest.mark.parametrize("bias", [True, False])
 def test_values_and_gradients_are_those_of_pytorch(tokens: int, bias: bool) -> None:
@@ -23,6 +33,28 @@ def test_values_and_gradients_are_those_of_pytorch(tokens: int, bias: bool) -> N
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("processor", "capability", "mkl"),
+    [
+        ("vendor_id : GenuineIntel", "AVX512", True),
+        ("vendor_id : AuthenticAMD", "AVX512", False),  # MKL uses AVX2 there
+        ("vendor_id : AuthenticAMD", "AVX2", True),
+        ("", "AVX512", False),
+    ],
+)
+def test_a_training_takes_mkl_where_it_uses_the_whole_processor(
+    processor: str, capability: str, mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_processor", lambda: processor)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    choice = module._mkl_is_faster.__wrapped__()
+    monkeypatch.setattr(module, "_mkl_is_faster", lambda: choice)
+    assert choice == mkl
+    layer, x = Linear(96, 192), torch.randn(600, 96)
+    assert (layer(x).grad_fn.name() == "AddmmBackward0") == mkl  # type: ignore[union-attr]
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:

@@ -1,9 +1,9 @@
 """Random numbers that belong to the sample: keyed by (seed, epoch, sample id, purpose), never by rank or batch.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), evaluated for a
-whole batch at once on the batch's own device: by PyTorch's integer tensors, or on a GPU by one kernel (`core/draws.py`)
-that gives the same words. It has no state: asking twice gives the same numbers, so nothing about it is saved and
-nothing can be out of step after a restart.
+whole batch at once on the batch's own device: on a GPU by one kernel (`core/draws.py`), on a CPU by compiled code
+(`core/draws_compiled.py`), or by PyTorch's integer tensors, with the same words. It has no state: asking twice gives
+the same numbers, so nothing about it is saved and nothing can be out of step after a restart.
 """
 
 from __future__ import annotations
@@ -63,8 +63,15 @@ class Streams:
     def _draw(self, kind: Kind, purpose: str, shape: tuple[int, ...], high: int = 1) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}/{purpose}".encode()).digest()
         key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
-        draw = _by_kernel() if self.sample.device.type == "cuda" else _by_pytorch
+        draw = _drawing(self.sample)
         return draw(kind, key, self.epoch, self.sample, math.prod(shape), high).view(len(self.sample), *shape)
+
+
+def _drawing(sample: Tensor) -> Callable[..., Tensor]:
+    """What draws where the ids of the samples are. Tensors without contents have no memory that C could read."""
+    if sample.device.type == "cuda":
+        return _by_kernel()
+    return _by_compiled() if sample.device.type == "cpu" and type(sample) is Tensor else _by_pytorch
 
 
 def _by_pytorch(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor, count: int, high: int) -> Tensor:
@@ -82,6 +89,14 @@ def _by_pytorch(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor,
     if kind == "gumbel":
         return -torch.log(-torch.log((words.to(torch.float64) + 0.5) * 2.0**-32)).to(torch.float32)
     return (words * high) >> 32
+
+
+@cache
+def _by_compiled() -> Callable[..., Tensor]:
+    """The same numbers by compiled code, where installing the package has compiled it."""
+    from image_diffusion.core import draws_compiled
+
+    return _by_pytorch if draws_compiled.library() is None else draws_compiled.draw
 
 
 @cache

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from image_diffusion.core.compiled import load
+
 BYTES = {"L": 1, "RGB": 4}
 """Bytes of a pixel as Pillow holds it, of the modes that are resized here."""
 _COMPILED = Path(__file__).with_name("resize.compiled")  # by setup.py
@@ -23,11 +25,8 @@ _MOST = 2**31 - 1
 def library() -> ctypes.CDLL | None:
     """What installing the package compiled; None where it did not, or for another kind of machine, or where Pillow does
     not share pixels (before 11.2)."""
-    if not _COMPILED.is_file() or not hasattr(Image.Image, "__arrow_c_array__"):
-        return None
-    try:
-        loaded = ctypes.CDLL(str(_COMPILED))
-    except OSError:
+    loaded = load(_COMPILED) if hasattr(Image.Image, "__arrow_c_array__") else None
+    if loaded is None:
         return None
     loaded.shared_pixels.restype = ctypes.c_void_p
     loaded.shared_pixels.argtypes = [ctypes.c_void_p]

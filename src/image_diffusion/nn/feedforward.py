@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.gelu import gelu
 from image_diffusion.nn.linear import Linear
 
 
@@ -19,7 +20,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        out: Tensor = self.fc2(gelu(self.fc1(x)))
         return out
 
 
