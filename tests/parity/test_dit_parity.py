@@ -36,6 +36,7 @@ def network_of(params: dict) -> DiT:
     return config.build(spec, learned_variance=params["learn_sigma"])
 
 
+@pytest.mark.usefixtures("golden_sinusoids")
 @pytest.mark.parametrize("case", ["a", "nosigma_p4"])
 def test_outputs_of_the_original(golden, case):
     file = golden("m01_dit.npz")
@@ -165,6 +166,14 @@ M06 = {  # loss, vb and parameters: of the manifest; after four steps of 1e-4 a 
 }
 
 
+def test_sinusoids_are_the_original_s_to_the_last_bits_of_an_angle(golden):
+    file = golden("m07_sinusoids.npz")
+    t, expected = file["dit/t"], file["dit/out"]
+    ours = sinusoid(t, expected.shape[1])
+    assert ((ours - expected).abs() <= (1 + t[:, None]) * 2.0**-22).all()
+
+
+@pytest.mark.usefixtures("golden_sinusoids")
 @pytest.mark.parametrize("dtype", M06)
 @pytest.mark.parametrize("case", ["default", "cosine_rescaled"])
 def test_training_steps_of_the_original(golden, case, dtype):

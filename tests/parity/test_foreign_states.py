@@ -120,6 +120,7 @@ def read(
     return load_model(folder / "train"), told
 
 
+@pytest.mark.usefixtures("golden_sinusoids")
 def test_dit(golden: Callable[[str], Any], tmp_path: Path) -> None:
     file = golden("m01_dit.npz")
     content = dit_state(golden) | {"args": argparse.Namespace(model="none of these")}
