@@ -1,0 +1,34 @@
+"""GELU as it is computed here is PyTorch's, in value and in derivative, compiled and not."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from image_diffusion.nn.feedforward import gelu
+
+
+def test_compiled_its_values_and_derivatives_are_those_of_pytorch() -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.linspace(-12, 12, 4001), 3 * torch.randn(1000), torch.tensor([0.0, -0.0, -100.0, 1e4])])
+    graphs = []
+
+    def compiled_by(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    got, expected = torch.compile(gelu, fullgraph=True, backend=compiled_by)(ours), F.gelu(exact, approximate="tanh")
+    assert "sigmoid" in graphs[0].code and "gelu" not in graphs[0].code
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
+    weights = torch.rand(x.shape)
+    got.backward(weights)
+    expected.backward(weights.double())  # type: ignore[no-untyped-call]
+    assert ours.grad is not None and exact.grad is not None
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=2e-6, atol=2e-6)
+
+
+def test_elsewhere_pytorch_computes() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.linspace(-12, 12, 1001).to(dtype)
+        assert torch.equal(gelu(x), F.gelu(x, approximate="tanh"))
