@@ -223,10 +223,10 @@ def bench_modes(limits: Limits) -> Iterator[Row]:
 def bench_small(limits: Limits) -> Iterator[Row]:
     """Networks and batches that are bound by launches rather than by what the GPU computes."""
     for size, batch in (("DiT-S/2", 32), ("DiT-S/2", 256), ("DiT-B/2", 256)):
-        for compiled in (False, True):
-            parts = dit_parts(size, batch, precision="bf16", tf32=True, compile=compiled)
-            what = f"{size}, bf16{', compiled' * compiled}, batch {batch}"
-            yield next(trained(what, parts, "bf16", limits, 20, None))
+        for told, how in (("", False), (", compiled", True), (", CUDA graphs", "cuda_graphs")):
+            parts = dit_parts(size, batch, precision="bf16", tf32=True, compile=how)
+            rate, memory, _ = trained(f"{size}, bf16{told}, batch {batch}", parts, "bf16", limits, 20, None)
+            yield from (rate, memory)
 
 
 def bench_recipes(limits: Limits) -> Iterator[Row]:

@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from crops import crops_of_twelve
+from image_diffusion.codecs.codec import placed
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.batches import Batches
+from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
+from image_diffusion.data.shards import open_shards
 from image_diffusion.metrics import copies, neighbours
 from image_diffusion.metrics.copies import copies_seen
 from image_diffusion.metrics.neighbours import manifold_estimates
 from image_diffusion.networks.autoencoder import AutoencoderConfig
+from image_diffusion.nn.precision import tf32
 
 CUDA = torch.device("cuda", 0)
 
@@ -80,7 +85,26 @@ def test_latents_are_those_of_a_cpu(tmp_path: Path) -> None:
     latents = torch.randn(4, 4, 16, 16)
     exact = KlCodec({}, lambda: vae, 1.0)
     moments, pixels = exact.encode(images), exact.decode(latents)
-    on_gpu = KlCodec({}, lambda: vae.to(CUDA), 1.0)
+    on_gpu = KlCodec({}, lambda: placed(vae, CUDA), 1.0)
     torch.testing.assert_close(on_gpu.encode(images).cpu(), moments, rtol=1e-3, atol=1e-4)
     decoded = on_gpu.decode(latents).cpu()
     assert (decoded.int() - pixels.int()).abs().max() <= 1
+    assert decoded.is_contiguous()
+    assert vae.encoder.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_shards_hold_what_the_codec_gives_batch_by_batch(tmp_path: Path) -> None:
+    """Read ahead, and written behind, in threads of their own."""
+    torch.manual_seed(0)
+    network = AutoencoderConfig(block_channels=(32, 64), latent_channels=4).build(DataSpec(channels=3, resolution=16))
+    codec = KlCodec({"name": "kl"}, lambda: placed(network.vae, CUDA), 1.0)
+    crops = crops_of_twelve(tmp_path)
+    settings = EncodeConfig(batch_size=4, dtype="float32", precision="float32")
+    encode_shards(crops, tmp_path / "out", codec, settings, CUDA)
+    write_manifest(crops, tmp_path / "out", codec, settings)
+    images, latents = open_shards(crops, "all"), open_shards(tmp_path / "out", "all")
+    for start in range(0, 12, 4):
+        rows = np.arange(start, start + 4)
+        with tf32(False):
+            expected = codec.encode(images.gather(rows)).cpu()
+        torch.testing.assert_close(latents.gather(rows), expected, rtol=1e-5, atol=1e-5)

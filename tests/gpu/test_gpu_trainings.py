@@ -12,6 +12,7 @@ import torch
 from attempts import Attempt, Attempts, finished
 from comparison import points, results
 from tiny_runs import SYSTEMS, TINY, config
+from torch._inductor.cudagraph_trees import get_manager
 
 from image_diffusion.training.determinism import Mode, switches
 from image_diffusion.training.distributed import World
@@ -104,6 +105,18 @@ def test_compiled_by_block_it_gives_nearly_the_same_losses(system: str) -> None:
     optimizer = {"optimizer": {"type": "adamw", "lr": 1e-4}, "microbatch": None}
     exact = trained(parts_of(system, **optimizer), 4)
     assert trained(parts_of(system, **optimizer, compile=True), 4, mode="error") == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("system", ["dit", "rin", "dvae", "vector_dvae"])
+@pytest.mark.parametrize("mode", ["off", "run"])
+def test_recorded_as_cuda_graphs_it_gives_nearly_the_same_losses(system: str, mode: str) -> None:
+    """The first step warms up, the second is recorded, the others are replayed; each has two whole microbatches and a
+    smaller one."""
+    settings = {"optimizer": {"type": "adamw", "lr": 1e-4}, "microbatch": 5, "deterministic": mode}
+    exact = trained(parts_of(system, **settings), 6)
+    assert trained(parts_of(system, **settings, compile="cuda_graphs"), 6) == pytest.approx(exact, rel=1e-3)
+    manager = get_manager(0, create_if_none_exists=False)
+    assert manager is not None and list(manager.get_roots())
 
 
 def test_the_losses_are_those_of_a_cpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch._dynamo.utils
 from comparison import points
 from tiny_runs import SYSTEMS, config, start
 from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -40,9 +42,9 @@ def _fresh() -> Any:
 
 
 def compiled_with(patch: pytest.MonkeyPatch, backend: Any) -> None:
-    """torch.compile uses this backend instead of inductor, which takes a minute for each system."""
-    whole = nn.Module.compile
-    patch.setattr(nn.Module, "compile", lambda module, **options: whole(module, backend=backend, **options))
+    """torch.compile uses this backend instead of inductor, which takes a minute for each system and alone has modes."""
+    whole, modes = nn.Module.compile, {} if backend == "inductor" else {"mode": None}
+    patch.setattr(nn.Module, "compile", lambda module, **options: whole(module, backend=backend, **options | modes))
 
 
 def previewed(task: Task) -> Task:
@@ -150,18 +152,23 @@ def test_every_trainable_block_is_compiled(system: str, monkeypatch: pytest.Monk
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All systems through inductor where a test may take minutes (--soak); otherwise the smallest, which has dropout,
     and another through inductor's front end."""
+    soak = metafunc.config.getoption("--soak")
+    if "recorded" in metafunc.fixturenames:
+        metafunc.parametrize("recorded", SYSTEMS if soak else ["mlp", "vector_dvae", "adversarial"])
     if {"system", "backend"} <= set(metafunc.fixturenames):
-        soak = metafunc.config.getoption("--soak")
-        cases = [(system, "inductor") for system in SYSTEMS] if soak else [("mlp", "inductor"), ("dit", "aot_eager")]
-        metafunc.parametrize(("system", "backend"), cases)
+        cases: list[tuple[str, str, bool | str]] = [("mlp", "inductor", "cuda_graphs")]
+        cases += [(system, "inductor", True) for system in (SYSTEMS if soak else ["mlp"])]
+        cases += [] if soak else [("dit", "aot_eager", True)]
+        metafunc.parametrize(("system", "backend", "how"), cases)
 
 
 def test_compiled_steps_give_the_losses_of_eager_ones(
-    system: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    system: str, backend: str, how: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled_with(monkeypatch, backend)
     losses = {}
-    for compiled in (False, True):
+    torch._dynamo.utils.counters.clear()
+    for compiled in (False, how):
         torch.manual_seed(0)
         settings = config(compile=compiled, microbatch=None, optimizer={"type": "adamw", "lr": 1e-4})
         parts = Parts(SYSTEMS[system](ALONE), settings, ALONE)
@@ -172,4 +179,86 @@ def test_compiled_steps_give_the_losses_of_eager_ones(
             parts.update(step)
             losses[compiled].append(found.loss.mean().item())
         batches.close()  # type: ignore[attr-defined]
-    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+    assert losses[how] == pytest.approx(losses[False], rel=1e-3)
+    left_out = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]  # there are none on a CPU
+    assert (left_out > 0) == (how == "cuda_graphs")
+
+
+@pytest.mark.parametrize("how", [True, "cuda_graphs"])
+@pytest.mark.parametrize("mode", ["run", "strict"])
+def test_graphs_are_recorded_where_that_is_asked_and_each_step_may_overwrite_the_one_before(
+    how: bool | str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was computed in a step stays there until its end, however many microbatches it has."""
+    asked: list[Any] = []
+    happened: list[str] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: asked.append(options["mode"]))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: happened.append("step"))
+    settings = config(compile=how, microbatch=2, strict_chunk=2, deterministic=mode)
+    parts = Parts(SYSTEMS["mlp"](ALONE), settings, ALONE)
+    losses = type(parts.task.objective).__call__
+
+    def noted(*given: Any) -> Any:
+        happened.append("losses")
+        return losses(*given)
+
+    monkeypatch.setattr(type(parts.task.objective), "__call__", noted)
+    batches = parts.batches(0)
+    for step in (1, 2):
+        parts.gradients(next(batches), partial(parts.losses, step))
+    batches.close()  # type: ignore[attr-defined]
+    of_a_step = ["losses"] * (settings.global_batch // 2)
+    assert len(of_a_step) > 1
+    records = how == "cuda_graphs"
+    assert asked and set(asked) == {"reduce-overhead" if records else None}
+    assert happened == (["step", *of_a_step] * 2 if records else of_a_step * 2)
+
+
+class Overwritten:
+    """Compiles as CUDA graphs behave: what compiled code gave is overwritten when the next step begins."""
+
+    def __init__(self) -> None:
+        self._given: list[Tensor] = []
+        self.overwritten = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        def compiled(made: Any, _: Any) -> Callable[..., Any]:
+            @make_boxed_func
+            def run(*arguments: Any) -> Any:
+                found = made(*arguments)
+                own = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, Tensor)}
+                new = [each.detach() for each in found if isinstance(each, Tensor)]
+                self._given += [each for each in new if each.untyped_storage().data_ptr() not in own]
+                return found
+
+            return run  # type: ignore[no-any-return]
+
+        return aot_module_simplified(graph, inputs, fw_compiler=compiled, bw_compiler=compiled)  # type: ignore[no-any-return]
+
+    def step(self) -> None:
+        for each in self._given:
+            each.fill_(math.nan if each.is_floating_point() else -1)
+        self.overwritten += len(self._given)
+        self._given.clear()
+
+
+def test_nothing_that_a_step_computed_is_read_in_the_next(recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches hand over to the end of a step what the codebook of a quantiser learns from."""
+    compiled = Overwritten()
+    compiled_with(monkeypatch, compiled)
+    losses = {}
+    for how in (False, "cuda_graphs"):
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", compiled.step)
+        torch.manual_seed(0)
+        parts = Parts(SYSTEMS[recorded](ALONE), config(compile=how, optimizer={"type": "adamw", "lr": 1e-4}), ALONE)
+        batches, losses[how] = parts.batches(0), []
+        for step in range(1, 4):
+            found = parts.gradients(next(batches), partial(parts.losses, step))
+            norm = parts.clip()
+            parts.update(step)
+            parts.observe(step, found, norm)
+            losses[how] += [found.loss.mean().item(), norm.item()]
+        losses[how] += parts.meter.take().values()
+        batches.close()  # type: ignore[attr-defined]
+    assert losses["cuda_graphs"] == pytest.approx(losses[False], rel=1e-3)
+    assert compiled.overwritten > 0

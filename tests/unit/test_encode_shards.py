@@ -1,7 +1,10 @@
 """Crops -> latents: what is stored, what is measured, what is kept and what is refused."""
 
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ from torch import Tensor
 
 from image_diffusion.core.files import write_json
 from image_diffusion.crop import crop_dataset
+from image_diffusion.data import encoding
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
 from image_diffusion.data.records import read_record
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.shards import Shards, open_shards
+from image_diffusion.data.write import Chunk, write_shard
 
 CPU = torch.device("cpu")
+LIMIT_S = 10.0
 
 
 class Halves:
@@ -186,6 +192,103 @@ def test_an_empty_shard_and_no_classes_are_fine(tmp_path: Path, crops: Callable[
     latents = open_shards(tmp_path / "out", "all", in_background=True)
     assert latents.num_samples == 2 and latents.num_classes == 0
     write_json(tmp_path / "unused.json", latents.manifest)  # plain data, no NaN
+
+
+class Stages:
+    """Reading, encoding and writing of a set's one shard, in batches of `size`. Each tells when it begins a batch, and
+    may do something then. asked: chunks that the writer has asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, num_batches: int, size: int) -> None:
+        names = "read", "encoded", "written"
+        self.begun = {name: [threading.Event() for _ in range(num_batches)] for name in names}
+        self.then: dict[str, Callable[[int], None]] = dict.fromkeys(names, lambda batch: None)
+        self.asked = 0
+        gather, stages = Shards.gather, self
+
+        def read(shards: Shards, indices: Any, *rest: Any) -> Tensor:
+            stages._begin("read", int(indices[0]) // size)
+            return gather(shards, indices, *rest)
+
+        class Codec(Halves):
+            def encode(self, images: Tensor) -> Tensor:
+                stages._begin("encoded", self.seen // (2 * size))  # each batch twice: its mirror image
+                return super().encode(images)
+
+        def write(folder: Path, shard: int, layout: Any, chunks: Iterable[Chunk]) -> Any:
+            return write_shard(folder, shard, layout, written(iter(chunks)))
+
+        def written(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+            for batch in range(num_batches):
+                self.asked += 1
+                chunk = next(chunks)
+                self._begin("written", batch)
+                yield chunk
+
+        patch.setattr(Shards, "gather", read)
+        patch.setattr(encoding, "write_shard", write)
+        self.codec = Codec()
+
+    def _begin(self, name: str, batch: int) -> None:
+        self.begun[name][batch].set()
+        self.then[name](batch)
+
+    def wait(self, name: str, batch: int) -> None:
+        """Until a stage begins a batch; the batch behind the last one is never waited for."""
+        if batch < len(self.begun[name]):
+            assert self.begun[name][batch].wait(LIMIT_S), f"batch {batch} is not {name} meanwhile"
+
+
+@pytest.fixture
+def stages(tmp_path: Path, crops: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> Stages:
+    source = {"type": "folder", "path": str(tmp_path / "in")}
+    crop_dataset(DataConfig(name="x", source=source, resolution=4, num_shards=1), tmp_path / "one")  # type: ignore[arg-type]
+    encode(tmp_path / "one", tmp_path / "usual")
+    return Stages(monkeypatch, num_batches=6, size=4)
+
+
+def test_a_batch_is_encoded_while_the_next_is_read_and_the_one_before_is_written(
+    tmp_path: Path, stages: Stages
+) -> None:
+    stages.then["encoded"] = lambda batch: stages.wait("read", batch + 1)
+    stages.then["written"] = lambda batch: stages.wait("encoded", batch + 1)
+    encode(tmp_path / "one", tmp_path / "out", stages.codec)
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "usual")
+
+
+def test_at_most_three_batches_are_read_and_not_yet_written(tmp_path: Path, stages: Stages) -> None:
+    ahead: list[int] = []
+    stages.then["read"] = lambda batch: ahead.append(batch + 1 - stages.asked)
+    encode(tmp_path / "one", tmp_path / "out", stages.codec)
+    assert len(ahead) == 6 and max(ahead) <= 3
+
+
+def fail(error: BaseException) -> Callable[[int], None]:
+    def at(batch: int) -> None:
+        if batch == 3:
+            raise error
+
+    return at
+
+
+@pytest.mark.parametrize("stage", ["read", "encoded", "written"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_of_any_stage_ends_them_all(
+    tmp_path: Path, stages: Stages, stage: str, error: type[BaseException]
+) -> None:
+    stages.then[stage] = fail(error("what went wrong"))
+    before = threading.active_count()
+    with pytest.raises(error, match="what went wrong"):
+        encode(tmp_path / "one", tmp_path / "out", stages.codec)
+    assert threading.active_count() == before
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_signal_ends_them_all(tmp_path: Path, stages: Stages) -> None:
+    stages.then["read"] = lambda batch: os.kill(os.getpid(), signal.SIGINT) if batch == 3 else None
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        encode(tmp_path / "one", tmp_path / "out", stages.codec)
+    assert threading.active_count() == before
 
 
 class Tokens(Halves):

@@ -292,7 +292,10 @@ def test_strict_sends_twice_the_gradient_however_many_processes_there_are(
     assert "3 processes share 2 chunks of 8 examples, so that 1 have nothing to do" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("conflict", [{"deterministic": "strict"}, {"precision": "fp16"}, {"channels_last": True}])
+@pytest.mark.parametrize(
+    "conflict",
+    [{"deterministic": "strict"}, {"precision": "fp16"}, {"channels_last": True}, {"compile": "cuda_graphs"}],
+)
 def test_sharding_refuses_what_does_not_go_with_it(conflict: dict[str, Any]) -> None:
     key, value = next(iter(conflict.items()))
     with pytest.raises(ValueError, match=f"sharding: full does not go with {key}: {str(value).lower()}"):
@@ -369,7 +372,7 @@ def settings(**changes: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     "change",
     [{"steps": 20}, {"microbatch": 4}, {"log_every_steps": 1}, {"max_hours": 1.0}, {"checkpoint": {"keep_last": 5}},
-     {"weights": "raw"}, {"weights": 0.9999}],
+     {"weights": "raw"}, {"weights": 0.9999}, {"compile": "cuda_graphs"}],
 )  # fmt: skip
 def test_what_may_change_between_starts_is_no_part_of_the_identity(change: dict[str, Any]) -> None:
     assert settings(**change).identity() == settings().identity()

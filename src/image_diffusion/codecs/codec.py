@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from image_diffusion.core.streams import Streams
 from image_diffusion.core.types import DataSpec
 
 _PIXELS_AT_ONCE = 2**20
+
+N = TypeVar("N", bound=nn.Module)
 
 
 class LatentShape(Protocol):
@@ -219,9 +221,20 @@ def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, pixels: int) -
     return torch.cat([decode(part) for part in latent.split(max(1, _PIXELS_AT_ONCE // pixels))])
 
 
+def layout_on(device: torch.device) -> torch.memory_format:
+    """How a device wants the weights of convolutions: a GPU with channels innermost, as its tensor cores read them; a
+    CPU as they come. On a GPU what a convolution gives lies as its weights do, whatever it is given."""
+    return torch.channels_last if device.type == "cuda" else torch.preserve_format
+
+
+def placed(network: N, device: torch.device) -> N:
+    """An autoencoder where it is to encode and decode, in evaluation mode."""
+    return network.to(device).to(memory_format=layout_on(device)).eval().requires_grad_(False)
+
+
 def to_uint8(x: Tensor) -> Tensor:
-    """Pixels in [-1, 1] -> uint8, rounded to nearest: clamp(127.5 x + 128), truncated, as DiT does."""
-    return (127.5 * x.float() + 128.0).clamp(0, 255).to(torch.uint8)
+    """Pixels in [-1, 1] -> uint8, rounded to nearest: clamp(127.5 x + 128), truncated, as DiT does. Contiguous."""
+    return (127.5 * x.float() + 128.0).clamp(0, 255).to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 def from_uint8(images: Tensor) -> Tensor:

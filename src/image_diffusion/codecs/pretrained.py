@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from image_diffusion.codecs.codec import placed
 from image_diffusion.core.files import digest, sha256_file
 
 _FILES = (
@@ -63,7 +64,7 @@ def load_pretrained(
         vae = network.from_pretrained(str(folder) if folder.is_dir() else weights, torch_dtype=dtype, **given)
     except (OSError, ValueError, RuntimeError) as error:
         raise not_at_hand(weights, key, error) from None
-    return vae.to(device).eval().requires_grad_(False)
+    return placed(vae, device)
 
 
 def content_of(weights: str, subfolder: str | None) -> dict[str, Any]:

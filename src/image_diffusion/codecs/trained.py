@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec
+from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec, placed
 from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.config import parse
@@ -61,7 +61,7 @@ class Trained(CodecSettings):
             spec: DataSpec = parse(DataSpec, model["spec"], where)
             network: nn.Module = parse(config, model["system"]["network"], where).build(spec)
             network.load_state_dict(read_weights(weights)[0])
-            return network.to(device, dtype).eval().requires_grad_(False)
+            return placed(network.to(dtype), device)
 
         scale = self.scale or scale or 1.0
         if kind == "autoencoder":

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from image_diffusion.core.ahead import ahead
 from image_diffusion.core.streams import Streams
 from image_diffusion.data.order import Balanced, Order, Shuffled, share
 from image_diffusion.data.shards import Shards
@@ -62,7 +61,7 @@ class Batches:
     world_size: int = 1
     start: int = 0
     flip_probability: float = 0.0
-    prefetch: int = 2
+    prefetch: int = 3
     device: torch.device | None = None
     epochs: int | None = None
     balance_classes: bool = False
@@ -76,40 +75,23 @@ class Batches:
     def __iter__(self) -> Iterator[Examples]:
         """This rank's examples of each step from `start` on."""
         on_gpu = self.device is not None and self.device.type == "cuda"
-        staging = _Staging(self.device, self.prefetch + 2) if on_gpu and self.device is not None else None
-        waiting: queue.Queue[Any] = queue.Queue(maxsize=max(1, self.prefetch))
-        stop = threading.Event()
-        reader = threading.Thread(target=self._read_ahead, args=(waiting, stop, staging), daemon=True, name="batches")
-        reader.start()
-        try:
-            while (item := waiting.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
+        staging = _Staging(self.device, self.prefetch + 1) if on_gpu and self.device is not None else None
+        with ahead(self._in_order(staging), self.prefetch, "batches") as read:
+            for item in read:
                 yield staging.take(item) if staging is not None else item
-        finally:
-            stop.set()
-            while reader.is_alive():  # it may be waiting to put one more
-                try:
-                    waiting.get(timeout=0.01)
-                except queue.Empty:
-                    reader.join(timeout=0.01)
 
-    def _read_ahead(self, waiting: queue.Queue[Any], stop: threading.Event, staging: _Staging | None) -> None:
-        try:
-            order: Order = (
-                Balanced(self.dataset.labels, self.seed)
-                if self.balance_classes
-                else Shuffled(self.dataset.num_samples, self.seed)
-            )
-            position = self.start
-            last = None if self.epochs is None else self.epochs * self.dataset.num_samples
-            while not stop.is_set() and (last is None or position < last):
-                end = position + self.global_batch if last is None else min(position + self.global_batch, last)
-                waiting.put(self._read(order, position, end, staging))
-                position = end
-            waiting.put(None)
-        except BaseException as error:  # handed to the one who waits
-            waiting.put(error)
+    def _in_order(self, staging: _Staging | None) -> Generator[Any, None, None]:
+        order: Order = (
+            Balanced(self.dataset.labels, self.seed)
+            if self.balance_classes
+            else Shuffled(self.dataset.num_samples, self.seed)
+        )
+        position = self.start
+        last = None if self.epochs is None else self.epochs * self.dataset.num_samples
+        while last is None or position < last:
+            end = position + self.global_batch if last is None else min(position + self.global_batch, last)
+            yield self._read(order, position, end, staging)
+            position = end
 
     def _read(self, order: Order, start: int, stop: int, staging: _Staging | None) -> Any:
         mine = share(start, stop, self.rank, self.world_size)

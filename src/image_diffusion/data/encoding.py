@@ -3,11 +3,14 @@
 For each image the codec's moments (mean and standard deviation) of the image and of its mirror image, so that
 training can draw a new latent and a new flip in every epoch without the codec. Of a discrete codec, when asked, the
 tokens of both instead: what a prior over tokens is trained on.
+
+While a batch is encoded, the next is read and the one before is written, in three threads, so that a GPU waits for no
+file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,7 +22,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from image_diffusion.core.ahead import ahead
 from image_diffusion.core.config import Config
+from image_diffusion.core.devices import Arriving, to_device, to_host
 from image_diffusion.core.files import digest, sha256_file, write_json
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import check_files, describe
@@ -206,6 +211,15 @@ def merge_statistics(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class _Read:
+    """A batch of crops. rows: in their shard. labels: int64 [B]. images: uint8 [B, C, H, W], on the codec's device."""
+
+    rows: range
+    labels: NDArray[np.int64]
+    images: Tensor
+
+
+@dataclass(frozen=True)
 class _Task:
     """What every shard of a set is encoded with. source: the crops, all of them, in the order of their shards."""
 
@@ -227,12 +241,16 @@ class _Task:
         check_files(self.crops, {entry["file"]: entry["sha256"]}, "Run crop again.")
         crop = read_record(self.crops, shard)
         sums = _Counts(self.codec.num_tokens) if isinstance(self.codec, Tokenizer) else Sums()
-        chunks = self._chunks(crop, first, sums, count)
-        head = list(islice(chunks, 1))  # its shape is the shape of them all
-        shape = head[0][0]["npy"].shape[1:] if head else ()
-        dtype = _stored_dtype(self.codec, self.settings)
-        layout = Layout(_MEMBERS, shape, dtype, labelled=self.source.num_classes > 0)
-        sha256, size, num_samples = write_shard(output, shard, layout, chain(head, chunks))
+        with (
+            ahead(self._read(crop, first), 1, "crops") as read,
+            ahead(self._encode(read), 1, "codec") as encoded,
+        ):
+            chunks = self._chunks(encoded, crop, sums, count)
+            head = list(islice(chunks, 1))  # its shape is the shape of them all
+            shape = head[0][0]["npy"].shape[1:] if head else ()
+            dtype = _stored_dtype(self.codec, self.settings)
+            layout = Layout(_MEMBERS, shape, dtype, labelled=self.source.num_classes > 0)
+            sha256, size, num_samples = write_shard(output, shard, layout, chain(head, chunks))
         record = ShardRecord(
             shard=shard,
             made_from=self.made_from(shard),
@@ -246,28 +264,41 @@ class _Task:
         )
         write_record(output, record)
 
-    def _chunks(
-        self, crop: ShardRecord, first: int, sums: Sums | _Counts, count: Callable[[int], None]
-    ) -> Iterator[Chunk]:
+    def _read(self, crop: ShardRecord, first: int) -> Generator[_Read, None, None]:
+        """The images of a shard, batch by batch, on the codec's device or on their way there."""
         for start in range(0, crop.num_samples, self.settings.batch_size):
             rows = range(start, min(start + self.settings.batch_size, crop.num_samples))
             samples = np.arange(first + rows.start, first + rows.stop)
-            images = self.source.gather(samples).to(self.device)
-            plain = self._stored(images, crop, rows)
-            mirrored = self._stored(images.flip(-1), crop, rows)
-            sums.add(plain)
-            sums.add(mirrored)
-            count(len(rows))
-            yield {"npy": plain, "flip.npy": mirrored}, self.source.labels[samples]
+            yield _Read(rows, self.source.labels[samples], to_device(self.source.gather(samples), self.device))
+
+    def _encode(self, read: Iterator[_Read]) -> Generator[tuple[_Read, list[Arriving]], None, None]:
+        """What the codec gives for each batch, and for its mirror image, on its way to the host."""
+        for batch in read:
+            yield batch, [to_host(self._moments(images)) for images in (batch.images, batch.images.flip(-1))]
 
     @torch.inference_mode()
-    def _stored(self, images: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
+    def _moments(self, images: Tensor) -> Tensor:
+        with tf32(self.settings.precision != "float32"):
+            return self.codec.encode(images)
+
+    def _chunks(
+        self,
+        encoded: Iterator[tuple[_Read, list[Arriving]]],
+        crop: ShardRecord,
+        sums: Sums | _Counts,
+        count: Callable[[int], None],
+    ) -> Iterator[Chunk]:
+        for batch, both in encoded:
+            plain, mirrored = (self._stored(moments(), crop, batch.rows) for moments in both)
+            sums.add(plain)
+            sums.add(mirrored)
+            count(len(batch.rows))
+            yield {"npy": plain, "flip.npy": mirrored}, batch.labels
+
+    def _stored(self, moments: Tensor, crop: ShardRecord, rows: range) -> NDArray[np.generic]:
         """Moments [B, 2, c, h, w] or tokens [B, h, w] as they are stored. Raises ValueError when one is not finite."""
-        dtype = _stored_dtype(self.codec, self.settings)
         with np.errstate(over="ignore"):  # told below, by name
-            with tf32(self.settings.precision != "float32"):
-                moments = self.codec.encode(images)
-            stored: NDArray[np.generic] = moments.cpu().numpy().astype(dtype)
+            stored: NDArray[np.generic] = moments.numpy().astype(_stored_dtype(self.codec, self.settings))
         finite = np.isfinite(stored).reshape(len(stored), -1).all(axis=1)
         if not finite.all():
             bad = crop.samples[rows[int(finite.argmin())]]

@@ -52,8 +52,12 @@ def _is_map(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups == 1)
 
 
-def compile_by_block(network: nn.Module) -> None:
+def compile_by_block(network: nn.Module, records: bool = False) -> None:
     """Compile the network's blocks, and the layers beside them, each on its own with torch.compile.
+
+    records: on a GPU the kernels of each are recorded (CUDA graphs) and then launched together, which takes memory of
+    its own. Weights have to stay where they are; what a block gives is overwritten in the next step, which
+    `torch.compiler.cudagraph_mark_step_begin` begins. Equal blocks share their graph and are recorded one by one.
 
     Compiled as a whole, a network gives every gradient after its whole backward pass, when nothing is left during which
     processes could add them up; by block, each gradient is there when its block is done. Equal blocks share one graph,
@@ -70,7 +74,7 @@ def compile_by_block(network: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * limit)
     for part in parts:
-        part.compile(dynamic=False)
+        part.compile(dynamic=False, mode="reduce-overhead" if records else None)
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

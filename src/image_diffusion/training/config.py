@@ -65,8 +65,10 @@ class TrainConfig(Config):
     """In what the network computes; weights, moments and averages are float32 always. fp16 scales the loss."""
     tf32: bool = True
     """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
-    compile: bool = False
-    """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start."""
+    compile: bool | Literal["cuda_graphs"] = False
+    """Compile the network with torch.compile, each of its blocks on its own. Takes a minute or so at the start.
+    cuda_graphs: on a GPU also record what each block launches and launch it as one, for networks so small that the GPU
+    waits for launches; takes more memory."""
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
     sharding: Literal["none", "optimizer", "full", "machine"] = "none"
@@ -145,6 +147,7 @@ class TrainConfig(Config):
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
                 needs_whole: self.optimizer.needs_whole,
                 "channels_last: true, whose weights have no rows to share": self.channels_last,
+                "compile: cuda_graphs, which needs weights that stay where they are": self.records,
             }
             for conflict, exists in conflicts.items():
                 if exists:
@@ -161,6 +164,11 @@ class TrainConfig(Config):
             named = average_name(self.weights)
             return named if named in self.ema.names else None
         return next(iter(self.ema.names), None)
+
+    @property
+    def records(self) -> bool:
+        """Whether a GPU records what the blocks of the network launch."""
+        return self.compile == "cuda_graphs"
 
     @property
     def spreads_weights(self) -> bool:

@@ -177,7 +177,7 @@ class Parts:
         self.best: Best | None = None
         self._layout = layout
         if config.compile:
-            compile_by_block(self.network)
+            compile_by_block(self.network, config.records)
         self.network.train()
 
     def batches(self, step: int) -> Iterator[Examples]:
@@ -200,6 +200,8 @@ class Parts:
     def losses(self, step: int, examples: Examples, part: int) -> Losses:
         """The objective's losses, in the configured precision. step, part: no other examples of the run have both;
         they seed PyTorch's own generator, which only dropout uses."""
+        if self.config.records and part < self.world.size:  # the first of this process in the step
+            torch.compiler.cudagraph_mark_step_begin()
         _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
         return self._losses(self.task.objective, self.config.seed, step, examples)
 
@@ -395,7 +397,7 @@ def _teacher(network: nn.Module, config: TrainConfig) -> Network:
         )
     teacher = deepcopy(network).eval().requires_grad_(False)
     if config.compile:
-        compile_by_block(teacher)
+        compile_by_block(teacher, config.records)
     return cast("Network", teacher)
 
 
