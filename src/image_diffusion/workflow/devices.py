@@ -72,7 +72,7 @@ def claim(devices: Sequence[str], number: int) -> list[str] | None:
 
 def _locked(path: Path) -> int | None:
     # Who clears away old temporary files leaves those with the sticky bit, as the XDG specification has it.
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o1666)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o1666)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # by either of these names another process has it
