@@ -35,6 +35,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "keeps_samples": True,
         "makes_embeddings": False,
         "sample_jobs": 1,
+        "sample_batches": 8,
         "global_batch": 8,
         "judged_on_encoded": False,
         "seeds": None,

@@ -241,7 +241,7 @@ def _begin(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(set_by_imports | environment)
-    sys.executable = python
+    sys.executable, tempfile.tempdir = python, None
     _shift_clock(float(environment.get(CLOCK, "0")))
     is_module = arguments[0] == "-m"
     name, sys.argv = (arguments[1], arguments[1:]) if is_module else (arguments[0], list(arguments))

@@ -272,6 +272,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         "keeps_samples": samples is None or samples.num_stored == samples.num_samples,
         "makes_embeddings": makes(experiment, "embeddings"),
         "sample_jobs": samples.num_jobs if samples is not None else 0,
+        "sample_batches": -(-samples.num_samples // samples.batch_size) if samples is not None else 0,
         "global_batch": experiment.train.global_batch,
         "seeds": seeds_ledger(name) if experiment.train.seeds else None,
         "detectors": [detector.type for detector in system.detectors(experiment)],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,8 +33,9 @@ def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
     assert known.data_folder(ONE) == f"{DATA}/crops"
     assert known.dataset_folder(ONE) == DATA and known.dataset(ONE) == "dots-16"
     nothing = [known.codec_weights, known.reference, known.small_images, known.sampled_parts, known.pair_detector]
-    options = [known.codec_option, known.reference_option, known.small_images_option, known.sampled_option]
-    assert [each(ONE) for each in (*nothing, *options)] == [[]] * 9
+    options = [known.codec_option, known.reference_option, known.small_images_option]
+    assert [each(ONE) for each in (*nothing, *options)] == [[]] * 8
+    assert known.made_option(ONE, SimpleNamespace(parts=[])) == []
     assert known.headline(ONE) == "inpipe_fd"
 
 
@@ -67,13 +69,36 @@ def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
     looked = {"dataset": "dots-16", "judge": "inception"}
     parts = [f"{DATA}/references/inception/parts/part-{part}-of-3.npz" for part in range(3)]
     assert known.reference_parts(looked) == parts
-    assert known.reference_parts_option(looked) == ["--made", *parts]
     parts = ["out/one/samples/part-0-of-2.npz", "out/one/samples/part-1-of-2.npz"]
     assert known.sampled_parts(ONE) == parts
-    assert known.sampled_option(ONE) == ["--made", *parts]
+    assert known.made_option(ONE, SimpleNamespace(parts=parts)) == ["--made", *parts]
     for shards, jobs in ((31, 0), (32, 2), (10_000, 64)):
         shared = files(a_plan(num_shards=shards, codec="vae"))
         assert len(shared.encoded_parts(latents)) == len(shared.reference_parts(looked)) == jobs
+
+
+@pytest.mark.parametrize(
+    ("at_once", "shards", "data", "jobs", "batches", "samples"),
+    [
+        (1, 16, 0, 1, 40, 0),
+        (8, 16, 8, 1, 40, 8),
+        (8, 4, 4, 1, 5, 5),
+        (8, 512, 32, 10, 400, 16),
+        (8, 10_000, 64, 10, 12, 12),
+        (3, 33, 3, 4, 40, 6),
+        (8, 1, 0, 0, 0, 0),
+    ],
+)
+def test_each_of_several_gpus_has_the_same_to_do(
+    at_once: int, shards: int, data: int, jobs: int, batches: int, samples: int
+) -> None:
+    plan = a_plan(num_shards=shards, codec="vae", sample_jobs=jobs, sample_batches=batches)
+    known = Files("out", plans_of(plan), lambda plan: at_once)
+    assert len(known.encoded_parts({"dataset": "dots-16", "codec": "vae"})) == data
+    assert len(known.reference_parts({"dataset": "dots-16", "judge": "inception"})) == data
+    assert len(known.sampled_parts(ONE)) == samples
+    judged = Files("out", plans_of(replace(plan, keeps_samples=False, sample_jobs=1)), lambda plan: at_once)
+    assert judged.sampled_parts(ONE) == [], "evaluate makes them as it looks at them"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,44 @@ def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:
     here, sent = machine(gpus_per_node=1), machine(gpus_per_node=1, queued=True, remote=True)
     assert here.threads(ONE) == here.training_threads(ONE) == ALL_CORES
     assert (sent.threads(ONE), sent.training_threads(ONE)) == (2, 2)
+
+
+def test_stages_share_the_cores_of_a_machine_with_several_gpus_and_have_one_each() -> None:
+    asked = {**RESOURCES, "gpus_per_node": 4, "processes_per_node": 4}
+    plans = plans_of(a_plan(resources=asked), a_plan("cpus"))
+    here = Machine(plans, {}, queued=False, remote=False, cores=36, devices=tuple("01234567"))
+    assert (here.one_device(ONE), here.threads(ONE), here.jobs_at_once(plans.by_name["one"])) == (1, 4, 8)
+    assert (here.training_devices(ONE), here.training_threads(ONE)) == (4, 16)
+    joining = [here.one_device_to_begin(ONE, SimpleNamespace(parts=parts)) for parts in ([], ["part-0"])]
+    assert joining == [1, None]
+    other = {"experiment": "cpus"}
+    assert (here.one_device(other), here.training_devices(other), here.threads(other)) == (None, None, 2)
+    assert here.jobs_at_once(plans.by_name["cpus"]) == 1
+    limited = replace(here, limit=2, cores=1)
+    assert (limited.at_once, limited.threads(ONE), replace(here, limit=9).at_once) == (2, 1, 8)
+
+
+def test_a_stage_is_told_of_gpus_of_its_own_only_where_there_are_several() -> None:
+    asks: dict[str, int | None] = {"gpus_per_node": 1}
+    assert machine(**asks).uses_gpus and not machine(gpus_per_node=None).uses_gpus
+    for one in (machine(**asks), machine(queued=True, **asks), machine(queued=True, remote=True, **asks)):
+        assert (one.one_device(ONE), one.training_devices(ONE)) == (None, None)
+        assert one.devices_option(ONE, {"gres": "gpu:1"}) == []
+    assert not machine(queued=True, **asks).uses_gpus and not machine(remote=True, **asks).uses_gpus
+    assert machine(**asks).devices_option(ONE, {"devices": 2}) == ["--devices", "2"]
+
+
+def test_a_training_that_needs_more_gpus_than_there_are_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    plan = a_plan(resources={**RESOURCES, "nodes": 2, "gpus_per_node": 2, "processes_per_node": 2})
+    there = Machine(plans_of(plan), {}, queued=False, remote=False, devices=tuple("0123"))
+    assert there.too_few_devices([ONE]) is None and there.training_devices(ONE) == 4
+    here = replace(there, limit=3)
+    told = here.too_few_devices([ONE])
+    assert told is not None and told.startswith("one trains with 4 processes, each of which needs a GPU of its own")
+    assert "(--config nodes=1 processes_per_node=3)" in told
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert here.too_few_devices([ONE]) is None, "the other node has the others"
 
 
 @pytest.mark.parametrize(

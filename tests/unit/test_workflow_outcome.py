@@ -35,6 +35,20 @@ def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None
     assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
 
 
+def test_marks_of_latents_that_nobody_joins_go_too(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("mine"))
+    for name in (plans.by_name["mine"].dataset, "theirs"):
+        (tmp_path / "datasets" / name / "vae").mkdir(parents=True)
+        for file in ("part-0-of-2.done", "shard-00000.tar"):
+            (tmp_path / "datasets" / name / "vae" / file).touch()
+    remove_left_parts(plans, tmp_path)
+    assert [path.parts[-3:] for path in sorted(tmp_path.rglob("*.*"))] == [
+        (plans.by_name["mine"].dataset, "vae", "shard-00000.tar"),
+        ("theirs", "vae", "part-0-of-2.done"),
+        ("theirs", "vae", "shard-00000.tar"),
+    ]
+
+
 def test_parts_of_references_that_nobody_joins_go_too(tmp_path: Path) -> None:
     plans = plans_of(a_plan("mine"))
     for name in (plans.by_name["mine"].dataset, "theirs"):

@@ -49,14 +49,16 @@ rule checkpoint_sample:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["sample"],
         codec=files.codec_option,
         small_images=files.small_images_option,
         embeddings=files.embeddings_option,
     shell:
-        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.codec:q} {params.small_images:q} {params.embeddings:q} --shown --output {output.samples:q}"

@@ -102,7 +102,7 @@ rule encode_part:
         data=files.to_encode,
         codec=files.codec_weights,
     output:
-        mark=f"{results}/datasets/{{dataset}}/{{codec}}/part-{{part}}-of-{{parts}}.done",
+        mark=temp(f"{results}/datasets/{{dataset}}/{{codec}}/part-{{part}}-of-{{parts}}.done"),
     log:
         "logs/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.log",
     benchmark:
@@ -115,14 +115,16 @@ rule encode_part:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         codec=files.codec_option,
         published=files.codec_stamps,
     shell:
-        "exec logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --part {wildcards.part}/{wildcards.parts} --output {output.mark:q}"
 
 
@@ -148,13 +150,15 @@ rule encode:
     threads: machine.threads
     resources:
         gres=machine.one_gpu_to_begin,
+        devices=machine.one_device_to_begin,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         codec=files.codec_option,
         published=files.codec_stamps,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
         " {params.codec:q} --output {output.manifest:q} --journal {params.journal:q}"

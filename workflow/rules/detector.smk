@@ -21,12 +21,14 @@ rule detect:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=60,
     params:
+        devices=machine.devices_option,
         code=code["detect"],
         data=subpath(input.data, parent=True),
         output=subpath(output.description, parent=True),
     shell:
-        "exec logged {log:q} python -m image_diffusion.detect --data {params.data:q} --output {params.output:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.detect --data {params.data:q} --output {params.output:q}"

@@ -19,10 +19,12 @@ rule doctor:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         nodes=machine.nodes,
         processes=machine.processes,
         memory_mb=machine.training_memory_mb,
@@ -31,6 +33,6 @@ rule doctor:
         pairs=files.pairs_beside_option,
         sample=files.sample_config_option,
     shell:
-        "exec env OMP_NUM_THREADS={resources.cpus_per_task} logged {log:q} python -m image_diffusion.doctor"
+        "exec env OMP_NUM_THREADS={resources.cpus_per_task} logged {params.devices:q} {log:q} python -m image_diffusion.doctor"
         " --config {input.config:q} --data {input.data:q} {params.codec:q} {params.pairs:q} {params.sample:q} --nodes {params.nodes}"
         " --processes-per-node {params.processes} --memory-mb {params.memory_mb} --grace-s {params.grace_s} --output {output.forecast:q}"

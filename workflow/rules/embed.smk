@@ -22,12 +22,14 @@ rule embed:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         options=files.pair_options,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.embed --config {input.config:q} {params.options:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.embed --config {input.config:q} {params.options:q}"
         " --output {output.manifest:q} --journal {params.journal:q}"

@@ -41,10 +41,12 @@ rule evaluate:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["evaluate"],
         trained_by=files.trained_by_option,
         encoded=files.judged_on_option,
@@ -57,7 +59,7 @@ rule evaluate:
         making=files.making_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
         " {params.samples:q} {params.making:q} --data {params.data:q} {params.encoded:q} {params.detector:q} {params.references:q}"
         " {params.reference:q} --previews {params.previews:q}"

@@ -16,6 +16,10 @@ held = []
 
 
 onstart:
+    if too_few := machine.too_few_devices(
+        job.wildcards for job in workflow.dag.needrun_jobs() if job.rule.name.endswith("train")
+    ):
+        raise SystemExit(f"error: {too_few}")
     held.append(hold(Path(results)))
     if owner.is_ours and (left := orphans(Path())):
         settle(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")

@@ -22,15 +22,17 @@ rule reference_part:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["reference"],
         detector=files.reference_detector_option,
         data=subpath(input.data, parent=True),
     shell:
-        "exec logged {log:q} python -m image_diffusion.reference --config {input.config:q} --data {params.data:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.reference --config {input.config:q} --data {params.data:q}"
         " {params.detector:q} --part {wildcards.part}/{wildcards.parts} --output {output.seen:q}"
 
 
@@ -55,15 +57,17 @@ rule reference:
     threads: machine.threads
     resources:
         gres=machine.one_gpu_to_begin,
+        devices=machine.one_device_to_begin,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["reference"],
         detector=files.reference_detector_option,
-        parts=files.reference_parts_option,
+        parts=files.made_option,
         data=subpath(input.data, parent=True),
         output=subpath(output.description, parent=True),
     shell:
-        "exec logged {log:q} python -m image_diffusion.reference --config {input.config:q} --data {params.data:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.reference --config {input.config:q} --data {params.data:q}"
         " {params.detector:q} {params.parts:q} --output {params.output:q}"

@@ -27,10 +27,12 @@ rule sample_part:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.sampling_min,
     params:
+        devices=machine.devices_option,
         code=code["sample"],
         trained_by=files.trained_by_option,
         codec=files.codec_option,
@@ -38,7 +40,7 @@ rule sample_part:
         small_images=files.small_images_option,
         embeddings=files.embeddings_option,
     shell:
-        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
         " {params.codec:q} {params.small_images:q} {params.embeddings:q} --part {wildcards.part}/{wildcards.parts}"
         " --output {output.samples:q}"
@@ -83,20 +85,22 @@ rule sample:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.sampling_min,
     params:
+        devices=machine.devices_option,
         code=code["sample"],
         trained_by=files.trained_by_option,
         codec=files.codec_option,
         decoder=files.decoder_stamps,
         small_images=files.small_images_option,
         embeddings=files.embeddings_option,
-        parts=files.sampled_option,
+        parts=files.made_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
         " {params.codec:q} {params.small_images:q} {params.embeddings:q} {params.parts:q} --output {output.samples:q}"
         " --journal {params.journal:q}"
@@ -128,14 +132,16 @@ rule sample_embeddings:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["sample"],
         trained_by=files.trained_by_option,
-        parts=files.sampled_option,
+        parts=files.made_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q} {params.parts:q} --output {output.described:q} --journal {params.journal:q}"

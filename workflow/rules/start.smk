@@ -14,8 +14,10 @@ include: "owner.smk"
 
 
 from image_diffusion.workflow.attempts import send_again_if_it_helps
+from image_diffusion.workflow.incomplete import count_no_parts
 from image_diffusion.workflow.start import start
 
+limit = workflow.global_resources.get("devices")
 known = start(
     root,
     config,
@@ -23,8 +25,13 @@ known = start(
     remote=workflow.remote_exec,
     moved=workflow.modifier.path_modifier.replace_prefix,
     arguments=sys.argv[1:] if workflow.modifier.is_main_snakefile() else [],
+    cores=workflow.global_resources["_cores"].value or 1,
+    limit=limit.value if limit else None,
 )
 results, plans, files, machine, code = known.results, known.plans, known.files, known.machine, known.code
+count_no_parts()
+if machine.devices:
+    workflow.register_resource("devices", machine.at_once)
 if machine.queued and not machine.remote and workflow.modifier.is_main_snakefile():
     send_again_if_it_helps(machine)
 

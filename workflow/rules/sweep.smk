@@ -53,17 +53,19 @@ rule sweep_sample:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["sample"],
         trained_by=files.trained_by_option,
         codec=files.codec_option,
         small_images=files.small_images_option,
         embeddings=files.embeddings_option,
     shell:
-        "exec logged {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
         " {params.codec:q} {params.small_images:q} {params.embeddings:q} --output {output.samples:q}"
 
@@ -95,10 +97,12 @@ rule sweep_evaluate:
     threads: machine.threads
     resources:
         gres=machine.one_gpu,
+        devices=machine.one_device,
         cpus_per_task=machine.cpus,
         mem_mb=machine.memory_mb,
         runtime=machine.runtime_min,
     params:
+        devices=machine.devices_option,
         code=code["evaluate"],
         trained_by=files.trained_by_option,
         making=files.making_option,
@@ -107,7 +111,7 @@ rule sweep_evaluate:
         reference=files.reference_option,
         data=subpath(input.data, parent=True),
     shell:
-        "exec logged {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
         " {params.trained_by:q}"
         " --samples {input.samples:q} {params.making:q} --data {params.data:q} {params.detector:q}"
         " {params.references:q} {params.reference:q} --output {output.metrics:q}"

@@ -28,6 +28,7 @@ rule train:
         tasks=machine.tasks,
         mpi=machine.mpi,
         gres=machine.gpus,
+        devices=machine.training_devices,
         tasks_per_gpu=0,
         cpus_per_task=machine.training_cpus,
         mem_mb=machine.training_memory_mb,
@@ -41,13 +42,14 @@ rule train:
         # Two minutes before the time is up training is told: it saves and ends, and the next attempt goes on.
         slurm_extra="--signal=TERM@120",
     params:
+        devices=machine.devices_option,
         logs="logs/{experiment}/train",
         codec=files.codec_option,
         start=files.initial_weights_option,
         pairs=files.pairs_beside_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
         " --processes-per-node {resources.processes} --threads-per-process {resources.threads_per_process} --logs {params.logs:q}"
         " --grace-s {resources.grace_s}"
         " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from image_diffusion.core.files import read_json
 from image_diffusion.workflow.ledgers import FOLDER, PAGE, ledger_file
@@ -27,6 +28,8 @@ IMAGES_A_MB = 500
 IMAGES_A_MINUTE = 10_000
 """Images that a job crops, or that a data sheet looks at, in a minute on a slow machine."""
 _SHORTEST_MIN, _LONGEST_MIN = 15, 240
+_MOST_JOBS = 64
+"""Jobs that share a data set."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Files:
     results: str
     """The folder of all results."""
     plans: Plans
+    at_once: Callable[[Plan], int] = lambda plan: 1
+    """Jobs of an experiment that work at once on this machine, each on a GPU of its own."""
 
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
         """What `snakemake` makes when no file is named."""
@@ -209,7 +214,7 @@ class Files:
 
     def _crop_parts(self, plan: Plan) -> list[str]:
         """The names of the parts that jobs crop a data set in, of so many images each."""
-        return _named_parts(min(plan.num_shards, self._num_images(plan) // IMAGES_A_CROP_JOB))
+        return _named_parts(min(_MOST_JOBS, plan.num_shards, self._num_images(plan) // IMAGES_A_CROP_JOB))
 
     def _num_images(self, plan: Plan) -> int:
         """The images of a data set by the number or the size of its files, as they were found when Snakemake started;
@@ -228,7 +233,17 @@ class Files:
     def encoded_parts(self, wildcards: Wildcards) -> list[str]:
         """The marks of the jobs that share the shards of a large data set; one alone leaves none."""
         plan = self.plans.of(wildcards)
-        return [f"{self._dataset(plan)}/{plan.codec}/{part}.done" for part in _parts(plan)]
+        return [f"{self._dataset(plan)}/{plan.codec}/{part}.done" for part in self._parts(plan)]
+
+    def _parts(self, plan: Plan) -> list[str]:
+        """The names of the parts that jobs share a large data set in, 16 shards or more each, or fewer where several
+        GPUs work at once; none for one job alone."""
+        return _named_parts(min(_MOST_JOBS, self._shared(plan, max(1, plan.num_shards // 16), plan.num_shards)))
+
+    def _shared(self, plan: Plan, jobs: int, most: int) -> int:
+        """So many jobs, and more where those that work at once would not all have the same to do."""
+        at_once = self.at_once(plan)
+        return min(most, -(-jobs // at_once) * at_once)
 
     # ---- Pairs of embeddings
 
@@ -299,12 +314,13 @@ class Files:
     def sampled_parts(self, wildcards: Wildcards) -> list[str]:
         """What the jobs that share the images of a large set have made; one job alone leaves none."""
         plan = self.plans.of(wildcards)
-        jobs, folder = plan.sample_jobs, f"{self.results}/{plan.experiment}/samples"
-        return [f"{folder}/part-{part}-of-{jobs}.npz" for part in range(jobs)] if jobs > 1 else []
+        parts = _named_parts(self._shared(plan, plan.sample_jobs, plan.sample_batches if plan.keeps_samples else 1))
+        return [f"{self.results}/{plan.experiment}/samples/{part}.npz" for part in parts]
 
-    def sampled_option(self, wildcards: Wildcards) -> list[str]:
-        """How `sample` is told where that lies."""
-        return _option("--made", self.sampled_parts(wildcards))
+    def made_option(self, wildcards: Wildcards, input: Any) -> list[str]:
+        """How a stage is told where its parts lie. A function of the input is none of the parameters that Snakemake
+        makes results again for: those of any number of parts are the same."""
+        return _option("--made", list(input.parts))
 
     def samples(self, wildcards: Wildcards) -> list[str]:
         """The images that are judged, and how they were made; a codec is judged by what it leaves of real ones."""
@@ -388,11 +404,7 @@ class Files:
     def reference_parts(self, wildcards: Wildcards) -> list[str]:
         """What the jobs have seen that share the images of a large data set; one alone leaves none."""
         plan, judge = self.plans.of(wildcards), wildcards["judge"]
-        return [f"{self._dataset(plan)}/references/{judge}/parts/{part}.npz" for part in _parts(plan)]
-
-    def reference_parts_option(self, wildcards: Wildcards) -> list[str]:
-        """How `reference` is told where that lies."""
-        return _option("--made", self.reference_parts(wildcards))
+        return [f"{self._dataset(plan)}/references/{judge}/parts/{part}.npz" for part in self._parts(plan)]
 
     def _references(self, plan: Plan) -> list[str]:
         return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
@@ -472,13 +484,7 @@ def _has_crops(plan: Plan) -> bool:
     return plan.has_images and (plan.pairs is None or plan.pairs_of_images)
 
 
-def _parts(plan: Plan) -> list[str]:
-    """The names of the parts that jobs share a large data set in, 16 shards or more each; none for one job alone."""
-    return _named_parts(plan.num_shards // 16)
-
-
-def _named_parts(wanted: int) -> list[str]:
-    parts = min(64, wanted)
+def _named_parts(parts: int) -> list[str]:
     return [f"part-{part}-of-{parts}" for part in range(parts)] if parts > 1 else []
 
 

@@ -1,14 +1,18 @@
-"""Which results Snakemake takes for unfinished. It has no public door for that: what is changed here is looked for
-first, and a Snakemake that has it no longer is refused."""
+"""Which results Snakemake takes for unfinished, or for made of something else. It has no public door for that: what is
+changed here is looked for first, and a Snakemake that has it no longer is refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from inspect import iscoroutinefunction
 from typing import Any
 
 WRITTEN_FOR = "9.27"
+
+_PART = re.compile(r".*/part-\d+-of-\d+\.(npz|done)")
+"""Files of parts: their number depends on the GPUs of this machine, and what is made of them does not."""
 
 
 def make_unfinished_again(damaged: Callable[[Iterable[str]], bool] | None) -> None:
@@ -29,12 +33,29 @@ def make_unfinished_again(damaged: Callable[[Iterable[str]], bool] | None) -> No
     settings.force_incomplete = property(lambda settings: True, lambda settings, value: None)
 
 
+def count_no_parts() -> None:
+    """What several jobs have shared is not made again where others would share it: of the inputs that a result was made
+    of, its parts do not count."""
+    persistence, _ = _places()
+    changed = persistence._input_changed
+
+    def changed_beside_parts(self: Any, job: Any, file: Any = None) -> bool:
+        return bool(changed(self, job, file) and _others(self.input(file)) != _others(self._input(job)))
+
+    persistence._input_changed = changed_beside_parts
+
+
+def _others(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if not _PART.fullmatch(path)]
+
+
 def _places() -> tuple[Any, Any]:
     try:
         from snakemake.persistence import PersistenceBase
         from snakemake.settings.types import DAGSettings
 
-        if "force_incomplete" in DAGSettings.__dataclass_fields__ and iscoroutinefunction(PersistenceBase.incomplete):
+        known = "force_incomplete" in DAGSettings.__dataclass_fields__ and hasattr(PersistenceBase, "_input_changed")
+        if known and iscoroutinefunction(PersistenceBase.incomplete):
             return PersistenceBase, DAGSettings
     except (ImportError, AttributeError):
         pass

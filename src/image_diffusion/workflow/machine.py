@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ class Machine:
     """Whether jobs are sent to a queue."""
     remote: bool
     """Whether this is a job that was sent."""
+    cores: int = 1
+    """Cores of this machine that may be used."""
+    devices: tuple[str, ...] = ()
+    """The GPUs of this machine, where it has several and no queue gives them: each stage that uses one has its own."""
+    limit: int | None = None
+    """How many of those may be used at once, where --resources devices= says so."""
     _short: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
     def _asked(self, name: str, wildcards: Wildcards) -> int:
@@ -54,8 +61,11 @@ class Machine:
         return self._asked("cpus_per_process", wildcards)
 
     def threads(self, wildcards: Wildcards) -> int:
-        """The same on this machine, where stages that use its GPU run one at a time."""
-        return ALL_CORES if self._alone(wildcards) else self.cpus(wildcards)
+        """The same on this machine, where stages that use its only GPU run one at a time, and those that use one of
+        several share its cores."""
+        if self._alone(wildcards):
+            return self._share() if self.devices else ALL_CORES
+        return self.cpus(wildcards)
 
     def one_gpu(self, wildcards: Wildcards) -> str | None:
         """One GPU, where the experiment uses any."""
@@ -64,6 +74,20 @@ class Machine:
     def one_gpu_to_begin(self, wildcards: Wildcards, input: Any) -> str | None:
         """The same, unless several jobs have made the parts: joining them takes none."""
         return None if input.parts else self.one_gpu(wildcards)
+
+    def one_device(self, wildcards: Wildcards) -> int | None:
+        """One of several GPUs of this machine, where the experiment asks for any."""
+        return 1 if self.devices and self._alone(wildcards) else None
+
+    def one_device_to_begin(self, wildcards: Wildcards, input: Any) -> int | None:
+        """The same, unless several jobs have made the parts."""
+        return None if input.parts else self.one_device(wildcards)
+
+    def devices_option(self, wildcards: Wildcards, resources: Any) -> list[str]:
+        """How `logged` is told of how many. A function of the resources is none of the parameters that Snakemake makes
+        results again for."""
+        number = resources.get("devices")
+        return ["--devices", str(number)] if number else []
 
     def memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
         """Memory in MB: a process's share of what the experiment trains with on each machine."""
@@ -98,8 +122,14 @@ class Machine:
         return self.processes(wildcards) * self.cpus(wildcards)
 
     def training_threads(self, wildcards: Wildcards) -> int:
-        """The same on this machine, where stages that use its GPU run one at a time."""
-        return ALL_CORES if self._alone(wildcards) else self.training_cpus(wildcards)
+        """The same on this machine (see `threads`)."""
+        if self._alone(wildcards):
+            return self._share() * self._processes_here(wildcards) if self.devices else ALL_CORES
+        return self.training_cpus(wildcards)
+
+    def training_devices(self, wildcards: Wildcards) -> int | None:
+        """Those of several GPUs of this machine that the processes on it need, where they use any."""
+        return self._processes_here(wildcards) if self.devices and self._alone(wildcards) else None
 
     def training_memory_mb(self, wildcards: Wildcards, attempt: int = 1) -> int:
         """Memory of each node, in MB: half as much more after each attempt that ran out of it."""
@@ -155,6 +185,43 @@ class Machine:
 
     def _is_small(self, plan: Plan) -> bool:
         return bool(plan.resources["one_job"]) and self._of(plan, "nodes") == 1 and not self._of(plan, "gpus_per_node")
+
+    # ---- Several GPUs of this machine
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether an experiment asks for GPUs, and no queue gives them."""
+        wanted = any(self._of(plan, "gpus_per_node") > 0 for plan in self.plans.by_name.values())
+        return wanted and not (self.queued or self.remote)
+
+    @property
+    def at_once(self) -> int:
+        """How many are used at once: 0 where they are not told apart."""
+        return len(self.devices) if self.limit is None else min(self.limit, len(self.devices))
+
+    def jobs_at_once(self, plan: Plan) -> int:
+        """Jobs of an experiment that use one each."""
+        return max(1, self.at_once) if self._of(plan, "gpus_per_node") > 0 else 1
+
+    def too_few_devices(self, trainings: Iterable[Wildcards]) -> str | None:
+        """What to say where one of these trainings needs more than there are."""
+        for wildcards in trainings:
+            needed = self.training_devices(wildcards) or 0
+            if needed > self.at_once:
+                return (
+                    f"{wildcards['experiment']} trains with {needed} processes, each of which needs a GPU of its own, "
+                    f"and this machine has {self.at_once} to use at once. Set resources.processes_per_node to "
+                    f"{self.at_once} (--config nodes=1 processes_per_node={self.at_once}), or use a larger one."
+                )
+        return None
+
+    def _share(self) -> int:
+        return max(1, self.cores // max(1, self.at_once))
+
+    def _processes_here(self, wildcards: Wildcards) -> int:
+        """Processes of a training that compute on this machine: all of them, unless Slurm has given it several."""
+        nodes = 1 if "SLURM_JOB_ID" in os.environ else self.nodes(wildcards)
+        return nodes * self.processes(wildcards)
 
     # ---- Attempts
 

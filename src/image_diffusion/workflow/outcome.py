@@ -49,8 +49,9 @@ def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
 
 
 def remove_left_parts(plans: Plans, results: Path) -> None:
-    """Remove parts of samples and of references that a killed command has left, and that nobody joins: the experiment
-    was changed back. Only once everything of these experiments is made."""
+    """Remove parts of samples and of references, and marks of those of latents, that a killed command left, and that
+    nobody joins: the experiment was changed back, or fewer GPUs went on. Only once everything of these experiments is
+    made."""
     samples = [results / name / "samples" for name in plans.by_name]
     references = [
         folder for dataset in plans.datasets for folder in (results / "datasets" / dataset).glob("references/*/parts")
@@ -60,3 +61,6 @@ def remove_left_parts(plans: Plans, results: Path) -> None:
             part.unlink(missing_ok=True)
         for halfway in folder.glob(".part-*-of-*.npz.halfway"):
             shutil.rmtree(halfway, ignore_errors=True)
+    for dataset in plans.datasets:
+        for mark in (results / "datasets" / dataset).glob("*/part-*-of-*.done"):
+            mark.unlink(missing_ok=True)

@@ -88,6 +88,8 @@ class Plan:
     """Whether `sample` makes embeddings."""
     sample_jobs: int
     """Jobs that share those."""
+    sample_batches: int
+    """Batches that those are made in; a job makes whole ones."""
     global_batch: int
     """Examples of one step of training."""
     seeds: str | None

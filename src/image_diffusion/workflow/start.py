@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from image_diffusion.core.files import digest, sha256_file
 from image_diffusion.core.lifeline import announce
 from image_diffusion.core.secrets import variable_of
 from image_diffusion.workflow.code import note_code
+from image_diffusion.workflow.devices import VARIABLE, devices_here
 from image_diffusion.workflow.environment import search_path
 from image_diffusion.workflow.files import Files
 from image_diffusion.workflow.machine import Machine
@@ -47,12 +48,15 @@ def start(
     remote: bool,
     moved: Callable[[str], str] = str,
     arguments: Sequence[str] = (),
+    cores: int = 1,
+    limit: int | None = None,
 ) -> Known:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
     whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its
-    command line, which may name experiments. What Snakemake starts on this machine ends when it does, and finds
+    command line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once,
+    where the caller says so. What Snakemake starts on this machine ends when it does, and finds
     MLflow's store in its environment. A mistake ends Snakemake with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
@@ -78,11 +82,15 @@ def start(
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {sentence_on(error) or error}") from None
+    machine = Machine(plans, config, queued, remote, cores)
+    if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:
+        os.environ[VARIABLE] = ",".join(devices)
+        machine = replace(machine, devices=devices, limit=limit)
     return Known(
         results=results,
         plans=plans,
-        files=Files(results, plans),
-        machine=Machine(plans, config, queued, remote),
+        files=Files(results, plans, machine.jobs_at_once),
+        machine=machine,
         code=code,
         pages=_digest_of_pages(root / "workflow"),
     )
