@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--codec-weights", type=Path, help="weights of the experiment that trained the codec")
     parser.add_argument("--pairs", type=place, help="manifest.json of what the system reads beside its data")
     parser.add_argument("--sample", type=Path, help="the configuration of the stage sample, to count it in")
+    parser.add_argument("--sample-jobs", type=int, default=1, help="jobs that make the samples at the same time (1)")
     parser.add_argument("--nodes", type=int, default=1, help="machines that will train together (1)")
     parser.add_argument("--processes-per-node", type=int, default=1, help="processes on each (1)")
     parser.add_argument("--memory-mb", type=int, help="memory that training may use on each machine (all there is)")
@@ -73,6 +74,7 @@ def main() -> None:
     previews = -(-found.steps // every) if every else 0
     previews_s = previews * sampling_seconds(shown, system, found, decode_s or 0.0)
     sample_s = sampling_seconds(made, system, found, decode_s or 0.0)
+    side_by_side = sample_s / arguments.sample_jobs
     on_gpu = torch.cuda.is_available()
     together = found.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
@@ -80,10 +82,10 @@ def main() -> None:
     print(
         f"{training.stage.experiment}: {found.parameters:,} parameters, {found.steps:,} steps of "
         f"{training.stage.train.global_batch} images, {found.processes} of: {found.device}\n"
-        f"time    {duration(found.total_s + previews_s + sample_s)}: steps {duration(found.train_s)} "
+        f"time    {duration(found.total_s + previews_s + side_by_side)}: steps {duration(found.train_s)} "
         f"({found.images_per_second:,.0f} images/s, {found.tflops:.3g} TFLOP/s, {found.share_of_peak:.0%} of the "
         f"device's measured peak), validation {duration(found.validation_s)}, previews {duration(previews_s)}, "
-        f"samples {duration(sample_s)}\n"
+        f"samples {duration(side_by_side)}{by_jobs(arguments.sample_jobs)}\n"
         f"memory  {together:.2f} GiB of {memory:.2f} GiB\n"
         f"disk    {found.disk_gib:.2f} GiB of {disk:.2f} GiB free; a checkpoint has {found.checkpoint_gib:.3g} GiB and "
         f"takes {duration(save_s)} to save, of {duration(arguments.grace_s)} when time is up",
@@ -125,6 +127,11 @@ def sampling_seconds(settings: Any, system: System, found: Forecast, decode_s: f
     if not calls:
         return 0.0
     return float(settings.num_samples * (calls * found.passes_s[system.sampled_in(settings)] + decode_s))
+
+
+def by_jobs(number: int) -> str:
+    """Words for several that work side by side; none for one."""
+    return f" by {number} jobs side by side" if number > 1 else ""
 
 
 def cut_short(found: Forecast, steps: int, not_decoded: bool) -> str | None:

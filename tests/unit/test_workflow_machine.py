@@ -103,6 +103,10 @@ def test_stages_share_the_cores_of_a_machine_with_several_gpus_and_have_one_each
     other = {"experiment": "cpus"}
     assert (here.one_device(other), here.training_devices(other), here.threads(other)) == (None, None, 2)
     assert here.jobs_at_once(plans.by_name["cpus"]) == 1
+    small = replace(here, plans=plans_of(a_plan(resources=asked, sample_batches=3)))
+    many = replace(here, plans=plans_of(a_plan(resources=asked, sample_batches=100, sample_jobs=10)))
+    samplers = [each.sampling_jobs(ONE) for each in (small, many, replace(many, queued=True), machine())]
+    assert samplers == [3, 8, 10, 1]
     limited = replace(here, limit=2, cores=1)
     assert (limited.at_once, limited.threads(ONE), replace(here, limit=9).at_once) == (2, 1, 8)
 

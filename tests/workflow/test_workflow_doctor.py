@@ -7,21 +7,25 @@ import json
 import pytest
 from projects import Project
 
+from image_diffusion.doctor import duration
+
 pytestmark = pytest.mark.slow
 
 
-def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project) -> None:
+def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh.edit(lambda experiment: experiment.setdefault("resources", {}).update(memory_mb=1))
     refused = fresh.snakemake("results/micro/doctor.json")
     assert refused.returncode != 0
     assert "GiB of memory, but 0.00 GiB may be used. Make train.microbatch smaller" in refused.stdout
 
-    fresh.edit(lambda experiment: experiment["resources"].update(memory_mb=8000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # PyTorch here has neither
+    fresh.edit(lambda experiment: experiment["resources"].update(memory_mb=8000, gpus_per_node=1))
     told = fresh.run("results/micro/doctor.json")
     forecast = json.loads((fresh / "results" / "micro" / "doctor.json").read_text())
     assert "images/s" in told and f"{forecast['parameters']:,} parameters" in told
     assert 0 < forecast["memory_gib"] < forecast["memory_limit_gib"]
     assert forecast["sample_s"] > 0
+    assert f"samples {duration(forecast['sample_s'] / 2)} by 2 jobs side by side" in told
     assert 0 < forecast["save_s"] < 90 and " of 1.5 min when time is up" in told
     assert not (fresh / "results" / "micro" / "train").exists()
     assert "doctor" not in fresh.planned()

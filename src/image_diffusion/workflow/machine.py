@@ -107,6 +107,13 @@ class Machine:
         except (ValueError, KeyError, TypeError):
             return longest
 
+    def sampling_jobs(self, wildcards: Wildcards) -> int:
+        """Jobs that make the samples at the same time: all of them where a queue has room, here one for each GPU."""
+        plan = self.plans.of(wildcards)
+        if self.queued or self.remote:
+            return max(1, plan.sample_jobs)
+        return max(1, min(self.jobs_at_once(plan), plan.sample_batches if plan.keeps_samples else 1))
+
     # ---- Training, on nodes of several processes
 
     def nodes(self, wildcards: Wildcards) -> int:
