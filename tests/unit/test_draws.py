@@ -120,7 +120,7 @@ def test_on_a_cpu_a_draw_is_one_pass_that_writes_its_numbers(kind: str, monkeypa
 
 def test_without_a_compiler_pytorch_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "draws.compiled"
-    for path in (tmp_path / "nothing", broken):
+    for path in (tmp_path / "nothing", broken, None):
         broken.write_bytes(b"of another machine")
         monkeypatch.setattr(draws_compiled, "_COMPILED", path)
         monkeypatch.setattr(draws_compiled, "library", draws_compiled.library.__wrapped__)

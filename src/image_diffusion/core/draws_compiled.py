@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from image_diffusion.core.compiled import load
+from image_diffusion.core.compiled import beside, load
 from image_diffusion.core.streams import Kind
 
-_COMPILED = Path(__file__).with_name("draws.compiled")  # by setup.py
+_COMPILED = beside(__name__, "draws.compiled")  # by setup.py
 _KINDS: dict[Kind, int] = {"uniform": 0, "normal": 1, "gumbel": 2, "integers": 3}
 
 

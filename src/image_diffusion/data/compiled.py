@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from image_diffusion.core.compiled import load
+from image_diffusion.core.compiled import beside, load
 
 BYTES = {"L": 1, "RGB": 4}
 """Bytes of a pixel as Pillow holds it, of the modes that are resized here."""
-_COMPILED = Path(__file__).with_name("resize.compiled")  # by setup.py
+_COMPILED = beside(__name__, "resize.compiled")  # by setup.py
 _MOST = 2**31 - 1
 
 
