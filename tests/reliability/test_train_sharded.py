@@ -88,16 +88,20 @@ def test_two_machines_that_share_within_each_give_the_numbers_of_one_process(
     assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("divided", "precision", "system"),
+    [("optimizer", "bf16", "dit"), ("optimizer", "fp16", "dit"), ("full", "bf16", "dit"), ("full", "bf16", "rin")],
+)
 def test_weights_that_were_rounded_once_give_the_numbers_of_autocast(
-    attempts: Attempts, tmp_path: Path, precision: str
+    attempts: Attempts, tmp_path: Path, divided: str, precision: str, system: str
 ) -> None:
-    """Without a limit of the norm, whose last bits would be other ones. Pictures are drawn with weights in float32."""
-    changes = STEADY | {"steps": 6, "precision": precision, "grad_clip": None, "grid_every_steps": 3}
-    for sharding in ("none", "optimizer"):
+    """Without a limit of the norm, whose last bits would be other ones. RIN first passes without gradient, and what was
+    rounded then takes no gradient."""
+    changes = STEADY | {"steps": 6, "precision": precision, "grad_clip": None}
+    for sharding in ("none", divided):
         settings = changes | {"sharding": sharding}
-        finished(attempts, tmp_path / sharding, system="dit", processes=2, changes=settings, inject="previews")
-    assert_same(tmp_path / "optimizer", tmp_path / "none")
+        finished(attempts, tmp_path / sharding, system=system, processes=2, changes=settings)
+    assert_same(tmp_path / divided, tmp_path / "none")
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
@@ -158,9 +162,13 @@ def test_checkpoints_go_on_with_or_without_sharding_on_any_number_of_processes(
     assert_same(tmp_path / "changing", tmp_path / "steady")
 
 
-def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(attempts: Attempts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lower", [{}, {"precision": "bf16", "grad_clip": None}], ids=["float32", "bf16"])
+def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(
+    attempts: Attempts, tmp_path: Path, lower: dict[str, str]
+) -> None:
+    """With weights in float32, whatever a step computes in."""
     finished(attempts, tmp_path / "given", changes={"seed": 1})
-    changes = STEADY | {"steps": 8, "grid_every_steps": 3, "init_from": str(tmp_path / "given/train")}
+    changes = STEADY | {"steps": 8, "grid_every_steps": 3, "init_from": str(tmp_path / "given/train"), **lower}
     for sharding in ("none", "full", "optimizer"):
         settings = changes | {"sharding": sharding}
         finished(attempts, tmp_path / sharding, processes=2, changes=settings, inject="previews")

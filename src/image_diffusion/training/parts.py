@@ -165,7 +165,7 @@ class Parts:
             task.objective.learn_from(_teacher(self.network, config))
         self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
-        self.precision = Precision(config.precision, world.device, self.flat.is_whole)
+        self.precision = Precision(config.precision, world.device, self.flat.is_whole, not sharded)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         self.gradients: Shared | Ordered = (
@@ -384,7 +384,7 @@ def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: to
         return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
-    return ShardedFlat(network, world, reduce, config.sharding == "machine")
+    return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
 
 
 def _teacher(network: nn.Module, config: TrainConfig) -> Network:
