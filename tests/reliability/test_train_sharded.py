@@ -42,9 +42,11 @@ def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e
     assert_close(saved, written(own["network"] | own["best"], None), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("system", ["mlp", "dit"])
-def test_a_sharded_run_gives_the_numbers_of_a_whole_one(attempts: Attempts, tmp_path: Path, system: str) -> None:
-    changes = STEADY | {"steps": 8, "log_every_steps": 1}
+@pytest.mark.parametrize(("system", "microbatch"), [("mlp", None), ("dit", None), ("dit", 2)])
+def test_a_sharded_run_gives_the_numbers_of_a_whole_one(
+    attempts: Attempts, tmp_path: Path, system: str, microbatch: int | None
+) -> None:
+    changes = STEADY | {"steps": 8, "log_every_steps": 1, "microbatch": microbatch}
     finished(attempts, tmp_path / "none", system=system, processes=2, changes=changes)
     for sharding in ("full", "optimizer"):
         settings = changes | {"sharding": sharding}

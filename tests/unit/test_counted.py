@@ -99,6 +99,8 @@ def test_a_process_takes_its_share_in_microbatches() -> None:
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
     shared = found("DiT-S/2", 4, global_batch=32, sharding="full")
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
+    parts = found("DiT-S/2", 4, global_batch=32, sharding="full", microbatch=4)  # with its whole gradient meanwhile
+    assert parts.fixed == pytest.approx(alone.fixed * (1 + 1 + 4 / 4) / 5, rel=0.01)
     sliced = found("DiT-S/2", 4, global_batch=32, sharding="optimizer")  # the network's own weights are bf16
     assert sliced.fixed == pytest.approx(alone.fixed * (0.5 + 1 + 5 / 4) / 5, rel=0.01)
 
@@ -183,6 +185,14 @@ def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> N
     _, sent = fixed_traffic(eight, SMALL, sharding="full")
     assert exact - sent == pytest.approx(gathered / 2 / 1e9, rel=1e-6)
     assert sent < 0.72 * exact  # gradients are added up in float32
+
+
+def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
+    """What two microbatches send more than one is the weights that are gathered for the second."""
+    network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
+    gradient = sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
+    _, sent = fixed_traffic(eight, SMALL, sharding="full", microbatch=1)
+    assert sent == pytest.approx(gradient / 1e9, rel=0.01)
 
 
 def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,9 @@ class Flat(Layout):
         """Before the backward passes of a step, which add up to `local`."""
         self.local.zero_()
 
+    def before_pass(self, last: bool) -> None:
+        """Before each of them. last: of the step. Nothing to do: `begin_sum` says when to add up."""
+
     def finish(self) -> None:
         """After them. Nothing to do: what no backward pass came to is zero."""
 

@@ -104,7 +104,8 @@ class ShardedFlat(Shares, Flat):
         for group in self._groups:
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
-        self._network, self._products = network, products
+        self._network, self._root, self._products = network, root, products
+        self._sums_each = reduce != torch.float32
         self.parameters = trainable(network)
         self._rows = {name: shape[0] for name, shape in shapes.items()}
         shares = {name: torch.empty(-(-n // world.size), *rest, device="meta") for name, (n, *rest) in shapes.items()}
@@ -121,6 +122,13 @@ class ShardedFlat(Shares, Flat):
         """The layout of these parameters alone."""
         shares = {slot.name: torch.empty(slot.shape, device="meta") for slot in self.slots if slot.name in names}
         return Shares(shares, self._rows, self._world)
+
+    def before_pass(self, last: bool) -> None:
+        """Before each backward pass. The last one of a step adds up the gradients over all processes; until then each
+        has its own, whole and in float32. (PyTorch would keep it in what is sent: with fewer bits all passes add up.)
+        """
+        self._root.set_requires_gradient_sync(last or self._sums_each)
+        self._root.set_is_last_backward(last)
 
     def norm(self) -> Tensor:
         """The norm of the gradient over all processes, [] on the device."""
