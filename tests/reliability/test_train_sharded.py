@@ -14,6 +14,7 @@ from tiny_runs import TINY
 from torch import Tensor
 from torch.testing import assert_close
 
+from image_diffusion.training.checkpoint import read_checkpoint
 from image_diffusion.training.lora import written
 
 STEADY = {"schedule": {"type": "constant", "warmup_steps": 3}, "optimizer": {"type": "adamw", "lr": 1e-3}}
@@ -26,7 +27,7 @@ STARTS = [("full", 2), ("none", 1), ("optimizer", 3), ("full", 3), ("none", 2), 
 def tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
     """The newest checkpoint, by group."""
     newest = max(folder.glob("train/state/*/step-*"))
-    return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}
+    return read_checkpoint(newest)[0].groups
 
 
 def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e-5) -> None:
@@ -198,6 +199,21 @@ def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(
     assert stopped.codes == [75] * processes, stopped.output
     finished(attempts, tmp_path / "killed", **settings)
     assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+
+
+def test_a_process_that_dies_at_its_part_of_a_checkpoint_loses_nothing(attempts: Attempts, tmp_path: Path) -> None:
+    """The second of two, at several of its operations on files: whatever checkpoint there is then is whole."""
+    settings: dict[str, Any] = {"processes": 2, "changes": FULL}
+    finished(attempts, tmp_path / "undisturbed", **settings)
+    for operation in (2, 5, 8, 13, 17):
+        killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=operation, killed=1, **settings))
+        assert killed.codes[1] == -signal.SIGKILL, killed.output
+        for path in (tmp_path / "killed").glob("train/state/*/step-*"):
+            assert list(path.glob("*.1-of-2.*"))
+            assert read_checkpoint(path)[0].step == int(path.name.removeprefix("step-"))
+    finished(attempts, tmp_path / "killed", **settings)
+    assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+    assert not list((tmp_path / "killed").glob("train/state/*/.*"))
 
 
 def test_one_process_has_nothing_to_share(attempts: Attempts, tmp_path: Path) -> None:

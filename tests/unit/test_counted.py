@@ -195,6 +195,21 @@ def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
     assert sent == pytest.approx(gradient / 1e9, rel=0.01)
 
 
+def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
+    """Every process keeps its rows."""
+    config = TrainConfig.model_validate({"steps": 1, "global_batch": 8, "sharding": "full"})
+    with _nothing_moves():
+        parts = Parts(task(DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)), config, eight)
+    with Traffic() as moved:
+        checkpoint = parts.capture(1, False)
+    rows = [tensor for group in checkpoint.rows.values() for tensor in group.values()]
+    assert moved.sent < 1000 < size_of(rows)
+    assert {each.untyped_storage().data_ptr() for each in rows} == {
+        each.untyped_storage().data_ptr()
+        for each in (parts.flat.values, *parts.averages.vectors.values(), *parts.optimizer.moments.values())
+    }
+
+
 def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig.model_validate({"steps": 1000, "global_batch": 64, "precision": "bf16"})
     stage = SimpleNamespace(train=config, experiment="mine")

@@ -98,6 +98,11 @@ class Layout:
         """The same by name. All processes call it together."""
         return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
 
+    def kept(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint keeps of a vector, by name: whole tensors in the first process, and this process's rows of
+        such as are shared by rows. All processes call it together."""
+        return self.named(vector), {}
+
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
         """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
         if tensors is not None:
@@ -121,6 +126,8 @@ class Flat(Layout):
     """Whether the backward pass already adds up the gradients of all processes."""
     is_whole = True
     """Whether each process has all of every parameter."""
+    writers = 1
+    """How many processes write a checkpoint, the first ones."""
 
     def __init__(self, network: nn.Module, reduce: torch.dtype = torch.float32) -> None:
         self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce

@@ -43,6 +43,10 @@ class Shares(Layout):
                 whole[slot.name] = rows.cpu()
         return whole
 
+    def kept(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint keeps of a vector: no whole tensors, but this process's rows, by name."""
+        return {}, {slot.name: self.own(vector, slot) for slot in self.slots}
+
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
         """Give every process its rows of tensors of these names, which the first process has."""
         for slot in self.slots:
@@ -90,7 +94,7 @@ class ShardedFlat(Shares, Flat):
         by_machine: bool = False,
     ) -> None:
         mesh, world = _sharing(world, by_machine)
-        self._world, self.inner = world, inner_matrices(network)
+        self._world, self.inner, self.writers = world, inner_matrices(network), world.size
         shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
         frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
         products = factors(network) & shapes.keys() if computes_in != torch.float32 else set()
