@@ -31,7 +31,7 @@ class Attempt:
     """One start of a training.
 
     processes: how many train together. changes: of the configuration. kill_after_s: SIGKILL after so many seconds.
-    kill_at_operation: SIGKILL of the first process just before the so many-th operation on a file of the run.
+    kill_at_operation: SIGKILL of process `killed` just before its so many-th operation on a file of the run.
     signals: (seconds, number) to send to every process, one after another. victim: the only process that gets any of
     this; by default all do. inject: a name in `tiny_runs.INJECTED`. drawn: a file for what is drawn, a line a sample.
     """
@@ -42,6 +42,7 @@ class Attempt:
     changes: dict[str, Any] = field(default_factory=dict)
     kill_after_s: float | None = None
     kill_at_operation: int | None = None
+    killed: int = 0
     signals: list[tuple[float, int]] = field(default_factory=list)
     victim: int | None = None
     inject: str | None = None
@@ -161,7 +162,7 @@ def _child(attempt: Attempt, rank: int, port: int, folder: Path, tiny_runs: Any)
         if attempt.processes > 1:
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(attempt.processes))
-        count = _count_operations(folder, attempt.kill_at_operation if rank == 0 else None)
+        count = _count_operations(folder, attempt.kill_at_operation if rank == attempt.killed else None)
         os.environ["RUN"] = str(folder)
         if attempt.drawn is not None:
             os.environ["DRAWN"] = attempt.drawn

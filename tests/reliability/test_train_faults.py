@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attempts import Attempt, Attempts, finished
@@ -72,13 +73,16 @@ def test_max_hours_stops_in_time(attempts: Attempts, tmp_path: Path) -> None:
     assert "stopped: asked by train.max_hours" in outcome.output[0]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("deterministic", ["off", "strict"])
+@pytest.mark.parametrize(
+    ("processes", "changes"),
+    [(1, {"deterministic": "off"}), (2, {"deterministic": "off"}), (1, {"deterministic": "strict"}),
+     (2, {"deterministic": "strict"}), (2, {"sharding": "full"})],
+)  # fmt: skip
 def test_a_loss_that_is_not_finite_stops_with_what_is_known(
-    attempts: Attempts, tmp_path: Path, processes: int, deterministic: str
+    attempts: Attempts, tmp_path: Path, processes: int, changes: dict[str, str]
 ) -> None:
-    settings = {"processes": processes, "changes": {"deterministic": deterministic}}
-    outcome = attempts(Attempt(str(tmp_path / "ill"), inject="nan", **settings))  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"processes": processes, "changes": changes}
+    outcome = attempts(Attempt(str(tmp_path / "ill"), inject="nan", **settings))
     assert 1 in outcome.codes, outcome.output
     message = next(line for line in outcome.output[0].splitlines() if line.startswith("error: "))
     assert "Loss is not finite at step " in message
@@ -100,15 +104,18 @@ def test_a_dead_process_ends_the_others_and_the_next_start_goes_on(
     assert results(tmp_path) == expected[2]
 
 
+@pytest.mark.parametrize(("processes", "sharding"), [(1, "none"), (2, "full")])
 def test_a_full_disk_is_told_and_the_next_start_goes_on(
-    attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
+    attempts: Attempts, tmp_path: Path, processes: int, sharding: str
 ) -> None:
-    outcome = attempts(Attempt(str(tmp_path), inject="full disk"))
-    assert outcome.codes == [1], outcome.output
-    assert "error: The checkpoint of step 4 could not be written in" in outcome.output[0]
-    assert not list(tmp_path.glob("train/state/*/step-*"))
-    finished(attempts, tmp_path)
-    assert results(tmp_path) == expected[1]
+    settings: dict[str, Any] = {"processes": processes, "changes": {"sharding": sharding}}
+    outcome = attempts(Attempt(str(tmp_path / "full"), inject="full disk", **settings))
+    assert 1 in outcome.codes, outcome.output
+    assert any("error: The checkpoint of step 4 could not be written in" in each for each in outcome.output)
+    assert not list(tmp_path.glob("full/train/state/*/step-*"))
+    for name in ("full", "empty"):
+        finished(attempts, tmp_path / name, **settings)
+    assert results(tmp_path / "full") == results(tmp_path / "empty")
 
 
 def test_a_clock_that_jumps_changes_nothing(attempts: Attempts, tmp_path: Path) -> None:

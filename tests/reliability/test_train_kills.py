@@ -12,7 +12,7 @@ from comparison import results
 from tiny_runs import SYSTEMS
 
 CASES = [(system, processes, "none") for system in SYSTEMS for processes in (1, 2)]
-CASES += [("mlp", 3, "optimizer"), ("dit", 2, "optimizer")]
+CASES += [("mlp", 3, "optimizer"), ("dit", 2, "optimizer"), ("mlp", 2, "full")]
 
 
 @pytest.mark.slow

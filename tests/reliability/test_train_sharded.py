@@ -14,6 +14,7 @@ from tiny_runs import TINY
 from torch import Tensor
 from torch.testing import assert_close
 
+from image_diffusion.training.checkpoint import read_checkpoint
 from image_diffusion.training.lora import written
 
 STEADY = {"schedule": {"type": "constant", "warmup_steps": 3}, "optimizer": {"type": "adamw", "lr": 1e-3}}
@@ -26,7 +27,7 @@ STARTS = [("full", 2), ("none", 1), ("optimizer", 3), ("full", 3), ("none", 2), 
 def tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
     """The newest checkpoint, by group."""
     newest = max(folder.glob("train/state/*/step-*"))
-    return {path.stem: load_file(path) for path in newest.glob("*.safetensors")}
+    return read_checkpoint(newest)[0].groups
 
 
 def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e-5) -> None:
@@ -42,9 +43,11 @@ def assert_same(ours: Path, theirs: Path, loss: float = 1e-6, weight: float = 1e
     assert_close(saved, written(own["network"] | own["best"], None), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("system", ["mlp", "dit"])
-def test_a_sharded_run_gives_the_numbers_of_a_whole_one(attempts: Attempts, tmp_path: Path, system: str) -> None:
-    changes = STEADY | {"steps": 8, "log_every_steps": 1}
+@pytest.mark.parametrize(("system", "microbatch"), [("mlp", None), ("dit", None), ("dit", 2)])
+def test_a_sharded_run_gives_the_numbers_of_a_whole_one(
+    attempts: Attempts, tmp_path: Path, system: str, microbatch: int | None
+) -> None:
+    changes = STEADY | {"steps": 8, "log_every_steps": 1, "microbatch": microbatch}
     finished(attempts, tmp_path / "none", system=system, processes=2, changes=changes)
     for sharding in ("full", "optimizer"):
         settings = changes | {"sharding": sharding}
@@ -88,16 +91,20 @@ def test_two_machines_that_share_within_each_give_the_numbers_of_one_process(
     assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("divided", "precision", "system"),
+    [("optimizer", "bf16", "dit"), ("optimizer", "fp16", "dit"), ("full", "bf16", "dit"), ("full", "bf16", "rin")],
+)
 def test_weights_that_were_rounded_once_give_the_numbers_of_autocast(
-    attempts: Attempts, tmp_path: Path, precision: str
+    attempts: Attempts, tmp_path: Path, divided: str, precision: str, system: str
 ) -> None:
-    """Without a limit of the norm, whose last bits would be other ones. Pictures are drawn with weights in float32."""
-    changes = STEADY | {"steps": 6, "precision": precision, "grad_clip": None, "grid_every_steps": 3}
-    for sharding in ("none", "optimizer"):
+    """Without a limit of the norm, whose last bits would be other ones. RIN first passes without gradient, and what was
+    rounded then takes no gradient."""
+    changes = STEADY | {"steps": 6, "precision": precision, "grad_clip": None}
+    for sharding in ("none", divided):
         settings = changes | {"sharding": sharding}
-        finished(attempts, tmp_path / sharding, system="dit", processes=2, changes=settings, inject="previews")
-    assert_same(tmp_path / "optimizer", tmp_path / "none")
+        finished(attempts, tmp_path / sharding, system=system, processes=2, changes=settings)
+    assert_same(tmp_path / divided, tmp_path / "none")
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
@@ -158,9 +165,13 @@ def test_checkpoints_go_on_with_or_without_sharding_on_any_number_of_processes(
     assert_same(tmp_path / "changing", tmp_path / "steady")
 
 
-def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(attempts: Attempts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lower", [{}, {"precision": "bf16", "grad_clip": None}], ids=["float32", "bf16"])
+def test_previews_of_a_warm_start_are_drawn_by_the_first_process_alone(
+    attempts: Attempts, tmp_path: Path, lower: dict[str, str]
+) -> None:
+    """With weights in float32, whatever a step computes in."""
     finished(attempts, tmp_path / "given", changes={"seed": 1})
-    changes = STEADY | {"steps": 8, "grid_every_steps": 3, "init_from": str(tmp_path / "given/train")}
+    changes = STEADY | {"steps": 8, "grid_every_steps": 3, "init_from": str(tmp_path / "given/train"), **lower}
     for sharding in ("none", "full", "optimizer"):
         settings = changes | {"sharding": sharding}
         finished(attempts, tmp_path / sharding, processes=2, changes=settings, inject="previews")
@@ -188,6 +199,21 @@ def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(
     assert stopped.codes == [75] * processes, stopped.output
     finished(attempts, tmp_path / "killed", **settings)
     assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+
+
+def test_a_process_that_dies_at_its_part_of_a_checkpoint_loses_nothing(attempts: Attempts, tmp_path: Path) -> None:
+    """The second of two, at several of its operations on files: whatever checkpoint there is then is whole."""
+    settings: dict[str, Any] = {"processes": 2, "changes": FULL}
+    finished(attempts, tmp_path / "undisturbed", **settings)
+    for operation in (2, 5, 8, 13, 17):
+        killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=operation, killed=1, **settings))
+        assert killed.codes[1] == -signal.SIGKILL, killed.output
+        for path in (tmp_path / "killed").glob("train/state/*/step-*"):
+            assert list(path.glob("*.1-of-2.*"))
+            assert read_checkpoint(path)[0].step == int(path.name.removeprefix("step-"))
+    finished(attempts, tmp_path / "killed", **settings)
+    assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")
+    assert not list((tmp_path / "killed").glob("train/state/*/.*"))
 
 
 def test_one_process_has_nothing_to_share(attempts: Attempts, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.data.batches import Examples
 from image_diffusion.doctor import tell_counted
 from image_diffusion.networks.dit import DiTConfig
+from image_diffusion.nn.blocks import factors
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems.dvae import DVAESystem
@@ -97,6 +99,8 @@ def test_a_process_takes_its_share_in_microbatches() -> None:
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
     shared = found("DiT-S/2", 4, global_batch=32, sharding="full")
     assert shared.fixed == pytest.approx(alone.fixed * (1 + 4 / 4) / 5, rel=0.01)
+    parts = found("DiT-S/2", 4, global_batch=32, sharding="full", microbatch=4)  # with its whole gradient meanwhile
+    assert parts.fixed == pytest.approx(alone.fixed * (1 + 1 + 4 / 4) / 5, rel=0.01)
     sliced = found("DiT-S/2", 4, global_batch=32, sharding="optimizer")  # the network's own weights are bf16
     assert sliced.fixed == pytest.approx(alone.fixed * (0.5 + 1 + 5 / 4) / 5, rel=0.01)
 
@@ -136,18 +140,20 @@ def eight() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def fixed_traffic(world: World, **settings: Any) -> tuple[float, float]:
-    """GB that a step of DiT-XL/2 moves however small its batch is: in a process, and between processes."""
-    config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", **settings})
-    fake, steps = FakeTensorMode(allow_non_fake_inputs=True), []
+def fixed_traffic(world: World, size: Any = "DiT-XL/2", **settings: Any) -> tuple[float, float]:
+    """GB that a step of a DiT moves however small its batch is: in a process, and between processes. A size that is not
+    a name is one to compute with, for PyTorch spreads no weights without contents."""
+    config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 16, **settings})
+    fake, steps = FakeTensorMode(allow_non_fake_inputs=True) if isinstance(size, str) else nullcontext(), []
+    given: Any = {"size": size} if isinstance(size, str) else size
     with fake:
-        network = DiTConfig(size="DiT-XL/2").build(SPEC, learned_variance=True)
+        network = DiTConfig(**given).build(SPEC, learned_variance=True)
     whole = task(network)
     with fake, _nothing_moves():
         parts = Parts(whole, config, world)
         for batch in (1, 2):
             ids = torch.zeros(batch, dtype=torch.int64)
-            examples = Examples(torch.empty(batch, *Moments.shape, dtype=Moments.dtype), ids, ids, ids)
+            examples = Examples(torch.zeros(batch, *Moments.shape, dtype=Moments.dtype), ids, ids, ids)
             with Traffic() as step:
                 parts.gradients(examples, partial(parts.losses, 1))
                 parts.clip()
@@ -165,6 +171,43 @@ def test_the_optimizer_is_done_once_and_not_on_every_gpu(eight: World) -> None:
     assert local < 14 and sent == pytest.approx(2.70 + 1.35, rel=0.02)  # the sum in float32, the weights in bf16
     _, sent = fixed_traffic(eight, sharding="optimizer", reduce="bf16")
     assert sent == pytest.approx(1.35 + 1.35, rel=0.02)
+
+
+SMALL = {"depth": 4, "width": 64, "num_heads": 2, "patch": 8}
+
+
+def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> None:
+    """Those of blocks twice, in the forward pass and in the backward pass, if they are for products."""
+    network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
+    products = {name: network.get_parameter(name).nbytes for name in factors(network)}
+    gathered = sum(size * (2 if name.startswith("blocks.") else 1) for name, size in products.items())
+    _, exact = fixed_traffic(eight, SMALL, sharding="full", precision="float32")
+    _, sent = fixed_traffic(eight, SMALL, sharding="full")
+    assert exact - sent == pytest.approx(gathered / 2 / 1e9, rel=1e-6)
+    assert sent < 0.72 * exact  # gradients are added up in float32
+
+
+def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:
+    """What two microbatches send more than one is the weights that are gathered for the second."""
+    network = DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)
+    gradient = sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
+    _, sent = fixed_traffic(eight, SMALL, sharding="full", microbatch=1)
+    assert sent == pytest.approx(gradient / 1e9, rel=0.01)
+
+
+def test_a_checkpoint_of_shared_weights_is_not_sent(eight: World) -> None:
+    """Every process keeps its rows."""
+    config = TrainConfig.model_validate({"steps": 1, "global_batch": 8, "sharding": "full"})
+    with _nothing_moves():
+        parts = Parts(task(DiTConfig.model_validate(SMALL).build(SPEC, learned_variance=True)), config, eight)
+    with Traffic() as moved:
+        checkpoint = parts.capture(1, False)
+    rows = [tensor for group in checkpoint.rows.values() for tensor in group.values()]
+    assert moved.sent < 1000 < size_of(rows)
+    assert {each.untyped_storage().data_ptr() for each in rows} == {
+        each.untyped_storage().data_ptr()
+        for each in (parts.flat.values, *parts.averages.vectors.values(), *parts.optimizer.moments.values())
+    }
 
 
 def test_doctor_tells_what_gpus_elsewhere_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ WRITES = {
     "weights": ("weights.save_weights(folder, {'a': torch.zeros(100_000)}, {})", "weights.safetensors"),
     "a checkpoint": (
         "write_checkpoint(folder, Checkpoint(1, 1, False, {'a': {'b': torch.zeros(100_000)}}), {}, {}, lambda: None)",
-        ".step-0000001.tmp/a.safetensors",
+        ".step-0000001.new.tmp/a.safetensors",
     ),
 }
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ from image_diffusion.core.config import differing_keys
 from image_diffusion.core.files import atomic_write
 from image_diffusion.core.weights import save_weights
 from image_diffusion.training import checkpoint as written
+from image_diffusion.training.background import Background
 from image_diffusion.training.checkpoint import Checkpoint, Damaged, read_checkpoint, write_checkpoint
 from image_diffusion.training.config import CheckpointConfig
-from image_diffusion.training.state import State
+from image_diffusion.training.state import State, helper
 
 IDENTITY = {"train": {"seed": 1, "optimizer": {"lr": 0.1}}, "system": {"type": "dit"}}
 
@@ -32,6 +37,28 @@ def checkpoint(step: int) -> Checkpoint:
         "objective": {},
     }
     return Checkpoint(step, 32 * step, False, groups, {"precision": {"scale": 2.0**16}})
+
+
+def part(step: int, number: int, count: int) -> Checkpoint:
+    """What one of several processes writes of that: its rows of tensors that they share."""
+    whole = checkpoint(step)
+    shared = {"network": "weight", "ema-0.9": "weight", "optimizer": "exp_avg/weight"}
+    rows = {}
+    for group, name in shared.items():
+        share = -(-len(whole.groups[group][name]) // count)
+        rows[group] = {name: whole.groups[group].pop(name)[number * share :][:share]}
+    del whole.groups["ema-0.9"]
+    return replace(whole, rows=rows, part=number, parts=count)
+
+
+def save(owned: State, step: int, count: int, hang_s: float = 60.0) -> None:
+    """Save a checkpoint by several processes, of whom the first owns the folder; by one alone if there is one."""
+    others = [helper(owned.folder.parent, owned.fingerprint, owned.token, hang_s) for _ in range(1, count)]
+    for number, other in reversed(list(enumerate(others, start=1))):
+        other.save(part(step, number, count))
+    owned.save(part(step, 0, count) if count > 1 else checkpoint(step))
+    for each in (*others, owned):
+        each.wait()
 
 
 def state(root: Path, identity: dict[str, Any] = IDENTITY, **settings: Any) -> State:
@@ -82,6 +109,83 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found = state(tmp_path).load()
     assert found is not None
     assert same(found, checkpoint(3))
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_what_several_processes_wrote_is_read_as_of_one(tmp_path: Path, count: int) -> None:
+    """Seven rows, so that shares are unequal, and some of twelve have none."""
+    owned = state(tmp_path)
+    for step in (3, 4):
+        save(owned, step, count)
+    found = state(tmp_path).load()
+    assert found is not None
+    assert same(found, checkpoint(4))
+    names = sorted(path.name for path in owned.checkpoints()[1].iterdir())
+    assert len(names) == 4 + 3 * count and f"ema-0.9.1-of-{count}.safetensors" in names
+    assert len(list(owned.folder.iterdir())) == 2
+
+
+def test_a_checkpoint_without_the_part_of_a_process_is_absent(tmp_path: Path) -> None:
+    owned = State(tmp_path, IDENTITY, CheckpointConfig(), hang_s=0.2)
+    owned.claim()
+    save(owned, 1, 2)
+    owned.save(part(2, 0, 2))
+    with pytest.raises(ValueError, match="Process 1 has not written its part of the checkpoint of step 2 within 0 s"):
+        owned.wait()
+    assert [path.name for path in owned.folder.iterdir()] == ["step-0000001"]
+
+
+def test_who_is_replaced_while_others_write_ends_at_once(tmp_path: Path) -> None:
+    first = state(tmp_path)
+    first.save(part(1, 0, 2))
+    while not list(first.folder.glob(".*/*-of-2.*")):
+        time.sleep(0.01)
+    state(tmp_path)
+    with pytest.raises((ValueError, OSError), match="has taken over|could not be written"):
+        first.wait()
+    assert not list(first.folder.glob("step-*"))
+
+
+def test_a_helper_whose_owner_was_replaced_writes_nothing(tmp_path: Path) -> None:
+    first = state(tmp_path)
+    orphan = helper(tmp_path, first.fingerprint, first.token, hang_s=0.2)
+    second = state(tmp_path)
+    orphan.save(part(1, 1, 2))
+    save(second, 1, 1)
+    with pytest.raises(ValueError, match="step 1 was not begun by the first process"):
+        orphan.wait()
+    assert [path.name for path in second.folder.iterdir()] == ["step-0000001"]
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("image_diffusion.training.state._SEEN_S", 0.0)
+    owned = state(tmp_path / "one machine")
+    for folder in (tmp_path / "another machine", state(tmp_path / "yet another").folder.parent):
+        with pytest.raises(ValueError, match=r"is not the folder that the first process writes, .* all machines share"):
+            helper(folder, owned.fingerprint, owned.token)
+
+
+def test_who_waits_for_a_part_ends_with_its_training() -> None:
+    waits = (
+        "import threading; from pathlib import Path; from image_diffusion.training.background import appears\n"
+        "threading.Thread(target=lambda: print(appears(Path('never'), 600))).start()"
+    )
+    ended = subprocess.run([sys.executable, "-c", waits], timeout=60, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "False"
+
+
+def test_tensors_of_one_vector_are_copied_at_once(tmp_path: Path) -> None:
+    vector = torch.arange(12.0)
+    groups = {"network": {"a": vector[:4].view(2, 2), "b": vector[5:].as_strided((2, 3), (1, 2), 6)}, "meter": {}}
+    taken = Checkpoint(1, 1, False, groups, rows={"network": {"c": vector[2:2], "d": torch.ones(2)}})
+    copies: list[Checkpoint] = []
+    writes = Background(copies.append)
+    writes.save(taken)
+    writes.wait()
+    assert same(copies[0], taken)
+    a, b, c, d = (tensor.untyped_storage().data_ptr() for tensor in (*copies[0].groups["network"].values(),
+                                                                     *copies[0].rows["network"].values()))  # fmt: skip
+    assert a == b == c != d and a != vector.untyped_storage().data_ptr()
 
 
 def test_the_copy_is_of_the_moment_of_saving(tmp_path: Path) -> None:
@@ -144,11 +248,13 @@ def damaged(folder: Path, others: list[Path], draw: random.Random) -> str:
     return kind
 
 
-def test_300_damaged_checkpoints_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_300_damaged_checkpoints_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
     owned = state(tmp_path / "whole", keep_last=3)
     for step in (1, 2, 3):
-        owned.save(checkpoint(step))
-    owned.wait()
+        save(owned, step, count)
     draw, kinds = random.Random(0), set()
     for i in range(300):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)

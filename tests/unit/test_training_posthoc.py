@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from image_diffusion import ema as verb
+from image_diffusion.core.files import read_json
 from image_diffusion.core.weights import read_weights, save_weights
-from image_diffusion.training.checkpoint import Checkpoint, write_checkpoint
+from image_diffusion.training.checkpoint import Checkpoint, told_of, write_checkpoint, write_rows
 from image_diffusion.training.ema import Averages, PowerEma, power_of_width
 from image_diffusion.training.posthoc import coefficients, inner_products, reconstruct
 
@@ -37,6 +40,22 @@ def test_a_kept_average_is_its_own_reconstruction() -> None:
     assert found == pytest.approx([0.0, 1.0, 0.0], abs=1e-9)
 
 
+def written_by_two(folder: Path, checkpoint: Checkpoint, *settings: Any) -> None:
+    """The same of two processes, each of which has a half of w."""
+    halves = {group: tensors.pop("w").chunk(2) for group, tensors in checkpoint.groups.items()}
+    first, second = (
+        replace(checkpoint, rows={group: {"w": half[part]} for group, half in halves.items()}, part=part, parts=2)
+        for part in (0, 1)
+    )
+
+    def others(folder: Path, part: int) -> dict[str, Any]:
+        write_rows(folder, second)
+        files: dict[str, Any] = read_json(told_of(folder, part))
+        return files
+
+    write_checkpoint(folder, first, *settings, others=others)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state folder with checkpoints of a walk, and what averages of other widths are in truth, in truth.json."""
@@ -52,7 +71,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step % EVERY == 0:
             groups = {name: {"w": vector} for name, vector in kept.vectors.items()}
             groups["network"] = {"w": weights, "buffer": torch.ones(2)}
-            write_checkpoint(folder, Checkpoint(step, 4 * step, False, groups), identity, {}, lambda: None)
+            taken = Checkpoint(step, 4 * step, False, groups)
+            write = write_checkpoint if step % (2 * EVERY) else written_by_two
+            write(folder, taken, identity, {}, lambda: None)
     (folder / "truth.json").write_text(json.dumps({name: v.tolist() for name, v in truth.vectors.items()}))
     return folder
 
@@ -93,7 +114,7 @@ def test_what_cannot_be_combined_is_told(tmp_path: Path) -> None:
 
 def test_a_damaged_average_is_told(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "state")
-    path = tmp_path / "state/step-0000400/ema-0.05.safetensors"
+    path = tmp_path / "state/step-0000400/ema-0.05.1-of-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    with pytest.raises(ValueError, match=r"step-0000400/ema-0\.05\.safetensors is missing or damaged"):
+    with pytest.raises(ValueError, match=r"step-0000400 is damaged: ema-0\.05\.1-of-2\.safetensors has another sha256"):
         reconstruct(tmp_path / "state", 0.1)

@@ -76,7 +76,8 @@ class TrainConfig(Config):
     of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of weights and
     gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit beside
     them; slower. machine: the same within each machine, and the machines add up their gradients (HSDP): for several
-    whose network is slower than what connects the GPUs of one. Changes no checkpoint."""
+    whose network is slower than what connects the GPUs of one. Any goes on with the
+    checkpoints of any other, on any number of processes."""
     reduce: Literal["float32", "bf16"] = "float32"
     """In what processes send one another their gradients to be added up. bf16: half of the traffic, for networks
     between machines that are slower than their GPUs; sums are rounded to 8 bits."""

@@ -80,7 +80,9 @@ def counted(
 
 def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int, per_machine: int | None = None) -> int:
     """Bytes that other processes keep for this one: with sharding, of the moments and the averages, and of the gradient
-    where weights are shared, too. These are here as a whole, at least now and then, for a validation."""
+    where weights are shared, too. These are here as a whole, at least now and then, for a validation; and so is the
+    gradient, beside its share, until the last microbatch of a step."""
+    own = -(-config.global_batch // processes)
     if config.sharding == "machine":
         processes = min(processes, per_machine or processes)
     if config.sharding == "none" or processes == 1:
@@ -89,7 +91,8 @@ def kept_elsewhere(parts: Parts, config: TrainConfig, processes: int, per_machin
     gradient = parts.flat.gradient.nbytes
     elsewhere = sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
     if config.spreads_weights:
-        return elsewhere + gradient * (processes - 1) // processes
+        waits = config.microbatch is not None and config.microbatch < own and config.reduce == "float32"
+        return elsewhere + gradient * (processes - 1) // processes - waits * gradient
     rounded: set[str] = set()
     if config.precision != "float32" and config.deterministic != "strict":
         rounded = factors(parts.network) & parts.flat.parameters.keys()  # which are here in half as many bytes

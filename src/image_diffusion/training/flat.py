@@ -98,6 +98,11 @@ class Layout:
         """The same by name. All processes call it together."""
         return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
 
+    def kept(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint keeps of a vector, by name: whole tensors in the first process, and this process's rows of
+        such as are shared by rows. All processes call it together."""
+        return self.named(vector), {}
+
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
         """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
         if tensors is not None:
@@ -121,6 +126,8 @@ class Flat(Layout):
     """Whether the backward pass already adds up the gradients of all processes."""
     is_whole = True
     """Whether each process has all of every parameter."""
+    writers = 1
+    """How many processes write a checkpoint, the first ones."""
 
     def __init__(self, network: nn.Module, reduce: torch.dtype = torch.float32) -> None:
         self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
@@ -135,6 +142,9 @@ class Flat(Layout):
     def begin(self) -> None:
         """Before the backward passes of a step, which add up to `local`."""
         self.local.zero_()
+
+    def before_pass(self, last: bool) -> None:
+        """Before each of them. last: of the step. Nothing to do: `begin_sum` says when to add up."""
 
     def finish(self) -> None:
         """After them. Nothing to do: what no backward pass came to is zero."""

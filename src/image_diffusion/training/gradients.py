@@ -65,7 +65,9 @@ class Shared:
         losses = []
         for i, part in enumerate(parts):
             losses.append(losses_of(part, self._world.rank + self._world.size * i))
-            self._arm(i + 1 == len(parts))
+            last = i + 1 == len(parts)
+            self._flat.before_pass(last)
+            self._arm(last)
             self._scale(losses[-1].loss.sum() / self._global_batch).backward()
         self._flat.finish()
         self._launch(everything=True)

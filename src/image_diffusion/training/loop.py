@@ -6,21 +6,30 @@ from functools import partial
 
 from image_diffusion.core.errors import Stopped
 from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.training.background import Background
 from image_diffusion.training.parts import Parts
 from image_diffusion.training.reports import Reports
 from image_diffusion.training.signals import Stop
 from image_diffusion.training.state import State
 
 
-def train(parts: Parts, step: int, due: bool, state: State | None, journal: Journal | NullJournal, stop: Stop) -> None:
+def train(
+    parts: Parts,
+    step: int,
+    due: bool,
+    state: State | None,
+    journal: Journal | NullJournal,
+    stop: Stop,
+    helper: Background | None = None,
+) -> None:
     """Train from `step` on to the end, which leaves a checkpoint of the last step.
 
     step: updates done. due: whether reports of that step are still to be made. state: in the first process only.
-    Raises Stopped when it was asked to stop, ValueError when a loss or gradient is not finite, OSError when a
-    checkpoint cannot be written.
+    helper: in others that write parts of checkpoints. Raises Stopped when it was asked to stop, ValueError when a loss
+    or gradient is not finite, OSError when a checkpoint cannot be written.
     """
     config = parts.config
-    reports = Reports(parts, journal, stop, state, step)
+    reports = Reports(parts, journal, stop, state, step, helper)
     stopping = stop.poll()
     if due or (step == 0 and reports.are_due(step)):
         due = not reports.make(step)

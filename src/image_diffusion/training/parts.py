@@ -23,7 +23,7 @@ from image_diffusion.training.checkpoint import Checkpoint
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.distributed import World
 from image_diffusion.training.ema import Averages
-from image_diffusion.training.flat import Flat
+from image_diffusion.training.flat import Flat, Layout
 from image_diffusion.training.gradients import Ordered, Shared, gather_losses, shares
 from image_diffusion.training.lora import written
 from image_diffusion.training.meter import Health, Meter
@@ -165,7 +165,7 @@ class Parts:
             task.objective.learn_from(_teacher(self.network, config))
         self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
-        self.precision = Precision(config.precision, world.device, self.flat.is_whole)
+        self.precision = Precision(config.precision, world.device, self.flat.is_whole, not sharded)
         self.meter, self.health = Meter(world, strict), Health(world)
         self.speed = Speed(world, self.precision.dtype)
         self.gradients: Shared | Ordered = (
@@ -282,19 +282,19 @@ class Parts:
         return self._written(self.flat.values)
 
     def capture(self, step: int, reports_due: bool) -> Checkpoint:
-        """A checkpoint of this moment, still on the device. All processes call it together."""
-        objective = self.task.objective
+        """A checkpoint of this moment, still on the device, or this process's part of it. All processes call it
+        together."""
+        objective, optimizer = self.task.objective, self.optimizer
+        vectors: dict[tuple[str, str], tuple[Layout, Tensor]] = {("network", ""): (self.flat, self.flat.values)}
+        vectors |= {(name, ""): (self.flat, vector) for name, vector in self.averages.vectors.items()}
+        vectors |= {
+            ("optimizer", f"{moment}/"): (optimizer.layouts[moment], vector)
+            for moment, vector in optimizer.moments.items()
+        }
+        network = self.network.state_dict().items()
         groups = {
-            "network": self._network_state(),
-            **{name: self.flat.named(vector) for name, vector in self.averages.vectors.items()},
-            "optimizer": {
-                "steps": self.optimizer.steps,
-                **{
-                    f"{moment}/{name}": tensor
-                    for moment, vector in self.optimizer.moments.items()
-                    for name, tensor in self.optimizer.layouts[moment].named(vector).items()
-                },
-            },
+            "network": {name: tensor for name, tensor in network if name not in self.flat.parameters},
+            "optimizer": {"steps": optimizer.steps},
             "meter": self.meter.state(),
             "objective": objective.state_dict() if isinstance(objective, Remembers) else {},
         }
@@ -302,9 +302,19 @@ class Parts:
         if self.precision.skips_overflow:
             extra["precision"] = self.precision.state()
         if self.best is not None:
-            groups["best"] = self.flat.named(self.best.vector) | self.best.moving
+            vectors["best", ""] = self.flat, self.best.vector
+            groups["best"] = self.best.moving
             extra["best"] = {"loss": self.best.loss, "step": self.best.step}
-        return Checkpoint(step, step * self.config.global_batch, reports_due, groups, extra)
+        rows: dict[str, dict[str, Tensor]] = {}
+        for (group, prefix), (layout, vector) in vectors.items():
+            whole, own = layout.kept(vector)
+            for kept, tensors in ((groups, whole), (rows, own)):
+                if tensors:
+                    named = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+                    kept[group] = kept.get(group, {}) | named
+        examples = step * self.config.global_batch
+        part, parts = self.world.rank, self.flat.writers
+        return Checkpoint(step, examples, reports_due, groups, extra, rows=rows, part=part, parts=parts)
 
     def restore(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
         """Go on from the first process's checkpoint: (step, whether its reports are due); (0, False) without one."""
@@ -342,10 +352,6 @@ class Parts:
         if "precision" in extra:
             self.precision.load(extra["precision"])
         return step, reports_due or (step == self.config.steps and not extra["ended"])  # it was one on the way then
-
-    def _network_state(self) -> dict[str, Tensor]:
-        """The network's tensors by name, whole in the first process. All processes call it together."""
-        return self.network.state_dict() | self.flat.named(self.flat.values)
 
     def _moving(self) -> dict[str, Tensor]:
         """Copies of what of the network learns without a gradient, by name."""
@@ -386,7 +392,7 @@ def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: to
         return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
     from image_diffusion.training.sharded import ShardedFlat  # what it imports takes seconds
 
-    return ShardedFlat(network, world, reduce, config.sharding == "machine")
+    return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
 
 
 def _teacher(network: nn.Module, config: TrainConfig) -> Network:

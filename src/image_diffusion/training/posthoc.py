@@ -6,20 +6,19 @@ linear combination of them has the combination of the profiles, and least square
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from image_diffusion.core.files import sha256_file
-from image_diffusion.training.checkpoint import Damaged, read_checkpoint, read_record
-from image_diffusion.training.ema import power_of_width
+from image_diffusion.training.checkpoint import Damaged, read_group, read_record
+from image_diffusion.training.ema import average_name, power_of_width
 from image_diffusion.training.lora import lora_of, written
 
 Profiles = NDArray[np.float64]
@@ -27,10 +26,11 @@ Profiles = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Kept:
-    """A kept average: where it lies, at which step it was taken, and its exponent gamma."""
+    """A kept average: the checkpoint that it lies in, what that says, its name there, and its exponent gamma."""
 
-    path: Path
-    step: int
+    folder: Path
+    record: dict[str, Any]
+    name: str
     gamma: float
 
 
@@ -59,21 +59,15 @@ def kept_averages(state: Path) -> list[Kept]:
     """The averages in the checkpoints of a run's state folder. Raises ValueError where there are none to combine."""
     found = []
     for folder in sorted(state.glob("step-*")):
-        try:
+        with _undamaged(folder):
             record = read_record(folder)
-        except Damaged as damage:
-            raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None
         ema: dict[str, Any] = record["identity"]["train"]["ema"]
         if ema["type"] != "power":
             raise ValueError(
                 f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined; one that was "
                 "kept is had with --average."
             )
-        for width in ema["widths"]:
-            path = folder / f"ema-{width:g}.safetensors"
-            if not path.is_file() or sha256_file(path) != record["files"][path.name]["sha256"]:
-                raise ValueError(f"{path} is missing or damaged. Remove its checkpoint and run this again.")
-            found.append(Kept(path, record["step"], power_of_width(width)))
+        found += [Kept(folder, record, average_name(width), power_of_width(width)) for width in ema["widths"]]
     if not found:
         raise ValueError(
             f"{state} holds no checkpoint. Give the folder of one run: results/x/train/state/<fingerprint>."
@@ -84,20 +78,28 @@ def kept_averages(state: Path) -> list[Kept]:
 def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
     """The weights averaged with a relative width, and the step they are of, the last one kept.
 
-    Float64 sums over one file at a time. Raises ValueError as `kept_averages` does.
+    Float64 sums over one average at a time. Raises ValueError as `kept_averages` does.
     """
     kept = kept_averages(state)
-    last = max(each.step for each in kept)
-    factors = coefficients([k.step for k in kept], [k.gamma for k in kept], last, power_of_width(width))
-    try:
-        newest, identity = read_checkpoint(max(k.path.parent for k in kept))
-    except Damaged as damage:
-        raise ValueError(
-            f"The newest checkpoint in {state} is damaged: {damage}. Remove it and run this again."
-        ) from None
+    steps = [int(each.record["step"]) for each in kept]
+    last = max(steps)
+    factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
+    newest = max(kept, key=lambda each: each.folder)
+    with _undamaged(newest.folder):
+        network = read_group(newest.folder, newest.record, "network")
     sums: dict[str, Tensor] = {}
     for factor, each in zip(factors.tolist(), kept, strict=True):
-        for name, tensor in safetensors.torch.load_file(each.path).items():
+        with _undamaged(each.folder):
+            average = read_group(each.folder, each.record, each.name)
+        for name, tensor in average.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
-    averaged = {name: tensor.to(newest.groups["network"][name].dtype) for name, tensor in sums.items()}
-    return written(newest.groups["network"] | averaged, lora_of(identity)), last
+    averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
+    return written(network | averaged, lora_of(newest.record["identity"])), last
+
+
+@contextmanager
+def _undamaged(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as damage:
+        raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None

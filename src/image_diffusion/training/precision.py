@@ -25,11 +25,13 @@ class Precision:
     """Autocast and, for fp16, a loss scale that adapts itself without asking the device.
 
     sees_all: whether the gradient that a process sees is that of all parameters; where it is not, processes tell one
-    another of overflows.
+    another of overflows. keeps_weights: whether the network has the same weights from pass to pass. Where they are
+    gathered anew, what autocast rounded in a pass without gradient must not serve a pass with one, whose gradients
+    would be lost, nor stay when they are freed.
     """
 
-    def __init__(self, name: Name, device: torch.device, sees_all: bool = True) -> None:
-        self._dtype, self._device = _DTYPES.get(name), device
+    def __init__(self, name: Name, device: torch.device, sees_all: bool = True, keeps_weights: bool = True) -> None:
+        self._dtype, self._device, self._caches = _DTYPES.get(name), device, keeps_weights
         kind = torch.amp.GradScaler if sees_all else _Agreeing
         self.scaler = kind(device.type, enabled=name == "fp16")
 
@@ -40,7 +42,9 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of the network's forward pass."""
-        return torch.autocast(self._device.type, self._dtype) if self._dtype is not None else nullcontext()
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._dtype, cache_enabled=self._caches)
 
     def scale(self, loss: Tensor) -> Tensor:
         """What is differentiated."""

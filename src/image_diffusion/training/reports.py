@@ -15,6 +15,7 @@ from image_diffusion.core.journal import Journal, NullJournal
 from image_diffusion.core.progress import Progress
 from image_diffusion.core.verify import write_listing
 from image_diffusion.data.batches import Examples
+from image_diffusion.training.background import Background
 from image_diffusion.training.machine import Machine
 from image_diffusion.training.meter import means_of
 from image_diffusion.training.parts import Parts
@@ -28,12 +29,20 @@ VALIDATION_CHUNK = 64
 class Reports:
     """Everything here is done by all processes together, between two steps; files are written by the first.
 
-    state, and a journal that keeps something, are given in the first process only.
+    state, and a journal that keeps something, are given in the first process only. helper: in others that write parts
+    of checkpoints.
     """
 
     def __init__(
-        self, parts: Parts, journal: Journal | NullJournal, stop: Stop, state: State | None, step: int
+        self,
+        parts: Parts,
+        journal: Journal | NullJournal,
+        stop: Stop,
+        state: State | None,
+        step: int,
+        helper: Background | None = None,
     ) -> None:
+        self._writer = state or helper
         self._parts, self._journal, self._stop, self._state = parts, journal, stop, state
         self._machine = Machine(parts.world.device) if state is not None else None
         self._progress = Progress("train", parts.config.steps, "step", initial=step) if state is not None else None
@@ -46,8 +55,8 @@ class Reports:
         started = time.monotonic()
         for examples in batches:
             self._waited_s += time.monotonic() - started
-            if self._state is not None:
-                self._state.check()
+            if self._writer is not None:
+                self._writer.check()
             if self._progress is not None:
                 self._progress.advance()
             self._examples = examples
@@ -102,22 +111,23 @@ class Reports:
         if self._state is not None:
             attempts = self._journal.attempts
             self._journal.sync()
-            self._state.save(replace(checkpoint, attempts=attempts))
+            checkpoint = replace(checkpoint, attempts=attempts)
+        if self._writer is not None:
+            self._writer.save(checkpoint)
         self._away_s += time.monotonic() - started
 
     def close(self) -> None:
-        """Wait until the last checkpoint is on disk."""
-        if self._state is not None:
-            self._state.wait()
+        """Wait until what this process writes of the last checkpoint is on disk; in the first, all of it."""
+        if self._writer is not None:
+            self._writer.wait()
         if self._progress is not None:
             self._progress.close()
 
     def _check_health(self, waited_s: float = 0.0) -> list[float]:
         def advice() -> str:
-            if self._state is None:
-                return ""
-            self._state.wait()
-            return self._state.advice
+            if self._writer is not None:
+                self._writer.wait()
+            return "" if self._state is None else self._state.advice
 
         return self._parts.health.check(advice, waited_s)
 

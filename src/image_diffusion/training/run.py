@@ -24,6 +24,7 @@ from image_diffusion.systems import AnySystem
 from image_diffusion.systems.starting import Change, Trained, fitted, table
 from image_diffusion.systems.system import System
 from image_diffusion.training import preflight
+from image_diffusion.training.background import Background
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.determinism import switches
 from image_diffusion.training.distributed import HANG_S, World, join
@@ -32,7 +33,7 @@ from image_diffusion.training.lora import plain_name
 from image_diffusion.training.parts import Parts, Task
 from image_diffusion.training.precision import dtype_of, faster_in_bf16
 from image_diffusion.training.signals import Stop
-from image_diffusion.training.state import State
+from image_diffusion.training.state import State, helper
 
 _THAW = "Take it out of train.freeze, or name it in train.lora.whole."
 
@@ -74,7 +75,9 @@ def run(
             print(advice, flush=True)
         state, checkpoint = None, None
         if world.is_main:
-            state = State(output / "state", _identity(config, model, data, start), config.checkpoint, config.steps)
+            state = State(
+                output / "state", _identity(config, model, data, start), config.checkpoint, config.steps, hang_s
+            )
             state.claim()
             checkpoint = state.load()
             if told and checkpoint is None:
@@ -82,6 +85,7 @@ def run(
                 for name in set(rows) - {plain_name(each) for each in parts.flat.parameters}:
                     print(f"warning: {name} is new for other classes, but frozen. {_THAW}", file=sys.stderr)
         step, due = parts.restore(checkpoint)
+        writes = _helper(parts, output / "state", state, hang_s) if parts.flat.writers > 1 else None
         if state is not None and checkpoint is None and not state.holds_any:
             shutil.rmtree(state.previews, ignore_errors=True)  # every one is drawn again; its listing may be damaged
         elif state is not None:
@@ -97,10 +101,21 @@ def run(
         with book:
             if keeps:
                 book.params({"train": dump(config), **model, **data})
-            train(parts, step, due, state, book, stop)
+            train(parts, step, due, state, book, stop, writes)
         for read in filter(None, (task.data, task.validation)):
             read.verified()
         _write(parts, model, output, state, carried)
+
+
+def _helper(parts: Parts, root: Path, state: State | None, hang_s: float) -> Background | None:
+    """What writes this process's part of checkpoints, where it has one and is not the first. All processes call it
+    together. state: in the first."""
+    world = parts.world
+    _, note = world.broadcast_small(None, "" if state is None else f"{state.fingerprint} {state.token}")
+    if world.is_main or world.rank >= parts.flat.writers:
+        return None
+    fingerprint, token = note.split()
+    return helper(root, fingerprint, token, hang_s)
 
 
 def _identity(config: TrainConfig, model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ in the backward pass, which adds up the gradients and leaves each process those 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from image_diffusion.nn.blocks import blocks, inner_matrices
+from image_diffusion.nn.blocks import blocks, factors, inner_matrices
 from image_diffusion.training.distributed import World
 from image_diffusion.training.flat import Flat, Layout, Slot, trainable
 
@@ -42,6 +42,10 @@ class Shares(Layout):
             if self._world.is_main:
                 whole[slot.name] = rows.cpu()
         return whole
+
+    def kept(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint keeps of a vector: no whole tensors, but this process's rows, by name."""
+        return {}, {slot.name: self.own(vector, slot) for slot in self.slots}
 
     def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
         """Give every process its rows of tensors of these names, which the first process has."""
@@ -70,6 +74,10 @@ class ShardedFlat(Shares, Flat):
     """The rows of one process of a network's parameters. by_machine: the processes of each machine share all of them,
     and the machines add up their gradients (HSDP); otherwise all processes do.
 
+    computes_in: what autocast rounds the factors of products to. The weights of linear and convolutional layers are
+    gathered in that, and autocast has nothing left to round; all else is gathered in float32, in which everything is
+    kept. (PyTorch before 2.15 cannot tell the parameters of a block apart: it gathers all in float32.)
+
     What is gathered together, and freed again: each block, a member of the network's outermost lists of modules; and
     all else, which stays through forward and backward pass. Parameters without gradient are whole everywhere.
     """
@@ -78,13 +86,19 @@ class ShardedFlat(Shares, Flat):
     is_whole = False
 
     def __init__(
-        self, network: nn.Module, world: World, reduce: torch.dtype = torch.float32, by_machine: bool = False
+        self,
+        network: nn.Module,
+        world: World,
+        computes_in: torch.dtype = torch.float32,
+        reduce: torch.dtype = torch.float32,
+        by_machine: bool = False,
     ) -> None:
         mesh, world = _sharing(world, by_machine)
-        self._world, self.inner = world, inner_matrices(network)
+        self._world, self.inner, self.writers = world, inner_matrices(network), world.size
         shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
         frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce)
+        products = factors(network) & shapes.keys() if computes_in != torch.float32 else set()
+        policy = _policy([network.get_parameter(name) for name in products], computes_in, reduce)
         self._blocks = [
             fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=frozen)
             for block in blocks(network)
@@ -94,6 +108,8 @@ class ShardedFlat(Shares, Flat):
         for group in self._groups:
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
+        self._network, self._root, self._products = network, root, products
+        self._sums_each = reduce != torch.float32
         self.parameters = trainable(network)
         self._rows = {name: shape[0] for name, shape in shapes.items()}
         shares = {name: torch.empty(-(-n // world.size), *rest, device="meta") for name, (n, *rest) in shapes.items()}
@@ -111,6 +127,13 @@ class ShardedFlat(Shares, Flat):
         shares = {slot.name: torch.empty(slot.shape, device="meta") for slot in self.slots if slot.name in names}
         return Shares(shares, self._rows, self._world)
 
+    def before_pass(self, last: bool) -> None:
+        """Before each backward pass. The last one of a step adds up the gradients over all processes; until then each
+        has its own, whole and in float32. (PyTorch would keep it in what is sent: with fewer bits all passes add up.)
+        """
+        self._root.set_requires_gradient_sync(last or self._sums_each)
+        self._root.set_is_last_backward(last)
+
     def norm(self) -> Tensor:
         """The norm of the gradient over all processes, [] on the device."""
         norm: Tensor = torch.linalg.vector_norm(self._world.gather(super().norm()))
@@ -122,13 +145,15 @@ class ShardedFlat(Shares, Flat):
 
     @contextmanager
     def holding(self, vector: Tensor) -> Iterator[None]:
-        """Meanwhile every process has the whole network, with a vector of this layout for its weights. After a forward
-        pass that was given up half-way, as where a run is asked to stop, there must be no other."""
+        """Meanwhile every process has the whole network, with a vector of this layout for its weights, all of them in
+        float32, whatever a step gathers them in. After a forward pass that was given up half-way, as where a run is
+        asked to stop, there must be no other."""
         self._give(vector)
         self._keep_whole(True)
         try:
             for group in self._groups:
                 group.unshard()
+            self._show_exact(vector)
             yield
         finally:
             for group in self._groups:
@@ -140,6 +165,18 @@ class ShardedFlat(Shares, Flat):
         for block in self._blocks:
             block.set_reshard_after_forward(not whole, recurse=False)
 
+    def _show_exact(self, vector: Tensor) -> None:
+        """In place of what was gathered in fewer bits, until that is given back."""
+        exact = {
+            self._network.get_parameter(slot.name): nn.Parameter(self.gathered(vector, slot), requires_grad=False)
+            for slot in self.slots
+            if slot.name in self._products
+        }
+        for module in self._network.modules() if exact else ():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter in exact:
+                    module.register_parameter(name, exact[parameter])
+
     def _give(self, vector: Tensor) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self._shards(), self._all_own(vector))
@@ -150,6 +187,19 @@ class ShardedFlat(Shares, Flat):
 
     def _all_own(self, vector: Tensor) -> list[Tensor]:
         return [self.own(vector, slot) for slot in self.slots]
+
+
+def _policy(products: Collection[nn.Parameter], computes_in: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
+    """How parameters are gathered, these in what the network computes in, and gradients added up."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    if not products or not hasattr(policy, "param_dtype_override_fn"):
+        return policy
+    rounded = set(products)
+    return replace(
+        policy,
+        param_dtype=computes_in,
+        param_dtype_override_fn=lambda parameter: computes_in if parameter in rounded else parameter.dtype,
+    )
 
 
 def _sharing(world: World, by_machine: bool) -> tuple[DeviceMesh, World]:

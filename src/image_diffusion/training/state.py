@@ -7,44 +7,57 @@ import platform
 import shutil
 import socket
 import sys
-import threading
+import time
 import uuid
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from image_diffusion.core.config import differing_keys
 from image_diffusion.core.exhausted import room_at
 from image_diffusion.core.files import digest, read_json, remove_unfinished, write_json
+from image_diffusion.training.background import Background, appears
 from image_diffusion.training.checkpoint import (
     Checkpoint,
     Damaged,
+    being_written,
     read_checkpoint,
+    told_of,
     write_checkpoint,
+    write_rows,
 )
 from image_diffusion.training.config import CheckpointConfig
+from image_diffusion.training.distributed import HANG_S
+
+_SEEN_S = 60.0
+"""Seconds until every machine sees a file that one has written to what they share."""
 
 
 class State:
     """`<root>/<fingerprint>/`: the checkpoints of the run that `identity`, plain data, tells from every other.
 
-    One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Whoever claims the
-    root owns everything that a training writes beside it, whatever run it is of. num_steps: of the run; checkpoints of
-    later steps are from when it was longer, and are left alone.
+    One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Where they have parts
+    of several processes, each of the others has a `helper`, and one appears when all have written theirs. Whoever
+    claims the root owns everything that a training writes beside it, whatever run it is of. num_steps: of the run;
+    checkpoints of later steps are from when it was longer, and are left alone. hang_s: seconds to wait for a part.
     """
 
     def __init__(
-        self, root: Path, identity: dict[str, Any], keep: CheckpointConfig, num_steps: int = sys.maxsize
+        self,
+        root: Path,
+        identity: dict[str, Any],
+        keep: CheckpointConfig,
+        num_steps: int = sys.maxsize,
+        hang_s: float = HANG_S,
     ) -> None:
         self.identity, self.fingerprint = identity, digest(identity)[:16]
         self.folder, self._root = root / self.fingerprint, root
         self._keep = keep
-        self._token, self._num_steps = "", num_steps
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self.token, self._num_steps, self._hang_s = "", num_steps, hang_s
+        self._background = Background(self._write)
         self._good: Path | None = None
 
     @property
@@ -68,10 +81,10 @@ class State:
         What a killed process left half-written is removed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         write_json(
             self._root / "owner.json",
-            {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
+            {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
         )
         for left in self._root.glob("*/.*.tmp"):  # also of a run before this one
             shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
@@ -126,41 +139,40 @@ class State:
         """
         self.wait()
         self.permit()
-        host, copied = _on_host(checkpoint)
-        self._thread = threading.Thread(target=self._write, args=(host, copied), name="checkpoint")
-        self._thread.start()
+        self._background.save(checkpoint)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Raises what `save` says."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        self._background.wait()
 
     def check(self) -> None:
         """Raise what the last write raised, if it has ended."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._background.check()
 
-    def _write(self, checkpoint: Checkpoint, copied: torch.cuda.Event | None) -> None:
-        try:
-            if copied is not None:
-                copied.synchronize()
-            self._good = write_checkpoint(self.folder, checkpoint, self.identity, environment(), self.permit)
-            self._prune()
-        except OSError as error:
-            self._error = OSError(
-                f"The checkpoint of step {checkpoint.step:,} could not be written in {self.folder}: {error}. "
-                f"{room_at(self.folder)} {self.advice} Make room and run the same command again."
+    def _write(self, checkpoint: Checkpoint) -> None:
+        step = checkpoint.step
+
+        def others(folder: Path, part: int) -> dict[str, Any]:
+            path = told_of(folder, part)
+            if not appears(path, self._hang_s):
+                self.permit()
+                raise ValueError(
+                    f"Process {part} has not written its part of the checkpoint of step {step:,} within "
+                    f"{self._hang_s:,.0f} s. {self.advice} Look for its error, and run the same command again."
+                )
+            files: dict[str, Any] = read_json(path)
+            return files
+
+        with _unwritten(step, self.folder, self.advice):
+            self._good = write_checkpoint(
+                self.folder, checkpoint, self.identity, environment(), self.permit, self.token, others
             )
-        except BaseException as error:  # raised where the training goes on
-            self._error = error
+            self._prune()
 
     def permit(self) -> None:
         """Raise ValueError when another process has become the owner: this one may write nothing any more."""
         owner = read_json(self._root / "owner.json")
-        if owner["token"] != self._token:
+        if owner["token"] != self.token:
             raise ValueError(
                 f"Process {owner['pid']} on {owner['host']} has taken over {self._root}; this one ends without "
                 f"writing. Let one process train an experiment at a time."
@@ -175,6 +187,53 @@ class State:
             if path not in keep:
                 aside = path.rename(path.with_name(f".{path.name}.old.tmp"))
                 shutil.rmtree(aside, ignore_errors=True)
+
+
+def helper(root: Path, fingerprint: str, token: str, hang_s: float = HANG_S) -> Background:
+    """What writes this process's rows into the checkpoints that the first process of a training completes.
+
+    root, fingerprint, token: of that one's `State`. Raises ValueError where its files are not seen here.
+    """
+    folder, until = root / fingerprint, time.monotonic() + _SEEN_S
+    while not _owns(root, token):
+        if time.monotonic() > until:
+            raise ValueError(
+                f"{root} on {socket.gethostname()} is not the folder that the first process writes, but with "
+                f"train.sharding full or machine each writes its part of a checkpoint. Put the results on a file "
+                f"system that all machines share, or set train.sharding to optimizer."
+            )
+        time.sleep(0.1)
+
+    def write(checkpoint: Checkpoint) -> None:
+        step = checkpoint.step
+        if not appears(being_written(folder, step, token), hang_s):
+            raise ValueError(
+                f"The checkpoint of step {step:,} was not begun by the first process in {folder} within {hang_s:,.0f} "
+                f"s. Look for its error, and run the same command again."
+            )
+        with _unwritten(step, folder):
+            write_rows(being_written(folder, step, token), checkpoint)
+
+    return Background(write)
+
+
+def _owns(root: Path, token: str) -> bool:
+    try:
+        return bool(read_json(root / "owner.json")["token"] == token)
+    except ValueError:  # not there, or not yet
+        return False
+
+
+@contextmanager
+def _unwritten(step: int, folder: Path, advice: str = "") -> Iterator[None]:
+    """Say of an error of the disk what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"The checkpoint of step {step:,} could not be written in {folder}: {error}. {room_at(folder)} "
+            f"{advice} Make room and run the same command again."
+        ) from None
 
 
 def environment() -> dict[str, str]:
@@ -193,19 +252,3 @@ def environment() -> dict[str, str]:
 def _slurm_job() -> dict[str, str]:
     job = os.environ.get("SLURM_JOB_ID")
     return {"slurm_job": job} if job else {}
-
-
-def _on_host(checkpoint: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | None]:
-    """The same checkpoint in host memory of its own, and what to wait for until the copies are done."""
-    on_gpu = any(tensor.is_cuda for group in checkpoint.groups.values() for tensor in group.values())
-
-    def copy(tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor.detach(), non_blocking=True)
-
-    groups = {key: {name: copy(t) for name, t in group.items()} for key, group in checkpoint.groups.items()}
-    copied = None
-    if on_gpu:
-        copied = torch.cuda.Event()
-        copied.record()
-    return replace(checkpoint, groups=groups), copied
