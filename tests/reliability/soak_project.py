@@ -203,14 +203,16 @@ def found(folder: Path, name: str) -> dict[str, str]:
 
 
 def _listed(listing: Path, experiment: Path) -> bytes:
-    """The checksums of the previews of a training, without those that one of more steps has left there: its own when it
-    is extended again, and shown by nobody until then. A listing that is damaged is as it is: a note tells of it."""
-    last = read_json(experiment / "train/model.json")["step"]
+    """The checksums of the previews that a training of its length draws: without those that one of more steps has left
+    there, its own when it is extended again and shown by nobody until then, and without that of an end of before, where
+    it was extended. A listing that is damaged is as it is: a note tells of it."""
+    settings = read_json(experiment / "train/model.json")["train"]
+    drawn = {settings["steps"], *range(0, settings["steps"], settings["grid_every_steps"])}
     try:
         files = read_json(listing)["files"]
     except ValueError:
         return listing.read_bytes()
-    return json.dumps({name: sha256 for name, sha256 in files.items() if int(name[5:12]) <= last}).encode()
+    return json.dumps({name: sha256 for name, sha256 in files.items() if int(name[5:12]) in drawn}).encode()
 
 
 def _is_note(name: str) -> bool:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from soak import STAGES, Soak, Tally, soak
-from soak_project import ROOT
+from soak_project import ROOT, _listed
 
+from image_diffusion.core.files import write_json
 from warm import Warm
 
 LONGEST_S = 1800.0
@@ -27,6 +28,18 @@ def test_every_stage_is_killed_three_times_and_nothing_is_silent(tmp_path: Path)
     tally = soak(tmp_path / "soak", 17, ["dit", "latent", "prior"], is_enough)
     assert sum(tally.silent.values()) == 0
     assert sum(tally.healed.values()) + sum(tally.told.values()) == sum(tally.injected.values())
+
+
+def test_previews_of_another_length_are_no_difference_and_damage_is(tmp_path: Path) -> None:
+    write_json(tmp_path / "train/model.json", {"train": {"steps": 8, "grid_every_steps": 4}})
+
+    def told(*steps: int, sha256: str = "a") -> bytes:
+        files = {f"step-{step:07d}.png": sha256 for step in steps}
+        write_json(tmp_path / "listing.json", {"files": files})
+        return _listed(tmp_path / "listing.json", tmp_path)
+
+    assert told(0, 4, 6, 8) == told(0, 4, 8, 12) == told(0, 4, 8)  # of 6 steps, and of 12
+    assert told(0, 4, 8, sha256="b") != told(0, 4, 8) != told(0, 8)
 
 
 def test_what_is_damaged_may_be_removed_meanwhile_by_what_a_kill_has_left_running(tmp_path: Path) -> None:

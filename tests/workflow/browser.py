@@ -109,7 +109,8 @@ class Browser:
             time.sleep(0.2)
 
     def click(self, text: str) -> None:
-        """Click the first link, tab or button that begins with this text."""
+        """Click the first link, tab or button that begins with this text, once it stays in its place: what is loaded
+        above it later moves it away."""
         found = (
             "(() => { const all = [...document.querySelectorAll('a, button, [role=tab], [role=button]')];"
             f"const it = all.find(e => e.innerText && e.innerText.trim().startsWith({json.dumps(text)}));"
@@ -118,8 +119,11 @@ class Browser:
             "return JSON.stringify([box.x + box.width / 2, box.y + box.height / 2]); })()"
         )
         self.wait_for(text)
-        x, y = json.loads(self.evaluate(found))
-        self._press(x, y)
+        place, before = self.evaluate(found), None
+        while place != before:
+            time.sleep(0.5)
+            place, before = self.evaluate(found), place
+        self._press(*json.loads(place))
 
     def _press(self, x: float, y: float) -> None:
         for kind in ("mousePressed", "mouseReleased"):
