@@ -90,6 +90,17 @@ def test_what_is_compiled_draws_the_same_numbers() -> None:
     exec(CASES, {"draw": draws_compiled.draw})
 
 
+@needs_compiler
+def test_ids_are_read_as_what_they_are() -> None:
+    """Not as so much memory: of fewer bits, one epoch for all samples, every other row."""
+    ids, epochs = torch.arange(6), torch.full((6,), 3)
+    expected = draws_compiled.draw("uniform", (1, 2), epochs, ids, 5)
+    for epoch, sample in ((epochs.int(), ids.int()), (epochs[:1], ids), (epochs, torch.arange(12).div(2).int()[::2])):
+        assert torch.equal(draws_compiled.draw("uniform", (1, 2), epoch, sample, 5), expected)
+    with pytest.raises(RuntimeError, match="expand"):
+        draws_compiled.draw("uniform", (1, 2), epochs[:2], ids, 5)
+
+
 class Operations(TorchDispatchMode):
     """The names of PyTorch's operations inside."""
 

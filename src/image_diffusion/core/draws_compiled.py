@@ -37,8 +37,10 @@ def draw(kind: Kind, key: tuple[int, int], epoch: Tensor, sample: Tensor, count:
     32-bit words. Needs the library."""
     loaded = library()
     assert loaded is not None
-    epoch, sample = epoch.contiguous(), sample.contiguous()
+    if epoch.shape != sample.shape:
+        epoch = epoch.expand(sample.shape)
+    ids = [each.to(torch.int64).contiguous() for each in (epoch, sample)]  # what C reads by address
     out = torch.empty((len(sample), count), dtype=torch.int64 if kind == "integers" else torch.float32)
-    ids = epoch.data_ptr(), sample.data_ptr()
-    loaded.draw(_KINDS[kind], *key, *ids, len(sample), count, high, out.data_ptr())
+    at = [each.data_ptr() for each in ids]
+    loaded.draw(_KINDS[kind], *key, *at, len(sample), count, high, out.data_ptr())
     return out

@@ -39,7 +39,7 @@ class Files:
     results: str
     """The folder of all results."""
     plans: Plans
-    at_once: Callable[[Plan], int] = lambda plan: 1
+    jobs_at_once: Callable[[Plan], int] = lambda plan: 1
     """Jobs of an experiment that work at once on this machine, each on a GPU of its own."""
 
     def everything(self, wildcards: Wildcards) -> Iterator[str]:
@@ -242,7 +242,7 @@ class Files:
 
     def _shared(self, plan: Plan, jobs: int, most: int) -> int:
         """So many jobs, and more where those that work at once would not all have the same to do."""
-        at_once = self.at_once(plan)
+        at_once = self.jobs_at_once(plan)
         return min(most, -(-jobs // at_once) * at_once)
 
     # ---- Pairs of embeddings
@@ -314,7 +314,7 @@ class Files:
     def sampled_parts(self, wildcards: Wildcards) -> list[str]:
         """What the jobs that share the images of a large set have made; one job alone leaves none."""
         plan = self.plans.of(wildcards)
-        parts = _named_parts(self._shared(plan, plan.sample_jobs, plan.sample_batches if plan.keeps_samples else 1))
+        parts = _named_parts(self._shared(plan, plan.sample_jobs, plan.most_sample_jobs))
         return [f"{self.results}/{plan.experiment}/samples/{part}.npz" for part in parts]
 
     def made_option(self, wildcards: Wildcards, input: Any) -> list[str]:

@@ -112,7 +112,7 @@ class Machine:
         plan = self.plans.of(wildcards)
         if self.queued or self.remote:
             return max(1, plan.sample_jobs)
-        return max(1, min(self.jobs_at_once(plan), plan.sample_batches if plan.keeps_samples else 1))
+        return max(1, min(self.jobs_at_once(plan), plan.most_sample_jobs))
 
     # ---- Training, on nodes of several processes
 

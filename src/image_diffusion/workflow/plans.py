@@ -112,6 +112,11 @@ class Plan:
     """The dotted keys in which it differs from what its system does by itself, for its page."""
 
     @property
+    def most_sample_jobs(self) -> int:
+        """Jobs that could share its samples at most."""
+        return self.sample_batches if self.keeps_samples else 1
+
+    @property
     def learns_from_pairs(self) -> str | None:
         """The folder of its pairs, where it learns from those alone."""
         return None if self.pairs_beside else self.pairs
