@@ -2,26 +2,35 @@
 PYTHON ?= python3
 SEED ?= 1
 MINUTES ?= 120
+CLUSTERS ?= 2
+BASE ?= HEAD
 SHELL := bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# Python keeps the bytecode of this project's modules: without it each process of the tests compiles all of them again.
+unexport PYTHONDONTWRITEBYTECODE
 python_files := src tests docs workflow/scripts
+# The files that took longest (tests/durations.json) begin first.
+pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning)
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test lint docs format test-extras test-slurm submit test-gpu test-photographs bench bench-gpu soak test-long mutants ui lock clean
+.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu test-photographs bench bench-gpu soak test-long mutants unchanged ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
 
-demo: .venv/.ready ## the whole pipeline on the embedded images, five minutes on two cores
+demo: .venv/.ready ## the whole pipeline on the embedded images, five to nine minutes on two cores
 	snakemake --cores all --config 'experiments=[demo]'
 	@printf '\n%-10s %s\n' Samples results/demo/samples/grid.png Metrics results/demo/metrics.json \
 		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
 
-test: .venv/.ready ## every test that needs no cluster, no GPU and no network
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
+test: .venv/.ready ## what a change needs first: unit, parity, a small workflow, a kill of each system
+	IMAGE_DIFFUSION_KILLS=1 $(pytest_in_parallel) -m 'smoke or not slow'
 
-lint: docs ## style, types, imports, rules, spelling, links, documentation
+test-all: .venv/.ready ## every test that needs no cluster, no GPU and no network: RECORD=tests/durations.json records durations
+	$(pytest_in_parallel) --hypothesis-profile=full $(if $(RECORD),--record-durations=$(RECORD))
+
+lint: docs ## style, types, imports, rules, spelling, links, words, documentation
 	ruff check $(python_files)
 	ruff format --check $(python_files)
 	mypy
@@ -29,7 +38,7 @@ lint: docs ## style, types, imports, rules, spelling, links, documentation
 	snakefmt --check $(snakefiles)
 	snakemake --lint
 	git ls-files -z | xargs --null codespell
-	python -m pytest tests/unit/test_links.py
+	python -m pytest tests/unit/test_links.py tests/unit/test_architecture.py tests/unit/test_words.py
 
 docs: .venv/.ready ## the documentation's site, into site/: no network; a link that leads nowhere is an error
 	sphinx-build --fail-on-warning --keep-going --quiet docs site
@@ -44,8 +53,8 @@ test-extras: .venv/.extras ## the tests of what the optional extras bring: text 
 	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -c 'import datasets, lmdb, peft, sentencepiece, transformers'
 	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -m pytest $(tests_of_extras)
 
-test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge)
-	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=2 --dist=loadfile
+test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once
+	OMP_NUM_THREADS=1 python -m pytest tests/slurm --numprocesses=$(CLUSTERS) --dist=loadfile
 
 submit: .venv/.ready ## Snakemake for the cluster as a small job of its own, which survives a logout: SBATCH="--time=7-0"
 	mkdir -p logs
@@ -73,6 +82,9 @@ test-long: .venv/.ready ## the tests of reliability at length: 500 kills in plac
 mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices
 	OMP_NUM_THREADS=1 python tests/mutants.py
 
+unchanged: .venv/.ready ## compare the bytes of weights, samples and metrics with those of another commit: BASE=main
+	python tests/unchanged.py --base $(BASE)
+
 ui: .venv/.ready ## review every run in MLflow
 	sh workflow/scripts/ui.sh
 
@@ -93,7 +105,7 @@ clean: ## delete the environment; results stay
 
 # uv installs what is locked in seconds; pip does the same in minutes where uv cannot be had. Both compile it too: where
 # Python may write nothing later (a site's folder, PYTHONDONTWRITEBYTECODE), every start would compile again, for seconds.
-.venv/.ready: envs/requirements.lock pyproject.toml setup.py src/image_diffusion/core/draws.c src/image_diffusion/data/resize.c
+.venv/.ready: envs/requirements.lock pyproject.toml setup.py src/image_diffusion/core/random/philox.c src/image_diffusion/data/crop/resize.c
 	$(PYTHON) -m venv .venv
 	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
 	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \
@@ -101,6 +113,7 @@ clean: ## delete the environment; results stay
 			--requirement envs/requirements.lock; } \
 		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
 	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	.venv/bin/python -m image_diffusion configure --schema workflow/schemas/experiment.schema.json
 	touch .venv/.ready
 
 # Beside the packages of the lock, not among them: what runs without the extras is tested without them.

@@ -2,6 +2,7 @@
 compiler, the resize of crops and the random numbers of a CPU are compiled; they need no headers of Python's, and one
 build serves every version."""
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ("workflow", "envs", "config")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "experiment.schema.json", "study.schema.json")  # generated
 
 
 class WithWorkflow(build_py):
@@ -22,11 +24,19 @@ class WithWorkflow(build_py):
             return
         for folder in FOLDERS:
             goal = Path(self.build_lib) / "image_diffusion" / "project" / folder
-            shutil.copytree(ROOT / folder, goal, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            shutil.copytree(ROOT / folder, goal, ignore=LEFT_OUT, dirs_exist_ok=True)
 
 
 class Library(build_ext):
-    """Gives what is compiled a name by which Python does not take it for a module, which it is not."""
+    """Gives what is compiled a name by which Python does not take it for a module, which it is not, and a seal by which
+    damage is seen."""
+
+    def build_extension(self, ext: Extension) -> None:
+        super().build_extension(ext)
+        spec = importlib.util.spec_from_file_location("compiled", ROOT / "src/image_diffusion/core/native.py")
+        compiled = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(compiled)
+        compiled.seal(Path(self.get_ext_fullpath(ext.name)), ROOT / ext.sources[0])
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{Path(*fullname.split('.'))}.compiled"
@@ -41,5 +51,5 @@ def library(name: str) -> Extension:
     return Extension(dotted, [source], extra_compile_args=options, libraries=["m"], optional=True)
 
 
-LIBRARIES = [library("data/resize"), library("core/draws")]
+LIBRARIES = [library("data/crop/resize"), library("core/random/philox")]
 setup(cmdclass={"build_py": WithWorkflow, "build_ext": Library}, ext_modules=LIBRARIES)

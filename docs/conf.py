@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -14,6 +16,10 @@ from myst_parser.parsers.sphinx_ import MystParser
 from sphinx.application import Sphinx
 
 import image_diffusion
+
+sys.path.insert(0, str(Path(__file__).parent))
+import messages
+import options
 
 project = "image-diffusion"
 author = "the image-diffusion authors"
@@ -32,6 +38,9 @@ html_show_copyright = False
 
 SHOWN_AS = {"../tests/bench/RESULTS.md": "measurements.md"}
 """Files of the repository that are pages of the site as well: links to them lead there."""
+
+GENERATED = {"messages": messages, "options": options}
+"""Pages whose text ends with what a module of this folder collects from the code."""
 
 
 class Notebook(MystParser):
@@ -59,9 +68,11 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def to_pages(app: Sphinx, name: str, source: list[str]) -> None:
-    """Links to files that are pages of the site lead to the pages."""
-    for path, page in SHOWN_AS.items():
-        source[0] = source[0].replace(f"]({path}", f"]({page}")
+    """Lead links to files that are pages of the site to the pages, and append what is generated from the code."""
+    for path, shown_as in SHOWN_AS.items():
+        source[0] = source[0].replace(f"]({path}", f"]({shown_as}")
+    if name in GENERATED:
+        source[0] += f"\n{GENERATED[name].page()}"
 
 
 def as_code(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

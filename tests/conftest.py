@@ -1,6 +1,40 @@
-"""Modules beside this file can be imported by their names."""
+"""Options, profiles and the order of all tests; modules beside this file can be imported by their names."""
 
 import sys
 from pathlib import Path
 
+import hypothesis
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from durations import Recorder, read_durations
+
+# pytest rewrites the assertions of 200 files: where it may not store the result, each start takes seconds longer.
+sys.dont_write_bytecode = False
+
+hypothesis.settings.register_profile("quick", max_examples=200, deadline=None)
+hypothesis.settings.register_profile("full", max_examples=10_000, deadline=None)
+hypothesis.settings.load_profile("quick")  # `--hypothesis-profile=full` replaces it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that records durations."""
+    parser.addoption("--record-durations", type=Path, metavar="FILE", help="write the seconds of each test into a file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations where `--record-durations` is given."""
+    if path := config.getoption("record_durations"):
+        config.pluginmanager.register(Recorder(path), "durations")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files by their recorded seconds, the longest first, where several processes share them.
+
+    With `--dist=loadfile --no-loadscope-reorder`, pytest-xdist hands files out in this order, so that no long file is
+    left to one process at the end. Files that are not in the record come first.
+    """
+    if hasattr(config, "workerinput"):
+        recorded = read_durations()
+        items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], sys.maxsize))

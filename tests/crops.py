@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.images import crop_image, quiet_pillow
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.crop.image import crop_image, quiet_pillow
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
 
 
 def original(image: Image.Image, size: int, mode: str = "RGB") -> np.ndarray:
@@ -26,9 +26,9 @@ def original(image: Image.Image, size: int, mode: str = "RGB") -> np.ndarray:
     return pixels[top : top + size, left : left + size]
 
 
-def crop(data: bytes, resolution: int, resize: str = "exact") -> np.ndarray:
+def crop(data: bytes, resolution: int) -> np.ndarray:
     """Our crop as [H, W, C]."""
-    config = DataConfig(name="x", source={"type": "digits"}, resolution=resolution, resize=resize)  # type: ignore[arg-type]
+    config = DataConfig(name="x", source={"type": "digits"}, resolution=resolution)  # type: ignore[arg-type]
     with quiet_pillow():
         return crop_image(data, config).squares[0].transpose(1, 2, 0)
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps
-from sklearn.datasets import load_sample_images
 
 SIDE = 106
+FOLDER = Path(str(metadata.distribution("scikit-learn").locate_file("sklearn/datasets/images")))
 
 
 def tiles(least_contrast: float = 25.0) -> list[Image.Image]:
     """Tiles of 106 x 106 pixels that share no pixel; those that are mostly sky are left out."""
     found = []
-    for photograph in load_sample_images().images:
+    for name in ("china.jpg", "flower.jpg"):
+        photograph = np.asarray(Image.open(FOLDER / name))
         for top in range(0, 427 - SIDE, SIDE):
             for left in range(0, 640 - SIDE, SIDE):
                 pixels = photograph[top : top + SIDE, left : left + SIDE]

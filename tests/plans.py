@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files.atomic import write_json
 from image_diffusion.workflow.plans import Plan, Plans, plan_file
 
 RESOURCES = {
@@ -38,7 +38,6 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "sample_batches": 8,
         "global_batch": 8,
         "judged_on_encoded": False,
-        "seeds": None,
         "pairs_beside": False,
         "pairs_of_images": False,
         "pairs_of_source": False,
@@ -48,6 +47,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "headline": "inpipe_fd",
         "codec_files": [],
         "decoder_files": [],
+        "pictures": [],
         "sweep": {},
         "beyond_defaults": [],
         "export": "none",

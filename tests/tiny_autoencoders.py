@@ -99,7 +99,7 @@ def without_transformers(patch: pytest.MonkeyPatch) -> None:
     """Let AutoencoderRAE be built where the package transformers, which has its encoders, is not installed."""
     from diffusers.models.autoencoders import autoencoder_rae
 
-    from image_diffusion.codecs.autoencoders import Rae
+    from image_diffusion.codecs.diffusers_families import Rae
 
     patch.setattr(autoencoder_rae, "_build_encoder", _Tokens)
     patch.setattr(Rae, "network", staticmethod(lambda: autoencoder_rae.AutoencoderRAE))

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import write_text
+from image_diffusion.core.config.base import dump, to_yaml
+from image_diffusion.core.files.atomic import write_text
+from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import save_weights
-from image_diffusion.metrics.lpips import Lpips, LpipsConfig
+from image_diffusion.metrics.images.lpips import Lpips, LpipsConfig
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import SampleConfig
 
 
 def write_model(experiment: Path, step: int, seed: int = 0) -> None:

@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.data.sources.digits import Digits
+from image_diffusion.data.sources.scikit_digits import Digits
 from image_diffusion.samplers import Heun
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 
 SPEC = DataSpec(channels=1, resolution=32, num_classes=10)
 PATCHES_OF_16 = {"depth": 4, "width": 128, "num_heads": 4, "patch": 16, "label_init_std": 0.5}
@@ -65,6 +64,8 @@ def train(
 ) -> Trained:
     """Train a system of keys such as `objective` at a rate that rises and falls, then judge samples of its average
     weights by the digits nearest to them."""
+    from sklearn.neighbors import KNeighborsClassifier
+
     parts = {"type": "dit", "network": PATCHES_OF_16, "process": FLOW} | system
     built = parse(DiTSystem, parts, "system")
     torch.manual_seed(seed)
@@ -89,7 +90,7 @@ def train(
     settings = SampleConfig(sampler=Heun(num_steps=15), guidance=Guidance(guidance_scale=guidance))
     codec = Rgb().build(None, None, torch.device("cpu"), torch.float32)
     asked = torch.arange(num_samples) % 10
-    made = Generator(average.module.eval(), built, SPEC, codec, settings)(torch.arange(num_samples), asked)
+    made = Generator(average.module.eval(), built.reading, SPEC, codec, settings)(torch.arange(num_samples), asked)
     sample = made[:, :1].float() / 127.5 - 1
     seen = KNeighborsClassifier(3).fit(_small(x), labels.numpy()).predict(_small(sample))
     error = torch.cdist(sample.flatten(1), x.flatten(1)).square().min(1).values.mean().item() / x[0].numel()

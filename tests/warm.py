@@ -3,7 +3,8 @@
 `Warm` makes a folder with a `python`. What is started with it runs in a process of its own, forked from a server that
 has imported PyTorch, MLflow, diffusers and Snakemake: a module (`-m`) or a script, in the working directory, with the
 environment, the standard files and in the process group of whoever has called. `python` waits for it, hands signals on
-and ends as it has ended, by the same signal too; it is killed when `python` is. The real Python does anything else.
+and ends as it has ended, by the same signal too; it is killed when `python` is. The real Python does anything else, and
+everything in a Slurm job.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ while arguments[:1] == ["-u"]:
     del arguments[0]
 if not arguments or (arguments[0] != "-m" and not arguments[0].endswith(".py")):
     real()
+if "SLURM_JOB_ID" in os.environ:  # Slurm would not reach a process of the server
+    real()
 server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.connect({address!r})
 request = json.dumps([arguments, os.getcwd(), dict(os.environ), os.getpgrp()]).encode()
@@ -70,6 +73,7 @@ if code < 0:
 os._exit(code)
 """
 
+PACKAGE = "image_diffusion"
 PRELOADED = [
     "snakemake.cli",
     "snakemake.executors.local",
@@ -220,8 +224,10 @@ def serve(address: str, python: str) -> NoReturn:
 
 
 def _name(arguments: list[str]) -> str:
-    """The last word of a module, or the stem of a script."""
-    return arguments[1].rpartition(".")[2] if arguments[0] == "-m" else Path(arguments[0]).stem
+    """Return the command of this package, the last word of another module, or the stem of a script."""
+    if arguments[0] != "-m":
+        return Path(arguments[0]).stem
+    return arguments[2] if arguments[1] == PACKAGE and len(arguments) > 2 else arguments[1].rpartition(".")[2]
 
 
 def _begin(
@@ -256,7 +262,13 @@ def _begin(
     try:
         try:
             if is_module:
-                if not hasattr(sys.modules.get(name), "__path__"):  # of a package its __main__ is run
+                sys.modules.pop(f"{name}.__main__", None)
+                if name == PACKAGE:  # its __main__ runs the module of a command
+                    from image_diffusion.core.process.command import COMMANDS, module_of
+
+                    for command in set(arguments[2:3]) & set(COMMANDS):
+                        sys.modules.pop(module_of(command), None)
+                elif not hasattr(sys.modules.get(name), "__path__"):  # of a package its __main__ is run
                     sys.modules.pop(name, None)
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:

@@ -1,4 +1,4 @@
-"""Every command under one name: `image-diffusion train …` is `python -m image_diffusion.train …`.
+"""Every command under one name: `image-diffusion train …` is `python -m image_diffusion train …`.
 
 image-diffusion init my-project
 """
@@ -6,36 +6,40 @@ image-diffusion init my-project
 from __future__ import annotations
 
 import ast
+import gc
 import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from image_diffusion.core.command import COMMANDS
-from image_diffusion.core.mistakes import nearest
+from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.process.command import COMMANDS, module_of
 
 
 def main() -> None:
-    """Run the command that is named; without one, tell which there are."""
+    """Run the named command; list the commands without one."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print("usage: image-diffusion COMMAND …   (image-diffusion COMMAND --help tells of one)\n")
+        print("usage: image-diffusion COMMAND …   (image-diffusion COMMAND --help shows its options)\n")
         for name in COMMANDS:
             print(f"  {name:10} {_first_line(name)}")
         return
     name = sys.argv.pop(1)
+    if name == "published":
+        sys.exit("error: the command published is an option of sample: sample --published FILE --read FILE …")
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)
-        hint = f" Did you mean {close}?" if close else f" There are {', '.join(COMMANDS)}."
-        sys.exit(f"error: '{name}' is no command.{hint}")
-    runpy.run_module(f"image_diffusion.{name}", run_name="__main__", alter_sys=True)
+        hint = f"Did you mean '{close}'?" if close else f"Known: {', '.join(COMMANDS)}."
+        sys.exit(f"error: unknown command '{name}'. {hint}")
+    gc.disable()  # importing PyTorch makes a million objects and no garbage; `command.run` enables it again
+    runpy.run_module(module_of(name), run_name="__main__", alter_sys=True)
 
 
 def _first_line(name: str) -> str:
-    """What a command's docstring begins with, without importing it."""
-    spec = find_spec(f"image_diffusion.{name}")
+    """Return the first line of a command's docstring, without importing it."""
+    spec = find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
-    told = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
-    return str(told).partition("\n")[0]
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+    return str(docstring).partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -34,18 +34,18 @@ from PIL import Image
 
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files import sha256_file, write_json
+from image_diffusion.core.files.atomic import sha256_file, write_json
 from image_diffusion.core.types import DataSpec
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.batches import Batches
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.encoding import EncodeConfig, encode_shards
-from image_diffusion.data.images import crop_image, quiet_pillow
-from image_diffusion.data.order import epoch_order
-from image_diffusion.data.records import INDEX, Sample, ShardRecord, describe_shards, read_index, write_index
-from image_diffusion.data.shards import open_shards
-from image_diffusion.data.tar import Layout
-from image_diffusion.data.write import chunk_samples, write_shard
+from image_diffusion.data.crop.image import crop_image, quiet_pillow
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards
+from image_diffusion.data.shards.loader import Batches
+from image_diffusion.data.shards.order import epoch_order
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import INDEX, Sample, ShardRecord, describe_shards, read_index, write_index
+from image_diffusion.data.shards.tar_layout import Layout
+from image_diffusion.data.shards.writer import chunk_samples, write_shard
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 
 Variant = Callable[[], int]
@@ -101,20 +101,16 @@ def original_crop(image: Image.Image, size: int) -> np.ndarray:
 
 def bench_crop(photographs: list[bytes], peers: list[Path], folder: Path, rounds: int) -> None:
     config = DataConfig(name="x", source={"type": "digits"}, resolution=256)  # type: ignore[arg-type]
-    fast = config.model_copy(update={"resize": "fast"})
     (folder / "photographs").mkdir()
     for number, data in enumerate(photographs):
         (folder / f"photographs/{number:04d}.jpg").write_bytes(data)
     source = {"type": "folder", "path": str(folder / "photographs")}
 
-    def ours(settings: DataConfig) -> Variant:
-        def run() -> int:
-            with quiet_pillow():
-                for data in photographs:
-                    crop_image(data, settings)
-            return len(photographs)
-
-        return run
+    def ours() -> int:
+        with quiet_pillow():
+            for data in photographs:
+                crop_image(data, config)
+        return len(photographs)
 
     def plain(crop: Callable[[Image.Image, int], np.ndarray], png: bool) -> Variant:
         def run() -> int:
@@ -126,15 +122,11 @@ def bench_crop(photographs: list[bytes], peers: list[Path], folder: Path, rounds
 
         return run
 
-    def whole(resize: str) -> Variant:
-        def run() -> int:
-            changes = {"source": source, "resize": resize, "num_shards": 2}
-            settings = DataConfig.model_validate(config.model_dump() | changes)
-            with tempfile.TemporaryDirectory(dir=folder) as output:
-                crop_dataset(settings, Path(output))
-            return len(photographs)
-
-        return run
+    def whole() -> int:
+        settings = DataConfig.model_validate(config.model_dump() | {"source": source, "num_shards": 2})
+        with tempfile.TemporaryDirectory(dir=folder) as output:
+            crop_dataset(settings, Path(output))
+        return len(photographs)
 
     def decode_only() -> int:
         for data in photographs:
@@ -142,8 +134,7 @@ def bench_crop(photographs: list[bytes], peers: list[Path], folder: Path, rounds
         return len(photographs)
 
     variants = {
-        "ours, exact: bytes to crop": ours(config),
-        "ours, fast: bytes to crop": ours(fast),
+        "ours: bytes to crop": ours,
         "the original formula": plain(original_crop, png=False),
         "the original formula, written as PNG": plain(original_crop, png=True),
         "decoding alone": decode_only,
@@ -155,7 +146,7 @@ def bench_crop(photographs: list[bytes], peers: list[Path], folder: Path, rounds
             variants[f"{peer.name}, center_crop_arr and PNG"] = plain(crop, png=True)
     compare("crop: JPEG bytes to a 256 x 256 crop", variants, rounds)
 
-    stages = {f"ours, {resize}: folder to shards, hashed": whole(resize) for resize in ("exact", "fast")}
+    stages: dict[str, Variant] = {"ours: folder to shards, hashed": whole}
     for peer in peers:
         if (peer / "dataset_tool.py").is_file():
             stages[f"{peer.name}, dataset_tool.py convert"] = dataset_tool(peer, folder, len(photographs))

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from image_diffusion.core import command
-from image_diffusion.data.centre_crop import centre_crop
-from image_diffusion.data.duplicates import grey, look, looks, near_duplicates
+from image_diffusion.core.process import command
+from image_diffusion.data.crop.centre_crop import centre_crop
+from image_diffusion.data.quality.duplicates import grey, image_views, look, near_duplicates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from photographs import CHANGES
@@ -59,7 +59,9 @@ def many(greys: NDArray[np.uint8], count: int) -> None:
     def mixture(places: NDArray[np.int32]) -> NDArray[np.uint8]:
         return (greys[places].astype(np.uint16).sum(-3) // 2).astype(np.uint8)
 
-    texts = [text for start in range(0, count, 10_000) for text in looks(mixture(parents[start : start + 10_000]))]
+    texts = [
+        text for start in range(0, count, 10_000) for text in image_views(mixture(parents[start : start + 10_000]))
+    ]
     compare(f"{count:,} mixtures", texts, lambda place: mixture(parents[place])[None])
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import VisionTransformer, inception_v3
 
-from image_diffusion.core import command
-from image_diffusion.metrics.features import AT_ONCE
-from image_diffusion.metrics.moments import NUM_BLOCKS
-from image_diffusion.metrics.neighbours import manifold_estimates
-from image_diffusion.training.counted import Memory
+from image_diffusion.core.process import command
+from image_diffusion.metrics.distances.moments import NUM_BLOCKS
+from image_diffusion.metrics.distances.precision_recall import manifold_estimates
+from image_diffusion.metrics.features.base import AT_ONCE
+from image_diffusion.training.forecast.flops import Memory
 
 NEIGHBOURS = ("precision, recall, density, coverage", "copies")
 """What a GPU compares."""

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from sklearn.svm import SVC
 
-from image_diffusion.configure import train_stage
-from image_diffusion.core.config import dump, merged, read_yaml, to_yaml
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.shards import open_shards
-from image_diffusion.experiment import Experiment, parse_experiment
-from image_diffusion.systems.diffusion.sampling import Generator
-from image_diffusion.train import prepare_training
-from image_diffusion.training.model import load_codec, load_model
-from image_diffusion.training.run import run
+from image_diffusion.core.config.base import dump, merged, read_yaml, to_yaml
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
+from image_diffusion.experiments.resolve import train_stage
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.generator import Generator
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.session import run
 
 _SAMPLES = 100
 CONFIG = Path(__file__).parents[2] / "config" / "experiments"
@@ -53,7 +53,7 @@ def agreement(found: Experiment, weights: Path, judge: SVC) -> float:
     seeds = torch.arange(_SAMPLES)
     labels = seeds % len(model.classes)
     codec = load_codec(model, None, torch.device("cpu"))
-    images = Generator(model.network, model.system, model.spec, codec, settings)(seeds, labels)  # type: ignore[arg-type]
+    images = Generator(model.network, model.system.reading, model.spec, codec, settings)(seeds, labels)  # type: ignore[arg-type]
     return float((judge.predict(images.flatten(1).numpy()) == labels.numpy()).mean())
 
 

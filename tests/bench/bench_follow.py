@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from image_diffusion.core.files import write_json
-from image_diffusion.core.journal import Journal
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.journal.writer import Journal
 
 PLAN = {"codec_experiment": None, "dataset": "digits-32", "headline": "inpipe_fd", "embeddings_experiment": None}
 
@@ -46,7 +46,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         experiment = Path(temporary, "results", "demo")
         write_json(experiment / "config" / "plan.json", PLAN)
-        command = [sys.executable, "-m", "image_diffusion.follow", "--store", "sqlite:///mlflow.db", "--project", "p"]
+        command = [
+            sys.executable,
+            "-m",
+            "image_diffusion",
+            "follow",
+            "--store",
+            "sqlite:///mlflow.db",
+            "--project",
+            "p",
+        ]
         with Journal.open(experiment / "journal", "train") as journal:
             for step in range(given.steps):
                 journal.metrics({f"train/metric_{i}": step / (i + 1) for i in range(10)}, step=step)

@@ -20,9 +20,9 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from image_diffusion.core import command
-from image_diffusion.metrics.frechet import frechet_distance
-from image_diffusion.metrics.moments import Gaussian, Moments
+from image_diffusion.core.process import command
+from image_diffusion.metrics.distances.frechet import frechet_distance
+from image_diffusion.metrics.distances.moments import Gaussian, Moments
 
 
 def by_sqrtm(first: Gaussian, second: Gaussian) -> float:
@@ -50,7 +50,7 @@ def few_samples(dimension: int) -> tuple[Gaussian, Gaussian, float]:
     def centred(features: Tensor) -> Tensor:
         return (features - features.mean(0)) / math.sqrt(len(features) - 1)
 
-    first, second = Moments.of(x).gaussian, Moments.of(y).gaussian
+    first, second = Moments.from_features(x).gaussian, Moments.from_features(y).gaussian
     cross = float(torch.linalg.svdvals(centred(x) @ centred(y).T).sum())
     separate = (first.mean - second.mean).square().sum() + first.covariance.trace() + second.covariance.trace()
     return first, second, float(separate) - 2 * cross

@@ -34,19 +34,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import functional as T
 
-from image_diffusion.core import command
-from image_diffusion.core.definitions import definition_of
-from image_diffusion.data.centre_crop import centre_crop
-from image_diffusion.data.duplicates import look, near_duplicates
+from image_diffusion.core.journal.metric_definitions import definition_of
+from image_diffusion.core.process import command
+from image_diffusion.data.crop.centre_crop import centre_crop
+from image_diffusion.data.quality.duplicates import look, near_duplicates
+from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.copies import copies_seen, find_copies, reduced
-from image_diffusion.metrics.detector import Classifier, InPipeDetector, load_detector
-from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.features import detect, detect_each
-from image_diffusion.metrics.frechet import frechet_between
-from image_diffusion.metrics.intervals import share_estimate
-from image_diffusion.metrics.panel import Reference, measure
+from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.jackknife import share_estimate
+from image_diffusion.metrics.evaluate_samples import RealImages
+from image_diffusion.metrics.features.base import detect, detect_each
+from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector, load_detector
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.metrics.images.memorization import copies_seen, find_copies, reduced
 from image_diffusion.metrics.samples import Samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -275,7 +275,9 @@ class View:
     def __init__(self, judge: InPipeDetector, data: RealImages) -> None:
         self._judge, self._settings = judge, EvaluateConfig()
         self._train, held_out = (detect(judge, each) for each in (data.train, data.validation))
-        self._reference = Reference.of(self._train, torch.from_numpy(data.train.labels) if judge.classes else None)
+        self._reference = Reference.from_images(
+            self._train, torch.from_numpy(data.train.labels) if judge.classes else None
+        )
         self._threshold = copies_seen(held_out.features[:2], self._train.features, held_out.features).threshold
 
     def __call__(self, samples: Samples) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 LOOK = """
 import json, resource, sys
 from pathlib import Path
-from image_diffusion.data.source import refresh
+from image_diffusion.data.sources.changes import refresh
 from image_diffusion.data.sources.folder import Folder
 def cpu_s():
     usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -21,17 +21,17 @@ import yaml
 from bench_train import Latents
 from torch import Tensor
 
-from image_diffusion.core.config import parse
-from image_diffusion.core.journal import NullJournal
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.systems import AnySystem
+from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.determinism import Mode, switches
-from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
-from image_diffusion.training.parts import Parts, Task
-from image_diffusion.training.signals import Stop
+from image_diffusion.training.monitor.reports import Reports
+from image_diffusion.training.optim.determinism import Mode, switches
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
 
 RECIPES = Path(__file__).parents[2] / "config" / "experiments"
 DEMOS = {"demo": (4, 8), "iddpm_demo": (3, 32), "rin_demo": (3, 32), "dvae_demo": (3, 32)}
@@ -51,16 +51,17 @@ def training(name: str, mode: Mode, batch: int) -> Callable[[int], float]:
     data: Any = Latents(side, channels=channels)
     world = World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = TrainConfig.model_validate({"steps": 1, "global_batch": batch, "deterministic": mode})
-    parts = Parts(Task(system.build_network(spec), system.build_objective(spec), prepare, data), config, world)
+    parts = Trainer(Task(system.build_network(spec), system.build_objective(spec), prepare, data), config, world)
     alone = world.device.type == "cpu" and torch.get_num_threads() == 1
     clock, done = time.process_time if alone else time.perf_counter, 0
 
     def steps(count: int) -> float:
         nonlocal done
         parts.config = parts.config.model_copy(update={"steps": done + count})
-        with switches(parts.config):
+        with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
             started = clock()
-            train(parts, done, False, None, NullJournal(), Stop(world, None))
+            stop = Stop(world, None)
+            train(parts, Reports(parts, stop, done), stop, done)
             seconds = clock() - started
         done += count
         return seconds

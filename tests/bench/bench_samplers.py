@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-from image_diffusion.core import command
 from image_diffusion.core.devices import best_device
-from image_diffusion.data.shards import open_shards
-from image_diffusion.experiment import load_sections
-from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
+from image_diffusion.core.process import command
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.experiments.experiment import load_sections
+from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, SamplerConfig, UniPc
-from image_diffusion.systems.diffusion.family import DiffusionSystem
-from image_diffusion.systems.diffusion.sampling import Generator, requested_labels
-from image_diffusion.training.model import load_codec, load_model
+from image_diffusion.systems.diffusion.base import DiffusionSystem
+from image_diffusion.systems.diffusion.generator import Generator, requested_labels
+from image_diffusion.training.load_model import load_codec, load_model
 
 CALLS = (5, 10, 25, 50)
 
@@ -75,7 +75,7 @@ def main() -> None:
     for calls in CALLS:
         for name, sampler in samplers(calls, adds_noise).items():
             chosen = settings.model_copy(update={"sampler": sampler})
-            generator = Generator(model.network.to(device), model.system, model.spec, codec, chosen)
+            generator = Generator(model.network.to(device), model.system.reading, model.spec, codec, chosen)
             images, seconds = [], []
             for start in range(0, len(seeds), 100):
                 rows = slice(start, start + 100)

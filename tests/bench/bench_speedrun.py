@@ -24,18 +24,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from image_diffusion.configure import train_stage
-from image_diffusion.core.config import changed, dump, to_yaml
-from image_diffusion.core.inherited import read_inherited
-from image_diffusion.data.shards import open_shards
-from image_diffusion.experiment import Experiment, parse_experiment
-from image_diffusion.metrics.detector import load_detector
-from image_diffusion.metrics.frechet import frechet_between
-from image_diffusion.systems.diffusion.sampling import Generator
-from image_diffusion.train import prepare_training
-from image_diffusion.training.distributed import World
-from image_diffusion.training.parts import Task
-from image_diffusion.training.run import run
+from image_diffusion.core.config.base import changed, dump, read_inherited, to_yaml
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
+from image_diffusion.experiments.resolve import train_stage
+from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.features.classifier import load_detector
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.generator import Generator
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.session import run
+from image_diffusion.training.trainer import Task
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "config" / "experiments"
@@ -92,7 +91,7 @@ def measure(found: Experiment, data: Path, every: int, first: int, until: float)
                 asked = settings.model_copy(update={"seed": step})
                 seeds = torch.arange(IMAGES)
                 labels = seeds % training.spec.num_classes
-                generator = Generator(network, training.stage.system, training.spec, codec, asked)  # type: ignore[arg-type]
+                generator = Generator(network, training.stage.system.reading, training.spec, codec, asked)  # type: ignore[arg-type]
                 parts = zip(seeds.split(100), labels.split(100), strict=True)
                 with torch.no_grad():
                     seen = judge(torch.cat([generator(some, of) for some, of in parts]))

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from bench_train import Steps, measure, ours, parts_of
 
-from image_diffusion.core.streams import Streams
-from image_diffusion.data.batches import Examples
-from image_diffusion.training.parts import Parts
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.data.shards.loader import Examples
+from image_diffusion.training.trainer import Trainer
 
 VARIANTS = {
     "float32": {"precision": "float32"},
@@ -30,7 +30,7 @@ VARIANTS = {
 }
 
 
-def pieces(parts: Parts, examples: Examples) -> dict[str, Steps]:
+def pieces(parts: Trainer, examples: Examples) -> dict[str, Steps]:
     """Parts of a step, each on its own."""
     shape = tuple(examples.stored.shape[1:])
 
@@ -39,7 +39,7 @@ def pieces(parts: Parts, examples: Examples) -> dict[str, Steps]:
         drawn.normal("noise", shape), drawn.integers("timestep", 1000), drawn.event("label_drop", 0.1)
 
     def gradients() -> None:
-        parts.gradients(examples, partial(parts.losses, 1))
+        parts.backward(examples, 1)
 
     functions = {
         "gradients": gradients,
@@ -57,12 +57,12 @@ def pieces(parts: Parts, examples: Examples) -> dict[str, Steps]:
     return {name: partial(repeated, function) for name, function in functions.items()}
 
 
-def waits_for_nothing(parts: Parts, examples: Examples) -> bool:
+def waits_for_nothing(parts: Trainer, examples: Examples) -> bool:
     """Whether a step on a GPU ends without the host having waited for it."""
     for mode in ("default", "error"):  # the first step allocates
         torch.cuda.set_sync_debug_mode(mode)
-        losses = parts.gradients(examples, partial(parts.losses, 1))
-        norm = parts.clip()
+        losses = parts.backward(examples, 1)
+        norm = parts.clip_gradients()
         parts.update(1)
         parts.observe(1, losses, norm)
     torch.cuda.set_sync_debug_mode("default")

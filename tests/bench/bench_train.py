@@ -33,20 +33,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from image_diffusion.core.journal import NullJournal
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
 from image_diffusion.nn.linear import Linear, linear
 from image_diffusion.nn.precision import tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
+from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.determinism import switches
-from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
-from image_diffusion.training.parts import Parts, Task
-from image_diffusion.training.signals import Stop
+from image_diffusion.training.monitor.reports import Reports
+from image_diffusion.training.optim.determinism import switches
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
 
 DEMO = {"depth": 4, "width": 128, "num_heads": 4, "patch": 2}
 """The network of the demo, on latents of 8 x 8."""
@@ -77,7 +77,7 @@ def network_config(size: str) -> DiTConfig:
     return DiTConfig(**DEMO) if size == "demo" else DiTConfig.model_validate({"size": size})
 
 
-def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> Parts:
+def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> Trainer:
     """What the product trains with."""
     data = Latents(arguments.latent)
     spec = DataSpec(channels=4, resolution=arguments.latent, num_classes=1000)
@@ -103,7 +103,7 @@ def parts_of(arguments: argparse.Namespace, size: str, device: torch.device) -> 
         "compile": arguments.compile,
         "flip_probability": 0.0,
     }
-    return Parts(task, TrainConfig.model_validate(settings), world)
+    return Trainer(task, TrainConfig.model_validate(settings), world)
 
 
 def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Steps:
@@ -113,8 +113,11 @@ def ours(arguments: argparse.Namespace, size: str, device: torch.device) -> Step
     def steps(count: int) -> None:
         nonlocal done
         parts.config = parts.config.model_copy(update={"steps": done + count})
-        with switches(parts.config):  # its last log line waits for the device
-            train(parts, done, False, None, NullJournal(), Stop(parts.world, None))
+        with switches(
+            parts.config.deterministic, parts.config.tf32, parts.config.compile
+        ):  # its last log line waits for the device
+            stop = Stop(parts.world, None)
+            train(parts, Reports(parts, stop, done), stop, done)
         done += count
 
     return steps

@@ -20,19 +20,19 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion import ema, sample
-from image_diffusion import train as train_command
-from image_diffusion.configure import load_all, write_stages
-from image_diffusion.core.config import to_yaml
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.config.base import to_yaml
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.experiments.resolve import load_all, write_stages
+from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.detector import InPipeDetector, load_detector
-from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.metrics.features import Detected, detect
-from image_diffusion.metrics.frechet import frechet_between
-from image_diffusion.metrics.kernel import kernel_distance
-from image_diffusion.metrics.panel import Reference, measure
+from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.features.base import Detected, detect
+from image_diffusion.metrics.features.classifier import InPipeDetector, load_detector
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.stages import ema, sample
+from image_diffusion.stages import train as train_command
 
 PER_CLASS, CANDIDATES = 900, 800
 
@@ -137,7 +137,7 @@ def test_distances_rise_with_each_two_classes_that_are_lost(
 def test_labels_that_are_wrong_are_seen_by_the_class_metrics_alone(
     sets: tuple[Samples, Samples, Samples], real: tuple[Detected, Detected], detector: InPipeDetector
 ):
-    reference = Reference.of(real[0], torch.from_numpy(sets[1].labels))
+    reference = Reference.from_images(real[0], torch.from_numpy(sets[1].labels))
     rows = torch.arange(CANDIDATES)
     labels = torch.from_numpy(sets[2].labels)[rows]
     settings = EvaluateConfig(two_sample=False)

@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config import parse
-from image_diffusion.core.journal import NullJournal
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.blocks import compile_by_block
@@ -42,14 +41,15 @@ from image_diffusion.nn.precision import Precision, computing_in, tf32, use_tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems import AnySystem
+from image_diffusion.training.checkpoint.manager import State
+from image_diffusion.training.checkpoint.stop_signal import Stop
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
-from image_diffusion.training.determinism import switches
-from image_diffusion.training.distributed import World
 from image_diffusion.training.loop import train
-from image_diffusion.training.parts import Parts, Task
-from image_diffusion.training.signals import Stop
-from image_diffusion.training.speed import flops_per_example, product_rate
-from image_diffusion.training.state import State
+from image_diffusion.training.monitor.reports import Reports
+from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
+from image_diffusion.training.optim.determinism import switches
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
 
 GPU = torch.device("cuda", 0)
 ALONE = World(0, 1, GPU)
@@ -135,7 +135,7 @@ def dit(size: str) -> nn.Module:
     return no_zeros(DiTConfig.model_validate({"size": size}).build(LATENTS, learned_variance=True))
 
 
-def dit_parts(size: str, batch: int, **settings: Any) -> Parts:
+def dit_parts(size: str, batch: int, **settings: Any) -> Trainer:
     """The recipe of DiT on latents of 256 x 256 pixels."""
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -145,10 +145,10 @@ def dit_parts(size: str, batch: int, **settings: Any) -> Parts:
     objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     data: Any = Stored((2, 4, 32, 32), torch.float16, 1000)
     task = Task(dit(size), objective.build(Discrete().build(), LATENTS), prepare, data)
-    return Parts(task, TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings}), ALONE)
+    return Trainer(task, TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings}), ALONE)
 
 
-def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Parts:
+def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Trainer:
     """The system of a recipe, on pixels."""
     system: Any = parse(AnySystem, yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["system"], name)
     labelled = getattr(system, "is_conditional", False)
@@ -159,24 +159,25 @@ def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Part
     torch.manual_seed(0)
     data: Any = Stored((spec.channels, spec.resolution, spec.resolution), torch.float32, spec.num_classes)
     task = Task(no_zeros(system.build_network(spec)), system.build_objective(spec), prepare, data)
-    return Parts(task, TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings}), ALONE)
+    return Trainer(task, TrainConfig.model_validate({"steps": 1, "global_batch": batch, **settings}), ALONE)
 
 
-def steps_of(parts: Parts) -> Callable[[int], None]:
+def steps_of(parts: Trainer) -> Callable[[int], None]:
     """The product's loop, some steps at a time; its last log line waits for the GPU."""
     done = 0
 
     def steps(count: int) -> None:
         nonlocal done
         parts.config = parts.config.model_copy(update={"steps": done + count})
-        with switches(parts.config):
-            train(parts, done, False, None, NullJournal(), Stop(ALONE, None))
+        with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
+            stop = Stop(ALONE, None)
+            train(parts, Reports(parts, stop, done), stop, done)
         done += count
 
     return steps
 
 
-def trained(what: str, parts: Parts, precision: str, limits: Limits, count: int, goal: float | None) -> Iterator[Row]:
+def trained(what: str, parts: Trainer, precision: str, limits: Limits, count: int, goal: float | None) -> Iterator[Row]:
     """The rate of a training, its memory, and the seconds until the first step is done."""
     torch.cuda.reset_peak_memory_stats()
     steps = steps_of(parts)
@@ -283,9 +284,9 @@ def bench_shares(_: Limits) -> Iterator[Row]:
 def bench_pieces(limits: Limits) -> Iterator[Row]:
     """What every step does beside the network, whatever the batch, against the bytes it must move."""
     parts = dit_parts(XL, 32, precision="bf16", tf32=True)
-    parts.gradients(next(parts.batches(0)), partial(parts.losses, 1))
+    parts.backward(next(parts.batches(0)), 1)
     pieces: list[tuple[str, Callable[[], Any], int]] = [
-        ("norm of the gradient", parts.clip, 4),
+        ("norm of the gradient", parts.clip_gradients, 4),
         ("AdamW", parts.optimizer.torch.step, 28),
         ("average", partial(parts.averages.update, 1), 12),
         ("zeros", parts.flat.gradient.zero_, 4),

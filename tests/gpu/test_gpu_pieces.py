@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from crops import crops_of_twelve
-from image_diffusion.codecs.codec import placed
+from image_diffusion.codecs.base import placed
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.data.batches import Batches
-from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
-from image_diffusion.data.shards import open_shards
-from image_diffusion.metrics import copies, neighbours
-from image_diffusion.metrics.copies import copies_seen
-from image_diffusion.metrics.neighbours import manifold_estimates
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
+from image_diffusion.data.shards.loader import Batches
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.metrics.distances import precision_recall
+from image_diffusion.metrics.distances.precision_recall import manifold_estimates
+from image_diffusion.metrics.images import memorization
+from image_diffusion.metrics.images.memorization import copies_seen
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.nn.precision import tf32
 
@@ -68,7 +69,7 @@ def test_neighbours_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     made, real = torch.randn(500, 64, generator=draw), torch.randn(400, 64, generator=draw)
     found = [(manifold_estimates(made, real), copies_seen(made, real, made))]
-    for module in (copies, neighbours):
+    for module in (memorization, precision_recall):
         monkeypatch.setattr(module, "best_device", lambda: torch.device("cpu"))
     found.append((manifold_estimates(made, real), copies_seen(made, real, made)))
     (ours, near), (theirs, expected) = found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,28 @@ from comparison import points, results
 from tiny_runs import SYSTEMS, TINY, config
 from torch._inductor.cudagraph_trees import get_manager
 
-from image_diffusion.training.determinism import Mode, switches
-from image_diffusion.training.distributed import World
-from image_diffusion.training.parts import Parts
+from image_diffusion.training.optim.determinism import Mode, switches
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Trainer
 
 GPU = World(0, 1, torch.device("cuda", 0))
 SHORT: dict[str, Any] = {"steps": 8, "checkpoint": {"every_steps": 3}, "log_every_steps": 1}
 
 
-def parts_of(system: str, **changes: Any) -> Parts:
+def parts_of(system: str, **changes: Any) -> Trainer:
     torch.manual_seed(0)
-    return Parts(SYSTEMS[system](GPU), config(**changes), GPU)
+    return Trainer(SYSTEMS[system](GPU), config(**changes), GPU)
 
 
-def trained(parts: Parts, steps: int, mode: str = "default") -> list[float]:
+def trained(parts: Trainer, steps: int, mode: str = "default") -> list[float]:
     """The losses of some steps. mode: what PyTorch does about waits for the device from the third step on."""
     batches, losses = parts.batches(0), []
-    with switches(parts.config):
+    with switches(parts.config.deterministic, parts.config.tf32, parts.config.compile):
         for step in range(1, steps + 1):
             examples = next(batches)
             torch.cuda.set_sync_debug_mode(mode if step > 2 else "default")  # the first steps allocate
-            loss = parts.gradients(examples, partial(parts.losses, step))
-            norm = parts.clip()
+            loss = parts.backward(examples, step)
+            norm = parts.clip_gradients()
             parts.update(step)
             parts.observe(step, loss, norm)
             torch.cuda.set_sync_debug_mode("default")
@@ -122,7 +121,7 @@ def test_recorded_as_cuda_graphs_it_gives_nearly_the_same_losses(system: str, mo
 def test_the_losses_are_those_of_a_cpu() -> None:
     alone = World(0, 1, torch.device("cpu"))
     torch.manual_seed(0)
-    cpu = Parts(SYSTEMS["dit"](alone), config(), alone)
+    cpu = Trainer(SYSTEMS["dit"](alone), config(), alone)
     examples = next(cpu.batches(0))
     expected = cpu.losses(1, examples, 0).loss
     gpu = parts_of("dit")

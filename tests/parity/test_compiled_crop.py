@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from crops import original
-from image_diffusion.data import centre_crop, compiled
-from image_diffusion.data.images import quiet_pillow
+from image_diffusion.data.crop import centre_crop, native_resize
+from image_diffusion.data.crop.image import quiet_pillow
 
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 
@@ -24,7 +24,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whose resize is used."""
     if request.param == "Pillow":
         monkeypatch.setattr(centre_crop, "is_compiled", lambda: False)
-    elif compiled.library() is None:
+    elif native_resize.library() is None:
         pytest.skip("the resize is not compiled here: python setup.py build_ext --inplace")
     else:
         assert centre_crop.is_compiled()
@@ -85,8 +85,8 @@ def test_several_blocks_of_memory(by: str) -> None:
     assert_same(in_one, 600)
     if by == "compiled":
         with pytest.raises(ValueError, match="block|contiguous"):
-            compiled.Pixels(image)
-        compiled.Pixels(in_one)
+            native_resize.Pixels(image)
+        native_resize.Pixels(in_one)
 
 
 def test_threads_crop_beside_each_other(by: str) -> None:
@@ -120,10 +120,10 @@ def test_another_pillow_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("asked_again")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compiled, "_COMPILED", tmp_path / "resize.compiled")
-    compiled.library.cache_clear()
+    monkeypatch.setattr(native_resize, "_COMPILED", tmp_path / "resize.compiled")
+    native_resize.library.cache_clear()
     try:
-        assert compiled.library() is None and not centre_crop.is_compiled()
+        assert native_resize.library() is None and not centre_crop.is_compiled()
         assert_same(noise("RGB", 60, 40), 16)
     finally:
-        compiled.library.cache_clear()
+        native_resize.library.cache_clear()

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config import parse
+from image_diffusion.core.config.base import parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.weighting import MinSnrWeighting, SnrWeighting
+from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous, ContinuousProcess, SigmoidGamma
-from image_diffusion.process.noise_process import broadcast
 from image_diffusion.process.parameterization import clamp, target, to_x0_and_eps
 
 SPEC = DataSpec(channels=3, resolution=4)

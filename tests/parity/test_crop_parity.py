@@ -1,19 +1,16 @@
-"""The crop is the original's, byte for byte; the fast resize is a stated distance away."""
+"""The crop is the original's, byte for byte."""
 
 import hashlib
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.datasets
 from PIL import Image
 
+import photographs
 from crops import crop, original
-
-PHOTOGRAPHS = Path(sklearn.datasets.__file__).parent / "images"
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -34,20 +31,12 @@ def test_golden_synthetic_images(golden: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize("name", ["china", "flower"])
 def test_golden_photographs(golden: Callable[[str], Any], name: str) -> None:
     """Of scikit-learn's two; `make test-photographs` takes 240 of ImageNet's."""
-    params, data = golden("p01_center_crop.npz").params(name), (PHOTOGRAPHS / f"{name}.jpg").read_bytes()
+    params, data = golden("p01_center_crop.npz").params(name), (photographs.FOLDER / f"{name}.jpg").read_bytes()
     assert hashlib.sha256(data).hexdigest() == params["jpeg_sha256"]
     for size, digest in params["crop_sha256"].items():
         pixels = crop(data, int(size))
         assert (pixels == original(Image.open(io.BytesIO(data)), int(size))).all()
         assert hashlib.sha256(pixels.tobytes()).hexdigest() == digest, size
-
-
-@pytest.mark.parametrize("resolution", [64, 256])
-@pytest.mark.parametrize("name", ["china", "flower"])
-def test_the_fast_resize_is_at_most_two_levels_off_on_photographs(name: str, resolution: int) -> None:
-    data = (PHOTOGRAPHS / f"{name}.jpg").read_bytes()
-    difference = crop(data, resolution, "fast").astype(int) - crop(data, resolution)
-    assert np.abs(difference).max() <= 2
 
 
 def test_any_size_is_cropped_as_by_the_original() -> None:
@@ -58,14 +47,3 @@ def test_any_size_is_cropped_as_by_the_original() -> None:
         pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
         expected = original(Image.fromarray(pixels), resolution)
         assert (crop(png(pixels), resolution) == expected).all(), (width, height, resolution)
-
-
-def test_the_fast_resize_is_at_most_two_levels_off_on_smooth_images() -> None:
-    generator = np.random.default_rng(0)
-    for _ in range(100):
-        height, width = generator.integers(8, 150, 2)
-        resolution = int(generator.integers(4, 70))
-        coarse = Image.fromarray(generator.integers(0, 256, (4, 4, 3), dtype=np.uint8))
-        data = png(np.asarray(coarse.resize((int(width), int(height)), Image.Resampling.BICUBIC)))
-        difference = crop(data, resolution, "fast").astype(int) - crop(data, resolution)
-        assert np.abs(difference).max() <= 2, (width, height, resolution)

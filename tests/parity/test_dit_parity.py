@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiT, DiTConfig
-from image_diffusion.nn.sinusoid import grid_positions, sinusoid
+from image_diffusion.nn.positions import grid_positions, sinusoid
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine, Linear
-from image_diffusion.training.ema import Averages, ExponentialEma
-from image_diffusion.training.flat import Flat
-from image_diffusion.training.optimizers.adam import AdamW
+from image_diffusion.training.optim.adam import AdamW
+from image_diffusion.training.optim.ema import Averages, ExponentialEma
+from image_diffusion.training.parallel.flat_parameters import Flat
 
 
 def network_of(params: dict) -> DiT:
@@ -90,6 +89,8 @@ def test_position_and_time_embeddings(golden):
 
 def test_difference_from_the_original_frequencies_reach_one_in_ten_thousand(golden):
     """Unless told otherwise, a network has the frequencies of diffusers' DiT, so that it can be exported there."""
+    from diffusers.models.embeddings import get_timestep_embedding
+
     file = golden("m01_dit.npz")
     t, original = file["timestep_embedding_256/t"], file["timestep_embedding_256/emb"]
     assert DiTConfig(size="DiT-XL/2").time_frequencies == "diffusers"

@@ -7,30 +7,33 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import safetensors.torch
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel, DPMSolverMultistepScheduler
 from torch import nn
 
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.networks.dit_diffusers import (
+from image_diffusion.networks.weights.dit import folder_tensors, read_dit
+from image_diffusion.networks.weights.dit_diffusers import (
     ddim_scheduler,
     flow_scheduler,
     to_diffusers_transformer,
     write_dit_pipeline,
 )
-from image_diffusion.networks.dit_weights import read_dit
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.schedules import Cosine, Linear
 from image_diffusion.samplers import Ddim, DpmSolver, guided, image_streams, initial_noise
-from image_diffusion.samplers.sampler import initial_scale
+from image_diffusion.samplers.base import initial_scale
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 
 SPEC = DataSpec(channels=4, resolution=8, num_classes=5)
 TINY = {"depth": 2, "width": 48, "num_heads": 3, "patch": 2}
@@ -134,6 +137,8 @@ def test_safetensors_and_half_precision_are_read(tmp_path):
     ids=["plain", "learned", "unconditional", "thousand", "rgb12"],
 )
 def test_diffusers_computes_the_same_and_reads_back(tmp_path, spec, learned_variance):
+    from diffusers import DiTTransformer2DModel
+
     network = random_dit(spec, learned_variance)
     transformer = to_diffusers_transformer(network)
     torch.testing.assert_close(outputs_of_diffusers(transformer, spec), outputs(network), rtol=1e-5, atol=2e-5)
@@ -146,9 +151,21 @@ def test_diffusers_computes_the_same_and_reads_back(tmp_path, spec, learned_vari
     assert torch.equal(outputs(weights.build()), outputs(network))
 
 
+def test_a_folder_in_parts_is_read_without_what_every_name_begins_with(tmp_path):
+    for number, name in enumerate(["model.a.weight", "model.b.weight"]):
+        safetensors.torch.save_file(
+            {name: torch.zeros(1)}, tmp_path / f"diffusion_pytorch_model-{number}-of-2.safetensors"
+        )
+    assert list(folder_tensors(tmp_path)) == ["a.weight", "b.weight"]
+    safetensors.torch.save_file({"c": torch.ones(1)}, tmp_path / "diffusion_pytorch_model-2-of-2.safetensors")
+    assert list(folder_tensors(tmp_path)) == ["model.a.weight", "model.b.weight", "c"]
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_a_transformer_that_diffusers_made_is_read(tmp_path, suffix):
     """Not of our writing: 1000 classes and diffusers' own settings, as in the folders of facebook/DiT-XL-2-256."""
+    from diffusers import DiTTransformer2DModel
+
     torch.manual_seed(0)
     transformer = DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, out_channels=8, num_layers=2, sample_size=8
@@ -186,6 +203,8 @@ def test_a_wide_network_keeps_its_own_frequencies_in_effect():
 
 @pytest.fixture(scope="module")
 def vae() -> AutoencoderKL:
+    from diffusers import AutoencoderKL
+
     torch.manual_seed(2)
     return AutoencoderKL(
         block_out_channels=(8, 16),
@@ -210,6 +229,8 @@ def vae() -> AutoencoderKL:
 )
 def test_the_pipeline_makes_the_same_images(tmp_path, vae, prediction, variance, schedule, spec, guidance_scale):
     """The same noise, DDIM in 20 steps: pixels within 1/255 of ours."""
+    from diffusers import DiTPipeline
+
     network = random_dit(spec, learned_variance=variance == "learned_range")
     process = Discrete(schedule=schedule).build()
     scale = 0.4
@@ -239,6 +260,8 @@ def test_the_pipeline_makes_the_same_images(tmp_path, vae, prediction, variance,
 
 def test_the_pipeline_follows_a_flow_with_the_same_images(tmp_path, vae):
     """DPM-Solver++ at the scheduler's own times: 0.999 … 0.999 / 20 and then 0, the network given whole thousandths."""
+    from diffusers import DiTPipeline
+
     network = random_dit(learned_variance=False)
     write_dit_pipeline(tmp_path / "diffusers", network, vae, 0.4, flow_scheduler(1000.0, "velocity"))
     pipeline = DiTPipeline.from_pretrained(tmp_path / "diffusers")
@@ -267,6 +290,8 @@ def run(pipeline: DiTPipeline, noise: torch.Tensor, labels: torch.Tensor, scale:
 
 
 def test_v_prediction_goes_with_other_schedulers_too(tmp_path, vae):
+    from diffusers import DiTPipeline, DPMSolverMultistepScheduler
+
     network = random_dit(learned_variance=False)
     write_dit_pipeline(tmp_path / "diffusers", network, vae, 0.4, ddim_scheduler(Discrete().build().betas, "v"))
     pipeline = DiTPipeline.from_pretrained(tmp_path / "diffusers")
@@ -280,6 +305,8 @@ def test_v_prediction_goes_with_other_schedulers_too(tmp_path, vae):
 
 
 def test_the_folder_is_replaced_whole_and_leaves_the_autoencoder_alone(tmp_path, vae):
+    from diffusers import AutoencoderKL, DDIMScheduler
+
     folder = tmp_path / "diffusers"
     folder.mkdir()
     (folder / "left over").touch()
@@ -318,7 +345,7 @@ def test_more_classes_than_the_pipeline_has_labels_for_are_refused():
 
 
 def test_what_the_schedulers_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="predicts velocity, for which diffusers' DDIM has no rule; it has eps, x0, v"):
+    with pytest.raises(ValueError, match="predicts velocity, which diffusers' DDIM does not support; use eps, x0, v"):
         ddim_scheduler(Discrete().build().betas, "velocity")
     with pytest.raises(ValueError, match="predicts velocity at flow times multiplied by 1; diffusers needs"):
         flow_scheduler(1.0, "velocity")
@@ -351,14 +378,14 @@ def test_what_is_wrong_with_a_file_is_listed(tmp_path):
     assert "not a DiT: pos_embed, x_embedder.proj.weight" in other
     assert "unet.7 and 2 more" in other
     assert "neither a state dict nor a training checkpoint: it holds step" in message({"step": 1})
-    assert "holds a list, not tensors by name" in message([1, 2])
+    assert "holds a list. Expected tensors by name" in message([1, 2])
     without_head = {name: tensor for name, tensor in state.items() if not name.startswith("pos_embed")}
     assert "not a DiT: pos_embed missing" in message(without_head)
 
 
 def test_heads_that_nothing_tells_are_asked_for(tmp_path):
     torch.save(random_dit().state_dict(), tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=r"width 48, which is none of the paper's.* Give num_heads"):
+    with pytest.raises(ValueError, match=r"width 48, which is none of the paper's.* Set num_heads"):
         read_dit(tmp_path / "x.pt")
 
 
@@ -395,7 +422,7 @@ def test_a_file_cut_short_is_told(tmp_path):
 
 
 def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"x\.pt does not exist\. Give a \.pt or \.safetensors file"):
+    with pytest.raises(ValueError, match=r"x\.pt does not exist\. Use a \.pt or \.safetensors file"):
         read_dit(tmp_path / "x.pt")
 
 
@@ -422,6 +449,6 @@ def test_what_is_wrong_with_a_folder_is_listed(tmp_path):
     assert "norm_type 'ada_norm'; a DiT has 'ada_norm_zero'" in message(norm_type="ada_norm")
     (tmp_path / "whole" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"no diffusion_pytorch_model\.safetensors\. Give a folder that diffusers wrote"
+        ValueError, match=r"no diffusion_pytorch_model\.safetensors\. Use a folder that diffusers wrote"
     ):
         read_dit(tmp_path / "whole")

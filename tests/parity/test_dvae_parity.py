@@ -16,7 +16,7 @@ from torch import Tensor
 
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
-from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencoding, DiscreteAutoencodingConfig
+from image_diffusion.objectives.codec.discrete import DiscreteAutoencoding, DiscreteAutoencodingConfig
 
 CASES = ["a", "noresnet_rgba", "smoothl1"]
 ESTIMATORS = {"soft": "gumbel_softmax", "st": "straight_through", "st_reinmax": "reinmax"}
@@ -24,7 +24,7 @@ CLOSE = {"rtol": 1e-3, "atol": 5e-5}
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenNoise:
     """Streams that hand out the noise of a golden case."""
 
     noise: Tensor
@@ -58,7 +58,7 @@ def objective_of(file: Any, case: str, temperature: float, **settings: Any) -> D
 
 
 def batch_of(file: Any, case: str) -> Batch:
-    return Batch(2 * file[f"{case}/img"] - 1, {}, Given(file[f"{case}/gumbel"]))
+    return Batch(2 * file[f"{case}/img"] - 1, {}, GivenNoise(file[f"{case}/gumbel"]))
 
 
 def close(mine: Tensor, theirs: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from image_diffusion.training.ema import Averages, ExponentialEma, Warmup
+from image_diffusion.training.optim.ema import Averages, ExponentialEma, Warmup
 
 
 @pytest.mark.parametrize("case", ["rin_default", "prior_default", "fast"])

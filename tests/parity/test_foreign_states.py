@@ -24,15 +24,16 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion import export
-from image_diffusion.core import command
+from image_diffusion.core.files.weights import without_wrappers
+from image_diffusion.core.process import command
 from image_diffusion.core.types import DataSpec
-from image_diffusion.export import read_foreign
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.process.flow import Flow
+from image_diffusion.stages import export
+from image_diffusion.stages.export import read_foreign
 from image_diffusion.systems import SYSTEMS
-from image_diffusion.systems.given import Model
-from image_diffusion.training.model import load_model
+from image_diffusion.systems.base import Model
+from image_diffusion.training.load_model import load_model
 from tiny_autoencoders import write_autoencoder
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -154,7 +155,9 @@ def test_a_dit_that_nobody_described_is_said_to_be_one(tmp_path: Path) -> None:
 
 def test_rin(golden: Callable[[str], Any], tmp_path: Path) -> None:
     file = golden("m03_rin.npz")
-    with pytest.raises(ValueError, match=r"x\.pt is a RIN, but its tensors tell neither .* Give --experiment"):
+    with pytest.raises(
+        ValueError, match=r"x\.pt is a RIN, but its tensors do not determine .* Give an experiment .* --experiment"
+    ):
         read(tmp_path, rin_state(golden))
     model, told = read(tmp_path, rin_state(golden), described(tmp_path, RIN, 16))
     found = model.network(file["adaln/x"], file["adaln/t"])
@@ -178,20 +181,24 @@ def test_hparams_that_do_not_suffice_are_told(golden: Callable[[str], Any], tmp_
         read(tmp_path, content | {"hparams": content["hparams"] | {"vq": True}})
 
 
-def test_the_prior(golden: Callable[[str], Any], tmp_path: Path) -> None:
-    file = golden("m05_prior.npz")
+def described_prior(golden: Any, folder: Path) -> Path:
+    """An experiment file of the golden prior."""
     network = {
         "depth": 2, "num_heads": 4, "head_width": 16, "ff_mult": 2, "max_text_len": 5, "num_timesteps": 20,
         "divide_by_maximum": True,
     }  # fmt: skip
-    params = file.params("net_a")
-    network |= {"num_heads": params["heads"]}
+    network |= {"num_heads": golden("m05_prior.npz").params("net_a")["heads"]}
     system = {"type": "prior", "network": network, "process": {"num_timesteps": 20}}
-    path = tmp_path / "described.yaml"
+    path = folder / "described.yaml"
     data = {"name": "x", "source": {"type": "folder", "path": "images"}, "resolution": 64}
     pairs = {"type": "hashed", "num_tokens": 5}
     path.write_text(yaml.safe_dump({"data": data, "system": system, "train": {"steps": 1}, "pairs": pairs}))
-    model, told = read(tmp_path, prior_state(golden), path)
+    return path
+
+
+def test_the_prior(golden: Callable[[str], Any], tmp_path: Path) -> None:
+    file = golden("m05_prior.npz")
+    model, told = read(tmp_path, prior_state(golden), described_prior(golden, tmp_path))
     cond = {name: file[f"net_a/{name}"] for name in ("text_embed", "text_encodings")}
     found = model.network(file["net_a/image_embed"], file["net_a/t"], **cond)
     torch.testing.assert_close(found, file["net_a/out"], **CLOSE)
@@ -209,15 +216,71 @@ def test_improved_diffusion(golden: Callable[[str], Any], tmp_path: Path) -> Non
     assert told == "a U-Net; averages of it lie beside it: ema_0.9999_000010.pt"
 
 
+WRAPPERS = ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "ema.", "net.model."]
+
+
+def wrapped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Any]:
+    """The state dict of a network in wrappers, as AveragedModel and torch.compile write it."""
+    counter: dict[str, Any] = {"n_averaged": torch.tensor(5)} if prefix == "module." else {}
+    return counter | {f"{prefix}{name}": each for name, each in tensors.items()}
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+@pytest.mark.parametrize("kind", ["dit", "dit state", "unet", "rin", "dvae", "prior"])
+def test_names_are_read_without_the_prefixes_of_wrappers(
+    golden: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, prefix: str
+) -> None:
+    content: dict[str, Any]
+    experiment: Path | None = None
+    if kind.startswith("dit"):
+        plain = dit_state(golden)["ema"]
+        content, experiment = wrapped(plain, prefix), described(tmp_path, DIT, 64)
+        content = content if kind == "dit" else {"ema": content, "opt": OPTIMIZER}
+    elif kind == "unet":
+        plain = unet_state(golden)
+        content, experiment = wrapped(plain, prefix), described(tmp_path, UNET, 8)
+    elif kind == "rin":
+        plain = golden("m03_rin.npz").tensors("adaln/sd")
+        content, experiment = {"step": 7, "model": wrapped(plain, prefix)}, described(tmp_path, RIN, 16)
+    elif kind == "dvae":
+        state = vae_state(golden)
+        plain, content = state["weights"], state | {"weights": wrapped(state["weights"], prefix)}
+    else:
+        plain = golden("m05_prior.npz").tensors("net_a/sd")
+        content, experiment = {"model": wrapped(plain, prefix)}, described_prior(golden, tmp_path)
+    model, _ = read(tmp_path, content, experiment)
+    found = model.network.state_dict()
+    assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name].float()) for name in plain)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "of a wrapper are dropped" in line
+    assert all(f"{part}." in line for part in prefix.rstrip(".").split("."))
+
+
+def test_wrappers_of_single_blocks_are_no_part_of_names(golden: Callable[[str], Any], tmp_path: Path) -> None:
+    plain = dit_state(golden)["ema"]
+    blocks = {name.replace("blocks.1.", "blocks.1._orig_mod."): each for name, each in plain.items()}
+    model, _ = read(tmp_path, blocks, described(tmp_path, DIT, 64))
+    assert model.network.state_dict().keys() == plain.keys()
+
+
+def test_a_prefix_that_some_names_lack_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for names in (["model.a", "b"], ["module.model.a", "model.b"], ["_orig_mod.a", "a"], ["modules.a", "modules.b"]):
+        content = {name: torch.zeros(1) for name in names}
+        assert list(without_wrappers(content, tmp_path / "x.pt")) == names
+    assert capsys.readouterr().err == ""
+
+
 def test_the_state_of_an_optimizer_is_told_from_weights(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"opt000010\.pt is the state of an optimizer.* Give the file beside it.*ema_"):
+    with pytest.raises(
+        ValueError, match=r"opt000010\.pt is the state of an optimizer.* Use the file of weights beside it.*ema_"
+    ):
         read(tmp_path, OPTIMIZER, name="opt000010.pt")
 
 
 def test_another_class_of_diffusers_is_named(tmp_path: Path) -> None:
     (tmp_path / "flux").mkdir()
     (tmp_path / "flux/config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    with pytest.raises(ValueError, match="a folder of diffusers' FluxTransformer2DModel, which is not known here"):
+    with pytest.raises(ValueError, match="a folder of diffusers' FluxTransformer2DModel, which no system reads"):
         read_foreign(tmp_path / "flux", "", None, tmp_path / "train")
 
 
@@ -405,5 +468,5 @@ def test_the_command_says_what_it_found(
     given = ["--read", str(tmp_path / "vae.pt"), "--output", str(tmp_path / "train")]
     monkeypatch.setattr(sys, "argv", ["export", *given])
     command.run(export.main)
-    assert capsys.readouterr().out == f"export: read {tmp_path}/vae.pt, a discrete VAE, into {tmp_path}/train\n"
+    assert capsys.readouterr().out == f"export: wrote {tmp_path}/train from {tmp_path}/vae.pt: a discrete VAE\n"
     assert len({system.__name__ for system in SYSTEMS}) == len(SYSTEMS)

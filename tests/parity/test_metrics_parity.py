@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.files import sha256_file
-from image_diffusion.metrics.frechet import frechet_distance
-from image_diffusion.metrics.inception import Inception
-from image_diffusion.metrics.kernel import kernel_distance
-from image_diffusion.metrics.moments import Moments
-from image_diffusion.metrics.neighbours import manifold_estimates, neighbour_radii
-from image_diffusion.metrics.score import inception_score, inception_score_estimate
+from image_diffusion.core.files.atomic import sha256_file
+from image_diffusion.metrics.distances.frechet import frechet_distance
+from image_diffusion.metrics.distances.inception_score import inception_score, inception_score_estimate
+from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.distances.moments import Moments
+from image_diffusion.metrics.distances.precision_recall import manifold_estimates, neighbour_radii
+from image_diffusion.metrics.features.inception import Inception
 
 
 @pytest.mark.parametrize("case", ["a", "b"])
 def test_adm_evaluator(golden: Callable[[str], Any], case: str):
     numbers = golden("p04_evaluation.npz")
     reference, samples = numbers[f"{case}/ref_features"], numbers[f"{case}/sample_features"]
-    moments = Moments.of(reference).gaussian
+    moments = Moments.from_features(reference).gaussian
     torch.testing.assert_close(moments.mean.float(), numbers[f"{case}/mu_ref"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(moments.covariance, numbers[f"{case}/sigma_ref"], rtol=1e-5, atol=1e-6)
-    distance = frechet_distance(Moments.of(samples).gaussian, moments)
+    distance = frechet_distance(Moments.from_features(samples).gaussian, moments)
     assert distance == pytest.approx(float(numbers[f"{case}/fid"]), rel=1e-6)
     probabilities = numbers[f"{case}/class_probabilities"]
     assert inception_score(probabilities) == pytest.approx(float(numbers[f"{case}/inception_score"]), rel=1e-9)
@@ -50,7 +50,7 @@ def features() -> tuple[Tensor, Tensor]:
 
 def test_frechet_distance_is_torch_fidelitys(features: tuple[Tensor, Tensor]):
     oracle = pytest.importorskip("torch_fidelity.metric_fid")
-    made, real = (Moments.of(each).gaussian for each in features)
+    made, real = (Moments.from_features(each).gaussian for each in features)
     statistics = [{"mu": each.mean.numpy(), "sigma": each.covariance.numpy()} for each in (made, real)]
     expected = oracle.fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
     assert frechet_distance(made, real) == pytest.approx(expected, rel=1e-9)
@@ -103,7 +103,7 @@ def test_metrics_are_torchmetrics_on_the_same_features(features: tuple[Tensor, T
     metric.inception = Identity()
     metric.update(features[1], real=True)
     metric.update(features[0], real=False)
-    made, real = (Moments.of(each).gaussian for each in features)
+    made, real = (Moments.from_features(each).gaussian for each in features)
     assert frechet_distance(made, real) == pytest.approx(float(metric.compute()), rel=1e-6)
 
 

@@ -15,24 +15,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import DataSpec
-from image_diffusion.data.order import share
-from image_diffusion.metrics.similarity import similarities, similarity_estimates
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.data.shards.order import share
+from image_diffusion.metrics.images.embedding_similarity import similarities, similarity_estimates
 from image_diffusion.networks.prior import Norm, Prior, PriorConfig, bucket_of
 from image_diffusion.objectives.embedding import EmbeddingDenoising, with_norm
 from image_diffusion.objectives.weighting import P2Weighting
+from image_diffusion.process.base import broadcast
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Denoised
-from image_diffusion.process.noise_process import broadcast
 from image_diffusion.process.parameterization import clamp, read_output, target, to_x0_and_eps
 from image_diffusion.process.schedules import Cosine, Jsd, Linear, Quad, Sigmoid
+from image_diffusion.samplers.dalle2_ddim import LegacyDdim
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import guided
-from image_diffusion.samplers.legacy_ddim import LegacyDdim
-from image_diffusion.samplers.noise import image_streams
-from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior import PriorSystem
+from image_diffusion.samplers.image_noise import image_streams
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.prior.inputs import pair_batch
+from image_diffusion.systems.prior.prior import PriorSystem
 
 CLOSE = {"rtol": 1e-3, "atol": 5e-5}
 NETS = ["net_a", "net_normformer_selfcond", "net_continuous_time"]
@@ -180,7 +181,7 @@ def sampled(file: Any, kind: str, sampler: Any, **changes: Any) -> Tensor:
     system, clamps = system_of(file, kind), kind == "x0_l2"
     settings = EmbeddingSampling(sampler=sampler, clamp_x0=clamps, clamp_start=clamps, clamp_result=clamps, **changes)
     network = network_of(file, "prior_in")
-    generator = EmbeddingGenerator(network, system, network.spec, settings)
+    generator = EmbeddingGenerator(network, system.reading(network.spec), network.spec, settings)
     zeros = torch.zeros(4, dtype=torch.int64)
     streams = GivenNoise(0, zeros, zeros, file["prior_in/step_noise"])
     cond = {name: file[f"prior_in/{name}"] for name in ("text_embed", "text_encodings")}
@@ -197,6 +198,11 @@ def streams_of(count: int) -> Streams:
     return Streams(0, torch.zeros(count, dtype=torch.int64), torch.arange(count))
 
 
+def batch_of(system: PriorSystem, pairs: Tensor) -> Batch:
+    scaling = system.reading(DataSpec(channels=pairs.shape[2], resolution=1)).scaling
+    return pair_batch(pairs, streams_of(len(pairs)), scaling, system.token_encodings)
+
+
 LOOPS = {"rtol": 2e-3, "atol": 2e-4}
 
 
@@ -207,7 +213,7 @@ def test_the_loss_is_that_of_the_original(golden, kind, loss):
     file = golden("m05_prior.npz")
     system, network = system_of(file, kind, loss), network_of(file, "prior_in")
     pairs = pairs_of(file)
-    batch = system.pair_batch(pairs, streams_of(4))
+    batch = batch_of(system, pairs)
     objective = system.build_objective(network.spec)
     losses = objective.losses_at(network, batch.x, file["prior_in/t"], file["prior_in/noise"], batch.cond, None)
     torch.testing.assert_close(losses.loss.mean(), file[f"prior_{kind}_{loss}/loss"], **LOOPS)
@@ -327,7 +333,7 @@ def test_difference_nothing_is_dropped_while_the_network_is_not_trained(golden):
     """D-42: the original drops conditions in validation as well."""
     file = golden("m05_prior.npz")
     network = network_of(file, "prior_in")
-    batch = system_of(file, "x0").pair_batch(pairs_of(file), streams_of(4))
+    batch = batch_of(system_of(file, "x0"), pairs_of(file))
     losses = {}
     for often in (0.0, 1.0):
         system = system_of(file, "x0", text_drop_probability=often, image_drop_probability=often)

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import merged, read_yaml, to_yaml
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import merged, read_yaml, to_yaml
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.export import read_foreign
+from image_diffusion.experiments.resolve import load_all
+from image_diffusion.export.registry import export_of
 from image_diffusion.networks.prior_transformer import PriorTransformerConfig
 from image_diffusion.objectives.embedding import EmbeddingDenoising
-from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.given import Model
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.starting import Trained, fitted
-from image_diffusion.training.model import load_model
+from image_diffusion.stages.export import read_foreign
+from image_diffusion.systems.base import Model
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.prior.inputs import caption_inputs
+from image_diffusion.systems.prior.prior import PriorSystem
+from image_diffusion.systems.warm_start import Trained, fitted
+from image_diffusion.training.load_model import load_model
 
 ROOT = Path(__file__).parents[2]
 DIM, LEN = 12, 5
@@ -89,9 +91,8 @@ def test_a_folder_is_read_and_written_again(tmp_path: Path, at: str, changes: di
 
     model, original = read(tmp_path, at, **changes)
     torch.testing.assert_close(given(model.network), expected(original), **CLOSE)
-    use = model.system.export(
-        model, Rgb().build(None, None, torch.device("cpu"), torch.float32), "diffusers", tmp_path / "out"
-    )
+    codec = Rgb().build(None, None, torch.device("cpu"), torch.float32)
+    use = export_of(model.system, "diffusers").write(model, codec, tmp_path / "out")
     again = PriorTransformer.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(expected(again), expected(original), **CLOSE)
     x = inputs()[0]
@@ -105,15 +106,16 @@ def test_embeddings_are_normalised_by_their_mean_and_deviation(tmp_path: Path) -
     assert isinstance(system, PriorSystem)
     pairs = torch.randn(3, 2 + LEN, DIM)
     ids = torch.arange(3)
-    batch = system.pair_batch(pairs, Streams(0, torch.zeros_like(ids), ids))
+    streams = Streams(0, torch.zeros_like(ids), ids)
+    batch = system.batch(pairs, ids, streams, model.spec, None)  # type: ignore[arg-type]
     torch.testing.assert_close(original.post_process_latents(batch.x), pairs[:, 0], **CLOSE)
     losses = system.build_objective(model.spec)(model.network, batch)  # type: ignore[arg-type]
     assert losses.loss.shape == (3,) and losses.loss.isfinite().all()
     sampling = EmbeddingSampling(num_candidates=1, sampler={"type": "ddim", "num_steps": 3})  # type: ignore[arg-type]
-    cond = system.caption(pairs)
-    made = EmbeddingGenerator(model.network, system, model.spec, sampling)(cond, ids)
+    cond = caption_inputs(pairs, system.token_encodings)
+    made = EmbeddingGenerator(model.network, system.reading(model.spec), model.spec, sampling)(cond, ids)
     scaled = system.model_copy(update={"image_statistics": None, "image_scale": 1.0})
-    plain = EmbeddingGenerator(model.network, scaled, model.spec, sampling)(cond, ids)
+    plain = EmbeddingGenerator(model.network, scaled.reading(model.spec), model.spec, sampling)(cond, ids)
     torch.testing.assert_close(made, original.post_process_latents(plain), **CLOSE)
 
 
@@ -140,17 +142,24 @@ def test_a_training_goes_on_from_it_on_the_same_x_alone(tmp_path: Path) -> None:
     weights, theirs = model.network.state_dict(), Trained(system, model.spec, None)
     drops = system.model_copy(update={"objective": EmbeddingDenoising()})
     found, changes = fitted(model.network, Trained(drops, model.spec, []), weights, theirs)
-    assert found.keys() == weights.keys() and not changes and drops.learns_nulls and not system.learns_nulls
+    assert (
+        found.keys() == weights.keys()
+        and not changes
+        and drops.objective.learns_nulls
+        and not system.objective.learns_nulls
+    )
     other = system.model_copy(update={"image_statistics": None})
-    with pytest.raises(ValueError, match=r"system.image_statistics is another than the weights were trained with"):
+    with pytest.raises(
+        ValueError, match=r"system.image_statistics differs from the value that the weights were trained with"
+    ):
         fitted(model.network, Trained(other, model.spec, []), weights, theirs)
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"added_emb_type": None, "additional_embeddings": 3}, "added_emb_type None, which is not known here"),
-        ({"clip_embed_dim": 7}, "clip_embed_dim 7, which is not known here"),
+        ({"added_emb_type": None, "additional_embeddings": 3}, "added_emb_type None, which is not supported"),
+        ({"clip_embed_dim": 7}, "clip_embed_dim 7, which is not supported"),
         ({"encoder_hid_proj_type": None}, "encoder_hid_proj_type None"),
     ],
 )

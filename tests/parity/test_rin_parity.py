@@ -11,8 +11,8 @@ import torch
 
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.rin import Rin, RinConfig
-from image_diffusion.systems.rin import RinSystem
-from image_diffusion.training.ema import Averages, ExponentialEma, Warmup
+from image_diffusion.systems.diffusion.rin import RinSystem
+from image_diffusion.training.optim.ema import Averages, ExponentialEma, Warmup
 
 NAMES = {
     "dim": "width",

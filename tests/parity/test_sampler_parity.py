@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.process.continuous import Continuous, CosineGamma, LinearGamma, SigmoidGamma
@@ -20,8 +20,8 @@ from image_diffusion.process.grid import Denoised, Denoiser, Grid
 from image_diffusion.process.parameterization import Prediction, Variance, to_x0_and_eps
 from image_diffusion.process.schedules import Cosine, Linear
 from image_diffusion.samplers import Ddim, Ddpm, guided
+from image_diffusion.samplers.base import SamplerConfig, clipped, initial_scale
 from image_diffusion.samplers.gradient import with_mean_gradient, with_score_gradient
-from image_diffusion.samplers.sampler import SamplerConfig, clipped, initial_scale
 
 F64 = {"rtol": 1e-8, "atol": 1e-9}
 F32 = {"rtol": 2e-3, "atol": 1e-3}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from image_diffusion.core.types import DataSpec
+from image_diffusion.foreign.iddpm import read_iddpm
 from image_diffusion.networks.unet import UNet, UNetConfig
-from image_diffusion.systems.diffusion.enlarging import shrink
-from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.diffusion.super_resolution import shrink
 
 RESOLUTIONS = {
     "cifar10_uncond_50M_500K.pt": 32,
@@ -112,7 +112,7 @@ def test_a_published_network_is_recognised_by_its_shapes_and_its_name(golden_nam
     expected = golden_names("names_iddpm.json.gz")["configs"][name]
     flags = expected["flags"]
     tensors = {key: torch.empty(shape, device="meta") for key, shape in expected["state_dict"].items()}
-    found = IddpmSystem.read_foreign(tensors, Path(name), "", lambda kind: None)
+    found = read_iddpm(tensors, Path(name), "", lambda kind: None)
     system, spec = found.system, found.spec
     assert spec.resolution == RESOLUTIONS[name]
     assert spec.num_classes == (1000 if flags.get("class_cond") else 0)

@@ -92,7 +92,7 @@ def serve() -> None:
     import tiny_runs
     import torch._dynamo  # what PyTorch would import at the first step
 
-    from image_diffusion.training.distributed import World
+    from image_diffusion.training.parallel.world import World
 
     for kind in tiny_runs.TINY:  # and what the systems import when they are built
         tiny_runs.SYSTEMS[kind](World(0, 1, torch.device("cpu")))
@@ -169,7 +169,7 @@ def _child(attempt: Attempt, rank: int, port: int, folder: Path, tiny_runs: Any)
         if attempt.inject is not None:
             tiny_runs.INJECTED[attempt.inject](rank)
         try:
-            from image_diffusion.core import command
+            from image_diffusion.core.process import command
 
             command.run(lambda: tiny_runs.start(folder, attempt.system, **attempt.changes))
             code = 0

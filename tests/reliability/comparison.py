@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Collection
 from pathlib import Path
 
-from image_diffusion.core.files import digest
-from image_diffusion.core.history import read_journal
-from image_diffusion.core.weights import read_model
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.core.files.weights import read_model
+from image_diffusion.core.journal.reader import read_journal
 
 
 def results(folder: Path, but: Collection[str] = ()) -> dict[str, str]:

@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with nothing in it yet."""
-    from image_diffusion.tracking import connection, pyfunc  # noqa: F401 - what is forked later has it imported
+    from image_diffusion.tracking import connection
 
     database = tmp_path_factory.mktemp("empty") / "mlflow.db"
     connection.create_database(database)

@@ -2,10 +2,12 @@
 
     python tests/reliability/soak.py --seed 1 --minutes 120      (make soak SEED=1 MINUTES=120)
 
-In rounds, each from its own draws: the configuration or the images are edited; files under `results` are damaged or
-removed; the same command is started again and again while what it starts is killed, the disk fills up or the clock is
-wrong. Then nothing disturbs any more: the command ends well and everything promised is, byte for byte, what an
-undisturbed run in a folder of its own has made, which is done once for each configuration.
+In rounds, each from its own draws: the configuration or the images are edited; files under `results` and artifacts in
+`mlruns` are damaged, zeroed, emptied or removed, or the whole store is; a manifest names a file outside its folder, as
+one of an attacker would, where a file that nobody may touch lies; the same command is started again and again
+while what it starts is killed or stopped for a while, the disk fills up or the clock is wrong. Then nothing disturbs
+any more: the command ends well and everything promised is, byte for byte, what an undisturbed run in a folder of its
+own has made, which is done once for each configuration.
 
 A fault is *healed* when that is so without a word; *told* when a command that nothing disturbed any more first ended
 with a clear line. It is *silent* when a command ends well with other results: that stops the soak and keeps the folder.
@@ -31,12 +33,27 @@ from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from soak_project import EDITS, EXPERIMENTS, LOGGED, NEEDS, ROOT, TOLD, Choice, found, remove, write_project
+from soak_project import (
+    EDITS,
+    EXPERIMENTS,
+    LOGGED,
+    NEEDS,
+    ROOT,
+    TOLD,
+    UNKNOWN,
+    Choice,
+    damaged_artifacts,
+    found,
+    remove,
+    sent_files,
+    write_project,
+)
 
-from image_diffusion.core.files import digest
-from image_diffusion.workflow.code import package_digest
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.workflow.code_digest import package_digest
 from warm import CLOCK, Warm
 
 MADE_BY = {
@@ -46,7 +63,7 @@ MADE_BY = {
     "reference": "datasets/*/references/*/reference.json",
     "encode": "datasets/*/*[er]/manifest.json",
     "embed": "datasets/*/pairs-*/manifest.json",
-    "agent": "*/train/model.json",
+    "launch_agent": "*/train/model.json",
     "train": "*/train/weights.safetensors",
     "sample": "*/samples/samples.json",
     "evaluate": "*/metrics.json",
@@ -60,9 +77,19 @@ STAGES = list(MADE_BY)
 CALM = 3
 """Commands that nothing disturbs before a round must have ended well."""
 LONGEST_S = 1200.0
+STOPPED_S = 90.0
+"""How long a process is stopped at most."""
 PATIENCE_S = 60.0
 """How long a wanted stage is waited for, before whatever runs is killed: the last ones come after all others."""
 CLEAR = re.compile(r"^(\[default\d+\]:)?(error|stopped): |No space left on device", re.MULTILINE)
+DAMAGE = {
+    "flip": "flipped bit",
+    "cut": "cut file",
+    "removal": "removed file",
+    "zeros": "zeroed file",
+    "emptying": "emptied file",
+}
+CANARY = "this file is nobody's\n"
 OUTPUTS = re.compile(r"/(samples|evaluation|diffusers)/")
 """Folders in which nothing lies that the configuration does not ask for."""
 
@@ -126,12 +153,16 @@ class Soak:
         self.work, self.warm, self.seed, self.names = work, warm, seed, names
         self.disk = Disk(work / "disk")
         self.project = self.disk.folder / "project"
+        self.canary = self.disk.folder / "canary.txt"
+        self.canary.write_text(CANARY)
         told = Path(__file__).with_name("soak_project.py").read_text()
         self.references = work / "references" / digest([package_digest(ROOT / "src"), told])[:12]
         self.tally = Tally()
         self.open: list[Fault] = []
         self.scarred: set[str] = set()
         """Experiments whose journal was damaged: it is told when the run that it belongs to goes on, rounds later."""
+        self.without_receipts: set[str] = set()
+        """Experiments whose receipts of the journal were damaged: what else says that a journal is not whole."""
         self.lengths: dict[str, float] = {}
         """Seconds that a stage of this name has been seen to run."""
         self.log = (work / "faults.jsonl").open("a", buffering=1)
@@ -167,9 +198,19 @@ class Soak:
                 self._edit(draw, number, names)
             for _ in range(draw.choice([0, 0, 0, 1, 2, 4])):
                 self._damage(draw, number, names)
+            if draw.random() < 0.1:
+                self._damage_artifact(draw, number, names)
+            if draw.random() < 0.05:
+                self._lose_store(draw, number, names)
+            if draw.random() < 0.15:
+                self._forge_name(draw, number, names)
             self._disturbed_command(draw, number, self._asked_for(draw, number))
         for _ in range(draw.choice([0, 1, 2, 4])):
             self._damage(draw, number, names)
+        for _ in range(draw.choice([0, 0, 1, 3])):
+            self._damage_artifact(draw, number, names)
+        if draw.random() < 0.2:
+            self._lose_store(draw, number, names)
         self._calm(number, names, self.expected(names))
         self.tally.rounds += 1
 
@@ -182,9 +223,12 @@ class Soak:
             self._told(said)
         else:
             raise WrongError(f"Round {number}: the same command does not go on.\n{said[-4000:]}")
+        self._check_canary()
         made = {key: value for name in with_needed(names) for key, value in found(self.project, name).items()}
+        spoilt = [path for name in names for path in damaged_artifacts(self.project, name)]
         wrong = sorted(path for path, sha256 in expected.items() if made.get(path) != sha256)
         wrong = self._without_told(wrong, made, said)
+        wrong += spoilt
         extra = sorted(path for path in made.keys() - expected.keys() if OUTPUTS.search(path))
         if wrong or extra:
             for fault in self.open:
@@ -209,18 +253,22 @@ class Soak:
         remove(self.project)
         self.open.clear()
         self.scarred.clear()
+        self.without_receipts.clear()
         return kept
 
     def _without_told(self, wrong: list[str], made: dict[str, str], said: str) -> list[str]:
         """The same without experiments whose journal tells that it is damaged, or of whose previews that was said: a
         person begins those anew."""
         for name in with_needed(self.names):
-            journals = f"results/{name}/journal/"
+            journals = f"results/{name}/journal/", f"results/{name}/.journal/"
             hit = [fault for fault in self.open if fault.where.startswith(journals)]
-            no_journal = any(made.get(f"{name}: what {stage} logged") == "nothing" for stage in ("train", "evaluate"))
+            logged = [made.get(f"{name}: what {stage} logged", "") for stage in LOGGED]
+            no_journal = name in self.without_receipts and any(
+                each == "nothing" or each.startswith(UNKNOWN) for each in logged
+            )
             told = any(made.get(f"{name}: what {stage} logged", "").startswith(TOLD) for stage in LOGGED)
             previews = f"results/{name}/train/previews/"
-            if f"note: the previews in {previews}" in said:
+            if f"the previews in {previews}" in said:
                 drawn = [fault for fault in self.open if fault.where.startswith(previews)]
                 hit, told = hit + drawn, told or bool(drawn)
                 wrong = [path for path in wrong if not path.startswith(f"{name}/") or not drawn]
@@ -228,6 +276,7 @@ class Soak:
                 wrong = [path for path in wrong if not path.startswith(f"{name}: ")]
                 remove(self.project / "results" / name)
                 self.scarred.discard(name)
+                self.without_receipts.discard(name)
                 for fault in hit:
                     fault.told = True
         return wrong
@@ -243,8 +292,10 @@ class Soak:
 
     def _inject(self, number: int, kind: str, where: str) -> None:
         self.open.append(Fault(number, kind, where))
-        if (parts := Path(where).parts)[2:3] == ("journal",):
+        if (parts := Path(where).parts)[2:3] in (("journal",), (".journal",)):
             self.scarred.add(parts[1])
+            if parts[2] == ".journal":
+                self.without_receipts.add(parts[1])
         self.tally.injected[kind] += 1
         self.note(kind, where, number)
 
@@ -272,7 +323,7 @@ class Soak:
             self._inject(number, f"edit: {'images' if each == 'images' else 'configuration'}", f"{each}: {changed}")
 
     def _damage(self, draw: random.Random, number: int, names: list[str]) -> None:
-        """Flip a bit of a file, cut it or remove it; half of the time its modification time is set back."""
+        """Flip a bit of a file, cut, zero, empty or remove it; half of the time its modification time is set back."""
         results = self.project / "results"
         used = {*with_needed(names), "datasets", "summary.html", ".resolved.json"}
         files = [path for path in listed(results, "**") if path.relative_to(results).parts[0] in used]
@@ -285,9 +336,51 @@ class Soak:
         with suppress(FileNotFoundError):  # removed by what a kill has left running
             self._damage_file(draw, number, path)
 
+    def _damage_artifact(self, draw: random.Random, number: int, names: list[str]) -> None:
+        """Damage a file that MLflow shows of the experiments that are made."""
+        files = sorted({path for name in names for path in sent_files(self.project, name) if path.is_file()})
+        if files:
+            with suppress(FileNotFoundError):
+                self._damage_file(draw, number, draw.choice(files))
+
+    def _forge_name(self, draw: random.Random, number: int, names: list[str]) -> None:
+        """Let a JSON file name the canary, outside its folder, in place of a file that lies beside it."""
+        results = self.project / "results"
+        used = {*with_needed(names), "datasets"}
+        manifests = [path for path in listed(results, "**/*.json") if path.relative_to(results).parts[0] in used]
+        forged: list[tuple[Path, str, str]] = []
+        for path in manifests:
+            with suppress(OSError, ValueError):
+                text = path.read_text()
+                beside = [each.name for each in path.parent.iterdir() if f'"{each.name}"' in text]
+                outside = [str(self.canary), os.path.relpath(self.canary, path.parent)]
+                forged += [(path, name, draw.choice(outside)) for name in sorted(beside)]
+        if not forged:
+            return
+        path, name, outside_name = draw.choice(forged)
+        with suppress(FileNotFoundError):
+            path.write_text(path.read_text().replace(f'"{name}"', json.dumps(outside_name)))
+            self._inject(number, "forged name", f"{path.relative_to(self.project)}: {outside_name} in place of {name}")
+
+    def _check_canary(self) -> None:
+        if not self.canary.is_file() or self.canary.read_text() != CANARY:
+            raise WrongError(f"{self.canary}, outside the project, was written to or removed.")
+
+    def _lose_store(self, draw: random.Random, number: int, names: list[str]) -> None:
+        """Remove MLflow's store, and half of the time damage a journal that has to fill the new one."""
+        if not (self.project / "mlflow.db").exists():
+            return
+        for each in ("mlflow.db", "mlruns"):
+            remove(self.project / each)
+        self._inject(number, "lost store", "mlflow.db")
+        journals = [path for name in names for path in listed(self.project / "results" / name, "journal/*/*.jsonl")]
+        if journals and draw.random() < 0.5:
+            with suppress(FileNotFoundError):
+                self._damage_file(draw, number, draw.choice(journals))
+
     def _damage_file(self, draw: random.Random, number: int, path: Path) -> None:
         before = path.stat()
-        kind = draw.choice(["flip", "flip", "flip", "cut", "removal"])
+        kind = draw.choice(["flip", "flip", "flip", "cut", "removal", "zeros", "emptying"])
         where = str(path.relative_to(self.project))
         if kind == "flip" and before.st_size:
             bit = draw.randrange(8 * before.st_size)
@@ -301,13 +394,15 @@ class Soak:
         elif kind == "cut" and before.st_size:
             os.truncate(path, size := draw.randrange(before.st_size))
             where += f", to {size} of {before.st_size} bytes"
+        elif kind in ("zeros", "emptying") and before.st_size:  # as a power cut leaves what was not flushed
+            path.write_bytes(bytes(before.st_size if kind == "zeros" else 0))
         else:
             kind = "removal"
             path.unlink()
         if path.exists() and draw.random() < 0.5:
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             where += ", as if untouched"
-        self._inject(number, {"flip": "flipped bit", "cut": "cut file", "removal": "removed file"}[kind], where)
+        self._inject(number, DAMAGE[kind], where)
 
     def _asked_for(self, draw: random.Random, number: int) -> list[str]:
         """Remove what some of the stages that were killed least have made, so that they will run; those stages."""
@@ -373,6 +468,17 @@ class Soak:
             self.lengths[gone[1]] = 0.7 * self.lengths.get(gone[1], length) + 0.3 * length
         return present
 
+    def _stop(self, draw: random.Random, number: int, pid: int, name: str) -> None:
+        """Stop a process for a while, as a laptop's lid, a debugger or a starved machine does, and let it go on."""
+        seconds = min(draw.expovariate(1 / 10), STOPPED_S)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._inject(number, "stopped process", f"{name}, {seconds:.1f} s")
+            try:
+                time.sleep(seconds)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
     def _disturbed_command(self, draw: random.Random, number: int, wanted: list[str]) -> None:
         """The same command, while something happens to it and to what it starts. wanted: the stages to kill first."""
         settings: dict[str, str] = {}
@@ -386,11 +492,10 @@ class Soak:
         began_at = time.time()
         with self._started(self.project, settings) as (running, output):
             self._strike(draw, number, running, wanted)
-        if full:
-            self.disk.empty()
-            said = output.read_text(errors="replace")
-            if "No space left" in said:
-                self.open[-1].told = True
+        self.disk.empty()
+        if "No space left" in output.read_text(errors="replace"):
+            for fault in self.open:
+                fault.told = fault.told or fault.kind in ("full disk", "small disk in a stage")
         if shift:
             _shift_times(self.project, began_at, shift)
 
@@ -415,7 +520,14 @@ class Soak:
                 continue
             patience -= 1
             pid, name = draw.choice(victims)
-            kind = draw.choices(["a process", "group", "Snakemake"], [8, 1, 1])[0]
+            kind = draw.choices(["a process", "group", "Snakemake", "stopped", "small disk"], [8, 1, 1, 1, 1])[0]
+            if kind == "small disk":
+                if self.disk.fill(draw.randint(0, 200_000)):
+                    self._inject(number, "small disk in a stage", f"{name}, {self.disk.free()} bytes left")
+                continue
+            if kind == "stopped":
+                self._stop(draw, number, pid, name)
+                continue
             with suppress(ProcessLookupError):
                 if kind == "group":
                     os.killpg(running.pid, signal.SIGKILL)

@@ -17,9 +17,9 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from image_diffusion.core.files import read_json
-from image_diffusion.core.history import Point, of_weights, read_journal
-from image_diffusion.tracking.shown import shown
+from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.journal.reader import Point, of_weights, read_journal
+from image_diffusion.tracking.shown_metrics import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 24
@@ -105,7 +105,7 @@ EDITS: list[dict[str, dict[str, Any]]] = [
     {"train": {"steps": 6}},
     {"sample": {"num_samples": 12}},
 ]
-NOT_COMPARED = {"journal", "state", "tracked.json", "source.json", "owner.json"}
+NOT_COMPARED = {"journal", ".journal", "state", "tracked.json", "source.json", "owner.json"}
 """What holds times, paths or the ids of runs; journals are compared by what they say."""
 
 
@@ -113,6 +113,8 @@ LOGGED = ("train", "sample", "evaluate")
 """Stages that log."""
 TOLD = "told: "
 """How what a journal says begins where the journal itself tells that it is not whole."""
+UNKNOWN = "unknown: "
+"""How it begins where nothing says that it is not whole, and it has no end: of a stage that has ended that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def found(folder: Path, name: str) -> dict[str, str]:
     for stage in LOGGED:
         made[f"{name}: what {stage} logged"] = _logged(folder, name, stage)
         made[f"{name}: what MLflow lacks of {stage}"] = _not_tracked(folder, name, stage)
+        made[f"{name}: how {stage} ended in MLflow"] = _ended(folder, name, stage)
     return made
 
 
@@ -227,8 +230,10 @@ def _logged(folder: Path, name: str, stage: str) -> str:
         return "nothing"
     if stage == "train":
         history = of_weights(history, read_json(folder / "results" / name / "train" / "model.json"))
-    if history.damaged or history.status != "finished":
-        return f"{TOLD}{history.status}, {history.damaged}"
+    if history.damaged or history.loss:
+        return f"{TOLD}{history.status}, {history.loss}, {history.damaged}"
+    if history.status != "finished":
+        return f"{UNKNOWN}{history.status}"
     return hashlib.sha256(json.dumps(_points(folder, name, stage)).encode()).hexdigest()
 
 
@@ -242,6 +247,36 @@ def _not_tracked(folder: Path, name: str, stage: str) -> str:
     points = history.points if history is not None else []
     keys = {point.key for point in (shown(points) if stage == "train" else points)}
     return str([point for point in _points(folder, name, stage) if point[0] in keys and point not in held])
+
+
+def _ended(folder: Path, name: str, stage: str) -> str:
+    """The status in MLflow of the run that a stage worked on last."""
+    runs = [run for run in read_json(folder / "results" / name / "tracked.json")["runs"] if run["stage"] == stage]
+    with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
+        query = "SELECT status FROM runs WHERE run_uuid = ?"
+        return str([database.execute(query, (run["run_id"],)).fetchone() for run in runs[-1:]])
+
+
+def sent_files(folder: Path, name: str) -> dict[Path, str]:
+    """The sha256 of each file that was sent to MLflow of an experiment; empty where that is not known now."""
+    found = {}
+    try:
+        for listing in read_json(folder / "results" / name / "tracked.json")["sent"]:
+            for file, sha256 in read_json(folder / listing)["files"].items():
+                found[(folder / listing).parent / file] = sha256
+    except (ValueError, KeyError, OSError):  # removed or damaged by the soak itself
+        return {}
+    return found
+
+
+def damaged_artifacts(folder: Path, name: str) -> list[str]:
+    """The files that MLflow shows of an experiment and that are not what was sent."""
+    wrong = [path for path, sha256 in sent_files(folder, name).items() if _sha256(path) != sha256]
+    return [str(path.relative_to(folder)) for path in wrong]
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _points(folder: Path, name: str, stage: str) -> list[tuple[str, int, float]]:

@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import sha256_file
+from image_diffusion.core.config.base import dump, to_yaml
+from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.records import read_record, record_path
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import read_record, record_path
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "10"))
 SHARDS = 6
@@ -27,8 +29,8 @@ ENCODE = """
 import sys, time
 from pathlib import Path
 import torch
-from image_diffusion.core.command import run
-from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
+from image_diffusion.core.process.command import run
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
 
 class Codec:
     identity = {"name": "toy"}
@@ -62,7 +64,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def crop_command(images: Path, output: Path) -> list[str]:
     arguments = ["--config", str(images / "data.yaml"), "--output", str(output / "manifest.json")]
-    return [sys.executable, "-m", "image_diffusion.crop", *arguments]
+    return [sys.executable, "-m", "image_diffusion", "crop", *arguments]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -183,7 +185,10 @@ def test_a_disk_that_fills_up_leaves_no_half_shard(
         check=False,
     )
     assert failed.returncode == 1
-    assert "larger than may be written here" in failed.stderr.splitlines()[-1] and "Traceback" not in failed.stderr
+    assert (
+        "exceeds the limit of its size (ulimit -f)" in failed.stderr.splitlines()[-1]
+        and "Traceback" not in failed.stderr
+    )
     check_nothing_is_half(output)
     assert not (output / "manifest.json").exists()
     assert not list(output.glob("*.tmp"))

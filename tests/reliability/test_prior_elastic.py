@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from attempts import Attempt, Attempts, finished
 from comparison import points, results
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_number_of_processes_is_no_part_of_the_result(attempts: Attempts, tmp_path: Path) -> None:

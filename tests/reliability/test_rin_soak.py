@@ -9,12 +9,12 @@ import torch
 import yaml
 from torch import nn
 
-from image_diffusion.core.config import parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.systems.rin import RinSystem
+from image_diffusion.systems.diffusion.rin import RinSystem
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.flat import Flat
+from image_diffusion.training.parallel.flat_parameters import Flat
 
 RECIPE = Path(__file__).parents[2] / "config" / "experiments" / "rin_imagenet64.yaml"
 TINY = {"width": 8, "patch": 4, "depth": 1, "num_latents": 4, "latent_width": 8, "latent_depth": 1, "head_width": 8}

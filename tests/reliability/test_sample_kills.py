@@ -10,8 +10,10 @@ import pytest
 from attempts import Attempts, finished, fresh, killed_run
 from tiny_runs import write_prior
 
-from image_diffusion.core.files import read_json
-from image_diffusion.core.verify import damaged
+from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.files.checksums import damaged
+
+pytestmark = pytest.mark.slow
 
 
 def written(folder: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import pytest
 from soak import STAGES, Soak, Tally, soak
 from soak_project import ROOT, _listed
 
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files.atomic import write_json
 from warm import Warm
 
 LONGEST_S = 1800.0

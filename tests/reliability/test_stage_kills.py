@@ -12,8 +12,10 @@ from attempts import Attempt, Attempts, finished, fresh, killed_run
 from test_sample_kills import written
 from tiny_runs import write_data, write_diffusion
 
-from image_diffusion.core.files import digest
-from image_diffusion.core.halfway import halfway_of
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.core.files.partial_results import partial_folder
+
+pytestmark = pytest.mark.slow
 
 
 def calls(folder: Path) -> int:
@@ -61,7 +63,7 @@ def test_no_batch_is_made_twice(
         assert calls(folder) == batches, "each once, in both starts together"
         assert (f"{output}: {stop_at - 1} of {batches} batches" in done.output[0]) == (stop_at > 1)
         assert written(folder) == written(undisturbed)
-        assert not halfway_of(folder / output).exists()
+        assert not partial_folder(folder / output).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "time limit"])
@@ -89,13 +91,13 @@ def test_nothing_is_looked_at_twice(
         stop = changes | {"stop_at": stop_at, "number": int(number)}
         assert attempts(Attempt(str(folder), system=system, changes=stop)).codes == [-number]
         assert not (folder / output).exists()
-        assert halfway_of(folder / output).exists() or stop_at <= 2
+        assert partial_folder(folder / output).exists() or stop_at <= 2
         made = calls(of_images(folder))
         done = finished(attempts, folder, system=system, changes=changes)
         assert calls(folder) <= in_all + 1, "of both starts together"
-        assert ("were there from an earlier start" in done.output[0]) == (stop_at > 2 or made > 0)
+        assert ("batches are reused from an earlier run" in done.output[0]) == (stop_at > 2 or made > 0)
         assert written(folder) == written(undisturbed)
-        assert not halfway_of(folder / output).exists()
+        assert not partial_folder(folder / output).exists()
         if stop_at == in_all and made:
             assert calls(of_images(folder)) - made < calls(of_images(undisturbed)), "nor are all images made again"
 
@@ -117,7 +119,7 @@ def test_embed_goes_on_with_what_it_has_learnt_and_after_its_last_shard(
         finished(attempts, folder, system="pairs")
         assert calls(folder) <= steps + 1, "two steps are kept together"
         assert written(folder) == written(undisturbed)
-        assert not halfway_of(folder / "manifest.json").exists()
+        assert not partial_folder(folder / "manifest.json").exists()
         assert calls(of_images(folder)) - before < embedded or of == "steps", "the first shard was there"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -18,16 +19,19 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModelStatus
 from tracked import check_same, check_whole, contents, forked, make_experiment, status_of, track
 
-from image_diffusion.core import command
-from image_diffusion.core.files import write_text
-from image_diffusion.core.history import read_journal
-from image_diffusion.core.journal import Journal
-from image_diffusion.follow import follow, send
-from image_diffusion.tracking.connection import TrackingError
+from image_diffusion.core.files.atomic import write_json, write_text
+from image_diffusion.core.journal.reader import read_journal
+from image_diffusion.core.journal.writer import Journal
+from image_diffusion.core.process import command
+from image_diffusion.tools.follow import follow, send
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
+from image_diffusion.workflow.integrity.damage import Damage
+
+pytestmark = pytest.mark.slow
 
 
 def test_everything_arrives_once_and_a_replay_adds_nothing(finished: Path, sent: tuple[Path, dict[str, Any]]) -> None:
@@ -42,6 +46,7 @@ def test_a_replay_sends_no_point_that_a_run_has(
     finished: Path, sent: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow looks for one point that it has among all of its batch: 45,000 took 80 seconds to send again."""
+
     batches = []
     log_batch = MlflowClient.log_batch
     monkeypatch.setattr(
@@ -59,6 +64,7 @@ def test_who_stays_logs_no_model_and_whoever_comes_after_does(
     finished: Path, sent: tuple[Path, dict[str, Any]], empty: Path, tmp_path: Path
 ) -> None:
     """Scores that were sent before there was a model are then its own."""
+
     database = tmp_path / "mlflow.db"
     shutil.copy(empty, database)
     tracker = Tracker(f"sqlite:///{database}", "faults")
@@ -68,7 +74,91 @@ def test_who_stays_logs_no_model_and_whoever_comes_after_does(
     check_same(contents(database), contents(sent[0]))
 
 
+@pytest.mark.parametrize("kind", ["cut", "zeroed", "emptied", "removed", "folder removed", "one bit flipped"])
+def test_a_journal_that_lost_records_makes_a_finished_run_that_is_tagged_incomplete(
+    empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A new store is filled from the journals, as on another machine or when the old one was damaged."""
+    experiment, database = make_experiment(tmp_path / "demo", steps=12), tmp_path / "mlflow.db"
+    shutil.copy(empty, database)
+    for attempt in (experiment / "journal" / "train").glob("attempt-*.jsonl"):
+        data = attempt.read_bytes()
+        match kind:
+            case "cut":
+                attempt.write_bytes(data[: len(data) * 7 // 10])
+            case "zeroed":
+                attempt.write_bytes(bytes(len(data)))
+            case "emptied":
+                attempt.write_bytes(b"")
+            case "removed":
+                attempt.unlink()
+            case "one bit flipped":
+                middle = len(data) // 2
+                attempt.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    if kind == "folder removed":
+        shutil.rmtree(experiment / "journal")
+    track(f"sqlite:///{database}", experiment)
+    held = contents(database)
+    assert ("demo", "FINISHED") in [run[:2] for run in held["runs"]]
+    (incomplete,) = (value for run, key, value in held["tags"] if (run, key) == ("demo", "incomplete"))
+    assert re.fullmatch(r"\d+ of \d+ records are lost", incomplete)
+    assert held["models"] == [("demo", LoggedModelStatus.READY.to_int())]
+    said = capsys.readouterr().err
+    assert "records of attempt" in said or "is damaged and left out" in said
+
+
+def test_damage_to_what_mlflow_shows_is_seen_and_sent_again(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file of every run and model, in one way each; a file of somebody else stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    experiment, database = make_experiment(tmp_path / "demo", steps=12), tmp_path / "mlflow.db"
+    shutil.copy(empty, database)
+
+    def fault() -> str | None:
+        write_json(tmp_path / "tracked.json", track(f"sqlite:///{database}", experiment))
+        return Damage("sqlite:///mlflow.db").fault_of(Path("tracked.json"))
+
+    assert fault() is None
+    whole, tracked = contents(database), Path("tracked.json")
+    files = sorted(path for path in (tmp_path / "mlruns").rglob("*") if path.is_file() and "artifacts" in path.parts)
+    assert {"weights.safetensors", "MLmodel", "image_diffusion.zip", "model.json"} <= {path.name for path in files}
+    assert {".webp", ".png"} <= {path.suffix for path in files}
+
+    def damage(number: int, path: Path) -> None:
+        data = path.read_bytes()
+        match number % 3:
+            case 0:
+                path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            case 1:
+                path.write_bytes(data[: len(data) // 2])
+            case 2:
+                path.unlink()
+
+    for number, path in enumerate(files):
+        data = path.read_bytes()
+        damage(number, path)
+        told = Damage("sqlite:///mlflow.db").fault_of(tracked)
+        assert told is not None and path.name in told
+        path.write_bytes(data)
+    assert Damage("sqlite:///mlflow.db").fault_of(tracked) is None
+    for number, path in enumerate(files):
+        damage(number, path)
+    theirs = files[0].with_name("theirs.txt")
+    theirs.write_text("a person's")
+    capsys.readouterr()
+    assert fault() is None
+    said = capsys.readouterr().err
+    assert all(f"{path} was damaged or missing and has been sent again" in said for path in files)
+    theirs.write_text("a person's, changed")
+    assert fault() is None and theirs.read_text() == "a person's, changed"
+    theirs.unlink()
+    check_same(contents(database), whole)
+
+
 def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
+    from image_diffusion.tracking.connection import TrackingError
+
     (tmp_path / "mlflow.db").write_bytes(b"x" * 4096)
     with pytest.raises(TrackingError, match=rf"not a database\. Move {tmp_path}/mlflow\.db away and run the"):
         Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "project")

@@ -22,11 +22,12 @@ from breaking import BreakingProxy, Server
 from comparison import results
 from tracked import forked, status_of
 
-from image_diffusion.core.history import Point
-from image_diffusion.follow import follow, send
+from image_diffusion.core.journal.reader import Point
+from image_diffusion.tools.follow import follow, send
 from image_diffusion.tracking.plan import Request
-from image_diffusion.tracking.shown import scalars, shown
-from image_diffusion.tracking.tracker import Tracker
+from image_diffusion.tracking.shown_metrics import scalars, shown
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("IMAGE_DIFFUSION_KILLS", "50"))
 WEATHER = ("fine", "broken", "500", "slow", "dead")
@@ -80,10 +81,11 @@ def in_mlflow(database: Path, experiment: str) -> Counter[tuple[str, int]]:
         return Counter(connection.execute(query, (experiment,)).fetchall())
 
 
-@pytest.mark.slow
 def test_killed_with_a_server_that_dies_and_breaks(
     attempts: Attempts, server: Server, proxy: str, tmp_path: Path, empty: Path
 ) -> None:
+    from image_diffusion.tracking.tracker import Tracker
+
     usual: Outcome = finished(attempts, tmp_path / "alone")
     expected = results(tmp_path / "alone")
     draw, killed, folders = random.Random(11), 0, []

@@ -16,12 +16,11 @@ import pytest
 from breaking import BreakingProxy, Server, free_port
 from tracked import check_same, check_whole, contents, forked, status_of, track
 
-from image_diffusion.follow import follow, send
-from image_diffusion.tracking.connection import Connection
-from image_diffusion.tracking.models import About, Models
+from image_diffusion.tools.follow import follow, send
 from image_diffusion.tracking.plan import FinalWeights, Request
-from image_diffusion.tracking.runs import Runs
 from tiny_models import write_model
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
@@ -51,6 +50,10 @@ def test_a_server_that_breaks_requests_and_dies_loses_and_doubles_nothing(
 def test_lost_answers_leave_no_twins(
     server: Server, proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from image_diffusion.tracking.connection import Connection
+    from image_diffusion.tracking.models import About, Models
+    from image_diffusion.tracking.runs import Runs
+
     BreakingProxy.broken = 0.0
     connection = Connection(proxy, "twins")
     runs, models = Runs(connection), Models(connection)
@@ -80,7 +83,7 @@ def test_lost_answers_leave_no_twins(
 
 def test_a_server_that_is_down_is_told_in_one_line_and_everything_is_kept(finished: Path, tmp_path: Path) -> None:
     uri = f"http://someone:s3cr3t@127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "image_diffusion.track", "--store", uri, "--project", "faults"]
+    command = [sys.executable, "-m", "image_diffusion", "track", "--store", uri, "--project", "faults"]
     command += ["--experiment", str(finished), "--output", str(tmp_path / "tracked.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -95,16 +98,19 @@ def test_a_server_that_is_down_is_told_in_one_line_and_everything_is_kept(finish
 def test_a_follower_outlives_a_dead_server_and_sends_all_in_the_end(
     finished: Path, server: Server, proxy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from image_diffusion.tracking.connection import Connection
+
     BreakingProxy.broken = 1.0
     stop = threading.Event()
     thread = threading.Thread(target=lambda: follow(partial(send, proxy, "live"), [Request(finished)], 0.05, stop))
     thread.start()
-    time.sleep(3)
+    until = time.monotonic() + 60
+    while "warning: MLflow at" not in capsys.readouterr().err:
+        assert time.monotonic() < until, "the follower did not warn"
+        time.sleep(0.05)
     BreakingProxy.broken = 0.0
-    time.sleep(0.5)
     stop.set()
     thread.join()
     client = Connection(proxy, "live").client
     held = client.search_runs([client.get_experiment_by_name("live").experiment_id])
     assert [run.info.status for run in held] == ["FINISHED"] * 3
-    assert capsys.readouterr().err.count("warning: MLflow at") >= 1

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from attempts import Attempts, finished
 from comparison import points
+
+pytestmark = pytest.mark.slow
 
 
 def test_processes_save_together_when_the_clock_of_one_asks(attempts: Attempts, tmp_path: Path) -> None:

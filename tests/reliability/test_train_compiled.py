@@ -12,22 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo
-import torch._dynamo.utils
 from comparison import points
 from tiny_runs import SYSTEMS, config, start
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.blocks import blocks, compile_by_block
-from image_diffusion.training.distributed import World
-from image_diffusion.training.flat import Flat
-from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.parallel.flat_parameters import Flat
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
+
+pytestmark = pytest.mark.slow
 
 ALONE = World(0, 1, torch.device("cpu"))
 QUICK = {"steps": 50, "validate_every_steps": 10, "grid_every_steps": 20, "checkpoint": {"every_steps": 25}}
@@ -60,9 +59,10 @@ def previewed(task: Task) -> Task:
     return replace(task, grid=grid)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_is_compiled_once(system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
     """Fifty steps with validations and previews between: no graph break, at most one graph after the first step."""
     graphs: list[Any] = []
 
@@ -70,19 +70,19 @@ def test_every_system_is_compiled_once(system: str, tmp_path: Path, monkeypatch:
         graphs.append(graph)
         return graph.forward  # type: ignore[no-any-return]
 
-    whole, after_first = Parts.update, []
+    whole, after_first = Trainer.update, []
 
-    def update(self: Parts, step: int) -> None:
+    def update(self: Trainer, step: int) -> None:
         whole(self, step)
         if step == 1:
             after_first.append(len(graphs))
 
     compiled_with(monkeypatch, count)
-    monkeypatch.setattr(Parts, "update", update)
+    monkeypatch.setattr(Trainer, "update", update)
     monkeypatch.setitem(SYSTEMS, system, lambda world, build=SYSTEMS[system]: previewed(build(world)))
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     start(tmp_path, system, compile=True, **QUICK)
-    assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert counters["graph_break"] == {}
     assert [step for key, step, _ in points(tmp_path) if key == "validation/preview"] == [0, 20, 40, 50]
     assert after_first[0] > 0
     assert len(graphs) <= after_first[0] + 1
@@ -165,22 +165,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_compiled_steps_give_the_losses_of_eager_ones(
     system: str, backend: str, how: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch._dynamo.utils import counters
+
     compiled_with(monkeypatch, backend)
     losses = {}
-    torch._dynamo.utils.counters.clear()
+    counters.clear()
     for compiled in (False, how):
         torch.manual_seed(0)
         settings = config(compile=compiled, microbatch=None, optimizer={"type": "adamw", "lr": 1e-4})
-        parts = Parts(SYSTEMS[system](ALONE), settings, ALONE)
+        parts = Trainer(SYSTEMS[system](ALONE), settings, ALONE)
         batches, losses[compiled] = parts.batches(0), []
         for step in range(1, 4):
             found = parts.gradients(next(batches), partial(parts.losses, step))
-            parts.clip()
+            parts.clip_gradients()
             parts.update(step)
             losses[compiled].append(found.loss.mean().item())
         batches.close()  # type: ignore[attr-defined]
     assert losses[how] == pytest.approx(losses[False], rel=1e-3)
-    left_out = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]  # there are none on a CPU
+    left_out = counters["inductor"]["cudagraph_skips"]  # there are none on a CPU
     assert (left_out > 0) == (how == "cuda_graphs")
 
 
@@ -195,7 +197,7 @@ def test_graphs_are_recorded_where_that_is_asked_and_each_step_may_overwrite_the
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: asked.append(options["mode"]))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: happened.append("step"))
     settings = config(compile=how, microbatch=2, strict_chunk=2, deterministic=mode)
-    parts = Parts(SYSTEMS["mlp"](ALONE), settings, ALONE)
+    parts = Trainer(SYSTEMS["mlp"](ALONE), settings, ALONE)
     losses = type(parts.task.objective).__call__
 
     def noted(*given: Any) -> Any:
@@ -222,6 +224,8 @@ class Overwritten:
         self.overwritten = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+
         def compiled(made: Any, _: Any) -> Callable[..., Any]:
             @make_boxed_func
             def run(*arguments: Any) -> Any:
@@ -250,11 +254,11 @@ def test_nothing_that_a_step_computed_is_read_in_the_next(recorded: str, monkeyp
     for how in (False, "cuda_graphs"):
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", compiled.step)
         torch.manual_seed(0)
-        parts = Parts(SYSTEMS[recorded](ALONE), config(compile=how, optimizer={"type": "adamw", "lr": 1e-4}), ALONE)
+        parts = Trainer(SYSTEMS[recorded](ALONE), config(compile=how, optimizer={"type": "adamw", "lr": 1e-4}), ALONE)
         batches, losses[how] = parts.batches(0), []
         for step in range(1, 4):
             found = parts.gradients(next(batches), partial(parts.losses, step))
-            norm = parts.clip()
+            norm = parts.clip_gradients()
             parts.update(step)
             parts.observe(step, found, norm)
             losses[how] += [found.loss.mean().item(), norm.item()]

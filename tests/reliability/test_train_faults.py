@@ -10,7 +10,9 @@ import pytest
 from attempts import Attempt, Attempts, finished
 from comparison import results
 
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.journal.reader import read_journal
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,25 @@ from attempts import Attempts, finished, fresh, killed_run
 from comparison import results
 from tiny_runs import SYSTEMS
 
+pytestmark = pytest.mark.slow
+
 CASES = [(system, processes, "none") for system in SYSTEMS for processes in (1, 2)]
 CASES += [("mlp", 3, "optimizer"), ("dit", 2, "optimizer"), ("mlp", 2, "full")]
+CASES += [("dit", 1, "augment"), ("dit", 2, "augment")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("system", "processes", "sharding"), CASES)
+@pytest.mark.parametrize(
+    ("system", "processes", "setting"),
+    [pytest.param(*case, marks=pytest.mark.smoke if case[1] == 1 else ()) for case in CASES],
+)
 def test_kills_at_random_instants_change_no_byte(
-    attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int, sharding: str
+    attempts: Attempts, kills: int, tmp_path: Path, system: str, processes: int, setting: str
 ) -> None:
-    settings: dict[str, Any] = {"system": system, "processes": processes, "changes": {"sharding": sharding}}
+    changes = {"augment": {"probability": 0.5}} if setting == "augment" else {"sharding": setting}
+    settings: dict[str, Any] = {"system": system, "processes": processes, "changes": changes}
     usual = finished(attempts, tmp_path / "undisturbed", **settings)
     expected = results(tmp_path / "undisturbed")
-    draw, done = random.Random(f"{system} {processes} {sharding}"), 0
+    draw, done = random.Random(f"{system} {processes} {setting}"), 0
     while done < -(-kills // len(CASES)):
         folder = fresh(tmp_path / "killed")
         done += killed_run(attempts, folder, draw, 8, usual, **settings)

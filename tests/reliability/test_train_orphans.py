@@ -12,6 +12,8 @@ import pytest
 from attempts import Attempt, Attempts, Outcome, finished
 from comparison import results
 
+pytestmark = pytest.mark.slow
+
 OTHER = {"optimizer": {"type": "adamw", "lr": 3e-3}}
 
 

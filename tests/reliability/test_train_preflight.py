@@ -8,7 +8,9 @@ import pytest
 from attempts import Attempt, Attempts, finished
 from comparison import results
 
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.journal.reader import read_journal
+
+pytestmark = pytest.mark.slow
 
 
 def test_what_trains_is_told_where_there_are_several(attempts: Attempts, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from tiny_runs import TINY
 from torch import Tensor
 from torch.testing import assert_close
 
-from image_diffusion.training.checkpoint import read_checkpoint
-from image_diffusion.training.lora import written
+from image_diffusion.training.checkpoint.checkpoint import read_checkpoint
+from image_diffusion.training.finetune.lora import written
+
+pytestmark = pytest.mark.slow
 
 STEADY = {"schedule": {"type": "constant", "warmup_steps": 3}, "optimizer": {"type": "adamw", "lr": 1e-3}}
 FULL = {"sharding": "full"}
@@ -140,7 +142,6 @@ def test_matrices_that_are_spread_move_as_whole_ones(attempts: Attempts, tmp_pat
     assert_same(tmp_path / "full", tmp_path / "none")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("system", TINY)
 def test_every_system_can_be_sharded(attempts: Attempts, tmp_path: Path, system: str) -> None:
     """Three processes, among which no number of rows is shared evenly. What has layers of an objective's own is not

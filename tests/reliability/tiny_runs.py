@@ -24,41 +24,42 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from image_diffusion import embed, evaluate, reference, sample
-from image_diffusion.codecs.hashing import HashingText
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import dump, parse, read_yaml, to_yaml
-from image_diffusion.core.files import write_text
+from image_diffusion.core.config.base import dump, parse, read_yaml, to_yaml
+from image_diffusion.core.files.atomic import write_text
+from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.pictures import save_picture
-from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Network
-from image_diffusion.core.weights import save_weights
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import EMBEDDING, Batch, DataSpec, Losses, Network, Objective
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.shards import open_shards
-from image_diffusion.data.sources.painted import PaintedDigits
-from image_diffusion.metrics import features
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.sources.scikit_digits import PaintedDigits
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.detector import InPipeDetector
-from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
+from image_diffusion.metrics.features import base as features
+from image_diffusion.metrics.features.classifier import InPipeDetector
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.stages import embed, evaluate, reference, sample
 from image_diffusion.systems import SYSTEMS, AnySystem
-from image_diffusion.systems.diffusion.enlarging import shrink
-from image_diffusion.systems.diffusion.making import MadeImages
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.embedding import contrastive, making
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.tokens import TokensSystem
-from image_diffusion.training import preflight
-from image_diffusion.training import run as training_run
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.image_generation import ImageMaker
+from image_diffusion.systems.diffusion.super_resolution import shrink
+from image_diffusion.systems.pairs import contrastive
+from image_diffusion.systems.prior import generation as making
+from image_diffusion.systems.prior.prior import PriorSystem
+from image_diffusion.systems.tokens.tokens import TokensSystem
+from image_diffusion.text_encoders.hashing import HashingText
+from image_diffusion.training import session as training_run
+from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.distributed import World
-from image_diffusion.training.flat import Flat, Work
-from image_diffusion.training.parts import Parts, Task
-from image_diffusion.training.reports import Reports
-from image_diffusion.training.run import run
-from image_diffusion.training.sliced import SlicedFlat
-from image_diffusion.training.state import State
+from image_diffusion.training.monitor.reports import Reports
+from image_diffusion.training.parallel import preflight
+from image_diffusion.training.parallel.flat_parameters import Flat, Work
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.parallel.zero import SlicedFlat
+from image_diffusion.training.session import run
+from image_diffusion.training.trainer import Task, Trainer
 
 
 class Latents:
@@ -68,6 +69,7 @@ class Latents:
         ids = torch.arange(num_samples)
         self.num_samples, self.shape, self.dtype = num_samples, (4, 8, 8), torch.float32
         self.labels: NDArray[np.int64] = (ids % 3).numpy()
+        self.manifest = {"kind": "crops"}
         self._stored = Streams(seed, torch.zeros_like(ids), ids).normal("latents", self.shape)
 
     def gather(
@@ -102,8 +104,10 @@ class Denoiser(nn.Module):
         return self.scale * self.last(self.dropout(torch.nn.functional.silu(hidden))).view_as(x)
 
 
-class Eps:
+class Eps(Objective):
     """Predict the noise at a cosine of the time, which is drawn with weights learnt from the losses."""
+
+    observes = True
 
     def __init__(self) -> None:
         self.history = torch.ones(4, dtype=torch.float64)
@@ -232,9 +236,9 @@ def _held(where: Any, name: str, is_last: Callable[..., bool]) -> Callable[[int]
 def _half(rank: int) -> None:
     """It is an error if a process keeps more than half of an average, of what is laid out like it, or of the weights
     where those are shared as well."""
-    whole = Parts.update
+    whole = Trainer.update
 
-    def update(self: Parts, step: int) -> None:
+    def update(self: Trainer, step: int) -> None:
         whole(self, step)
         kept = self.flat.values, self.flat.gradient, *self.optimizer.moments.values(), *self.averages.vectors.values()
         parameters = self.flat.parameters.values()
@@ -243,7 +247,7 @@ def _half(rank: int) -> None:
             assert sum(cast(Any, parameter).to_local().numel() for parameter in parameters) <= 0.51 * total
         assert all(vector.numel() <= 0.51 * total for vector in kept)
 
-    Parts.update = update  # type: ignore[method-assign]
+    Trainer.update = update  # type: ignore[method-assign]
 
 
 def _overflow(rank: int) -> None:
@@ -266,15 +270,15 @@ def _overflow(rank: int) -> None:
 def _two_machines(rank: int) -> None:
     """Each has two of four processes, which share everything where `machine` shares it."""
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
-    whole = Parts.update
+    whole = Trainer.update
 
-    def update(self: Parts, step: int) -> None:
+    def update(self: Trainer, step: int) -> None:
         whole(self, step)
         share = len(self.flat.values) / sum(math.prod(parameter.shape) for parameter in self.flat.parameters.values())
         least = 0.5 if self.config.sharding == "machine" else 0.25
         assert least <= share < 1.5 * least, share
 
-    Parts.update = update  # type: ignore[method-assign]
+    Trainer.update = update  # type: ignore[method-assign]
 
 
 def _one_gpu(rank: int) -> None:
@@ -490,10 +494,11 @@ def _small(kind: str) -> Callable[[World], Task]:
 def _small_prior(system: PriorSystem) -> Task:
     """A prior of pairs: the 32 rows of 8 numbers are an image, its caption, and the caption's tokens."""
 
-    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-        return system.pair_batch(stored.flatten(1, 2), streams)
-
     spec = DataSpec(channels=8, resolution=1)
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        return system.batch(stored.flatten(1, 2), label, streams, spec, None)  # type: ignore[arg-type]
+
     return Task(
         system.build_network(spec),
         system.build_objective(spec),
@@ -672,7 +677,7 @@ def write_metrics(folder: Path, keep: bool = True, stop_at: int | None = None, n
     given = [*_looking(folder, stop_at, number), "--config", str(folder.parent / "data" / "evaluate.yaml")]
     if not keep:
         given += ["--making", str(folder.parent / f"{name}.yaml")]
-        counted(MadeImages, "__call__", folder.with_name(f"{folder.name}-made"), None, 0)
+        counted(ImageMaker, "__call__", folder.with_name(f"{folder.name}-made"), None, 0)
     given += [*with_model[2:], "--samples", str(samples), "--report", str(folder / "report")]
     _command(evaluate.main, [*given, "--output", str(folder / "metrics.json")])
 
@@ -708,7 +713,7 @@ def _command(main: Callable[[], None], given: list[str]) -> None:
 
 def write_images(folder: Path, part: str = "", stop_at: int | None = None, number: int = 0) -> None:
     """The stage `sample` of the model in the folder beside, six batches, or those of a part alone."""
-    counted(MadeImages, "__call__", folder, stop_at, number)
+    counted(ImageMaker, "__call__", folder, stop_at, number)
     model = folder.parent / "model"
     given = ["--config", model / "sample.yaml", "--weights", model / "weights.safetensors"]
     name = f"part-{part.replace('/', '-of-')}.npz" if part else "samples.npz"

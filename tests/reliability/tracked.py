@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlflow.entities import LoggedModelStatus
 from PIL import Image
 
-from image_diffusion.core.journal import Journal
+from image_diffusion.core.journal.writer import Journal
 from image_diffusion.tracking.plan import Request
-from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 STEPS = 360
 UPLOADING = ".artifact.uploading."
 """How MLflow calls a file that it has not yet whole, and shows to nobody: a SIGKILL in the midst leaves it."""
-READY = LoggedModelStatus.READY.to_int()
 
 
 def make_experiment(folder: Path, steps: int = STEPS) -> Path:
@@ -54,6 +51,8 @@ def make_experiment(folder: Path, steps: int = STEPS) -> Path:
 
 def track(store: str, experiment: Path) -> dict[str, Any]:
     """Send an experiment once."""
+    from image_diffusion.tracking.tracker import Tracker
+
     return Tracker(store, "faults").send(Request(experiment))
 
 
@@ -74,7 +73,7 @@ def contents(database: Path) -> dict[str, Any]:
         files = [
             path
             for path in (database.parent / "mlruns").rglob("*")
-            if path.is_file() and not path.name.startswith(UPLOADING)
+            if path.is_file() and "artifacts" in path.parts and not path.name.startswith(UPLOADING)
         ]
         return {
             "runs": sorted(
@@ -123,6 +122,8 @@ def expected_points(experiment: Path) -> dict[str, Counter[tuple[str, int]]]:
 
 
 def check_whole(held: dict[str, Any], experiment: Path) -> None:
+    from mlflow.entities import LoggedModelStatus
+
     by_run: dict[str, Counter[tuple[str, int]]] = {}
     for (run, key, _, step, _, _), count in held["metrics"].items():
         by_run.setdefault(run, Counter())[key, step] += count
@@ -138,7 +139,7 @@ def check_whole(held: dict[str, Any], experiment: Path) -> None:
     assert len([name for name in names if name.endswith("+compressed.webp")]) == 3
     assert {"plots/picture.png", "train/model.json"} <= set(names)
     assert len(names) == len(set(names)) == 9
-    assert (held["models"], held["versions"]) == ([(experiment.name, READY)], [(1,)])
+    assert (held["models"], held["versions"]) == ([(experiment.name, LoggedModelStatus.READY.to_int())], [(1,)])
     assert held["aliases"] == [("faults.fid", "best")]
     assert held["model_metrics"] == {
         ("faults", "fid", STEPS, 12.5, None): 1,

@@ -8,11 +8,14 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from projects import ROOT, Project, make_project
+import pytest
+from projects import ROOT, Project, made_once, make_project
 
+CROPS = "results/datasets/dots-16/crops/manifest.json"
+WATCHFUL = Path(__file__).with_name("watchful_snakemake.py")
 # A small queue answers sooner than a site's: look after two seconds, on files that are there at once.
 SLURM = ["--profile", "slurm", "--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5"]
 
@@ -83,11 +86,11 @@ class Cluster:
 @contextmanager
 def snakemake(project: Project, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Snakemake at work, with what it prints in printed.log; killed if it still runs in the end."""
+    python, _, _, *options = project.command()
+    command = [python, str(WATCHFUL), *options, *SLURM, *arguments]
     with (
         (project / "printed.log").open("ab") as printed,
-        subprocess.Popen(
-            [*project.command(), *SLURM, *arguments], cwd=project.folder, stdout=printed, stderr=printed
-        ) as running,
+        subprocess.Popen(command, cwd=project.folder, stdout=printed, stderr=printed) as running,
     ):
         try:
             yield running
@@ -96,11 +99,18 @@ def snakemake(project: Project, *arguments: str) -> Iterator[subprocess.Popen[by
 
 
 def slurm_project(folder: Path) -> Project:
-    """The project of the workflow tests, with the profile where the literal command finds it. A job's processes are its
-    own: Slurm would not reach those of a server."""
-    project = replace(make_project(folder), cold=True)
+    """The project of the workflow tests, with the profile where the literal command finds it. Snakemake begins at once;
+    the processes of a job begin as they do for a user."""
+    project = make_project(folder)
     (folder / "slurm").symlink_to(ROOT / "slurm", target_is_directory=True)
     return project
+
+
+def cropped_project(factory: pytest.TempPathFactory, folder: Path) -> Project:
+    """A fresh project whose crops have been made on this machine, once for all tests."""
+    cropped = made_once(factory, "cropped", lambda empty: slurm_project(empty).run(CROPS))
+    subprocess.run(["cp", "--archive", cropped, folder], check=True)
+    return Project(folder)
 
 
 def finish(project: Project, *arguments: str) -> None:

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
 from cluster import Cluster, slurm_project
 from projects import Project
 
+from image_diffusion.core.devices import REQUESTED
+
 # Whoever runs the tests in the background may have had interrupts ignored, and each child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
         started = Cluster(Path(folder) / "cluster", port=10000 + 8 * (os.getpid() % 1000))
         try:
             started.script("up")
-            os.environ.update(started.environment())
+            os.environ.update(started.environment() | {REQUESTED: ""})  # the CPU stands in for the GPUs
             yield started
         finally:
             started.script("down")

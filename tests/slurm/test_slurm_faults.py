@@ -7,13 +7,15 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, finish, slurm_project, snakemake, steps_saved, wait_until
+from cluster import Cluster, cropped_project, finish, slurm_project, snakemake, steps_saved, wait_until
 from projects import Project, made_once
 
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.journal.reader import read_journal
 
 WEIGHTS = "results/micro/train/weights.safetensors"
 STEPS = 1200
@@ -41,9 +43,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def training(project: Project) -> Project:
+def training(cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A project with crops; nothing of it is in the queue when the test ends."""
+    project = cropped_project(tmp_path_factory, tmp_path / "project")
     long_training(project, STEPS)
-    return project
+    yield project
+    cluster.cancel_all()
+
+
+@pytest.fixture
+def cold_training(training: Project) -> Project:
+    """The same; its Snakemake begins as it does for a user, who may kill it."""
+    return replace(training, cold=True)
 
 
 def wait_for_training(cluster: Cluster, project: Project, steps: int) -> str:
@@ -73,16 +84,16 @@ def test_daemons_that_die_lose_nothing(cluster: Cluster, training: Project, undi
     assert (training / WEIGHTS).read_bytes() == undisturbed
 
 
-def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
-    with snakemake(training, WEIGHTS) as running:
-        wait_for_training(cluster, training, 0)
+def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, cold_training: Project, undisturbed: bytes) -> None:
+    with snakemake(cold_training, WEIGHTS) as running:
+        wait_for_training(cluster, cold_training, 0)
         running.send_signal(signal.SIGINT)
         assert running.wait(120) != 0
     wait_until(lambda: not cluster.jobs(), 60)
-    saved = steps_saved(training)
-    finish(training, WEIGHTS)
-    assert (training / WEIGHTS).read_bytes() == undisturbed
-    history = read_journal(training / "results/micro/journal/train")
+    saved = steps_saved(cold_training)
+    finish(cold_training, WEIGHTS)
+    assert (cold_training / WEIGHTS).read_bytes() == undisturbed
+    history = read_journal(cold_training / "results/micro/journal/train")
     assert history is not None
     assert saved > 0
     assert len(history.starts) == 2
@@ -90,41 +101,41 @@ def test_an_interrupted_snakemake_leaves_no_job(cluster: Cluster, training: Proj
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on another login node"])
 def test_a_killed_snakemake_is_followed_by_the_same_command(
-    cluster: Cluster, training: Project, undisturbed: bytes, elsewhere: bool
+    cluster: Cluster, cold_training: Project, undisturbed: bytes, elsewhere: bool
 ) -> None:
-    with snakemake(training, WEIGHTS) as running:
-        orphan = wait_for_training(cluster, training, 0)
+    with snakemake(cold_training, WEIGHTS) as running:
+        orphan = wait_for_training(cluster, cold_training, 0)
         running.kill()
     subprocess.run(["scancel", "--signal=STOP", orphan], check=True)  # so that it is still there when we have looked
     if elsewhere:
-        (training / ".snakemake/owner").write_text("login2")  # where it was started, as far as this machine can know
-    training.run("--profile", "slurm", "--dry-run", WEIGHTS)
-    training.run("--list-rules")
+        (cold_training / ".snakemake/owner").write_text("login2")  # where it began, for all that is known here
+    cold_training.run("--profile", "slurm", "--dry-run", WEIGHTS)
+    cold_training.run("--list-rules")
     assert cluster.has(orphan), "who only looks cancels nothing"
     if elsewhere:
-        with snakemake(training, WEIGHTS) as running:
+        with snakemake(cold_training, WEIGHTS) as running:
             assert running.wait(120) == 1
-        assert "Directory cannot be locked" in printed(training) and cluster.has(orphan)
-        training.run("--unlock")
-    with snakemake(training, WEIGHTS) as running:
-        wait_until(lambda: f"Waiting for Slurm job {orphan}" in printed(training), 120)
+        assert "Directory cannot be locked" in printed(cold_training) and cluster.has(orphan)
+        cold_training.run("--unlock")
+    with snakemake(cold_training, WEIGHTS) as running:
+        wait_until(lambda: f"Waiting for Slurm job {orphan}" in printed(cold_training), 120)
         subprocess.run(["scancel", "--signal=CONT", orphan], check=True)
         assert running.wait(600) == 0
-    assert (training / WEIGHTS).read_bytes() == undisturbed
-    assert "Cancelling" not in printed(training) and not cluster.jobs()
+    assert (cold_training / WEIGHTS).read_bytes() == undisturbed
+    assert "Cancelling" not in printed(cold_training) and not cluster.jobs()
 
 
 def test_what_a_killed_snakemake_left_is_cancelled_where_something_else_is_wanted(
-    cluster: Cluster, training: Project
+    cluster: Cluster, cold_training: Project
 ) -> None:
-    with snakemake(training, WEIGHTS) as running:
-        orphan = wait_for_training(cluster, training, 0)
+    with snakemake(cold_training, WEIGHTS) as running:
+        orphan = wait_for_training(cluster, cold_training, 0)
         running.kill()
     subprocess.run(["scancel", "--signal=STOP", orphan], check=True)
-    training.edit(lambda experiment: experiment["train"].update(steps=8))
-    finish(training, WEIGHTS)
-    assert f"Cancelling what a killed Snakemake left in the queue: {orphan}" in printed(training)
-    assert json.loads((training / WEIGHTS).with_name("model.json").read_text())["step"] == 8
+    cold_training.edit(lambda experiment: experiment["train"].update(steps=8))
+    finish(cold_training, WEIGHTS)
+    assert f"Cancelling what a killed Snakemake left in the queue: {orphan}" in printed(cold_training)
+    assert json.loads((cold_training / WEIGHTS).with_name("model.json").read_text())["step"] == 8
 
 
 def test_a_job_that_runs_out_of_time_twice_goes_on(cluster: Cluster, training: Project, undisturbed: bytes) -> None:
@@ -145,12 +156,15 @@ def submissions(project: Project, rule: str) -> int:
     return len(re.findall(rf"has been submitted with SLURM jobid .*/rule_{rule}/", printed(project)))
 
 
-def test_a_mistake_is_sent_once(project: Project) -> None:
+def test_a_mistake_is_sent_as_often_as_retries_say_and_is_one_line(project: Project) -> None:
     project.edit(lambda experiment: experiment["train"].update(optimizer={"type": "adamw", "lr": 10}))
-    with snakemake(project, WEIGHTS) as running:
+    with snakemake(project, WEIGHTS, "--retries", "1") as running:
         assert running.wait(300) == 1
-    assert submissions(project, "train") == 1
-    assert "is not sent again, since it would end so again: " in printed(project)
+    assert submissions(project, "train") == 2
+    told = re.findall(
+        r"^error: micro/train \(job \d+, n\d\) failed and would fail so again: ", printed(project), re.MULTILINE
+    )
+    assert len(told) == 1
 
 
 def test_what_runs_out_of_memory_is_sent_again_with_more(
@@ -159,8 +173,8 @@ def test_what_runs_out_of_memory_is_sent_again_with_more(
     training.edit(lambda experiment: experiment["resources"].update(memory_mb=800))
     finish(training, WEIGHTS)
     assert (training / WEIGHTS).read_bytes() == undisturbed
-    short = re.findall(r"ran out of memory; the next attempt asks for 1\.5 times as much\..*", printed(training))
-    assert short and submissions(training, "train") == 1 + len(short), short
+    asked = re.findall(r"^rule train:$.*?mem_mb=(\d+)", printed(training), re.MULTILINE | re.DOTALL)
+    assert asked[:2] == ["800", "1200"] and submissions(training, "train") == len(asked), asked
 
 
 def printed(project: Project) -> str:

@@ -26,7 +26,7 @@ RESULTS = [
 def clone(folder: Path) -> Project:
     """The files a clone has, with the experiments and images of a small project in place of its own."""
     project = slurm_project(folder)
-    for name in ("Snakefile", "workflow", "src", "envs"):
+    for name in ("Snakefile", "profiles", "workflow", "src", "envs"):
         (folder / name).symlink_to(ROOT / name)
     for experiment in ("micro.yaml", "micro_codec.yaml"):
         shutil.copy(Path(__file__).with_name(experiment), folder / "config/experiments")

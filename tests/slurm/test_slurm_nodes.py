@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, slurm_project, snakemake, steps_saved, wait_until
+from cluster import Cluster, cropped_project, slurm_project, snakemake, steps_saved, wait_until
 from projects import Project, made_once
 
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.journal.reader import read_journal
+from image_diffusion.core.process.job_outcome import read_attempts
 
 WEIGHTS = "results/micro/train/weights.safetensors"
 TWO_NODES = ["--config", "nodes=2", "processes_per_node=1", "gpus_per_node=0"]
@@ -47,9 +48,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def training(project: Project) -> Project:
+def training(cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A project with crops; nothing of it is in the queue when the test ends."""
+    project = cropped_project(tmp_path_factory, tmp_path / "project")
     long_training(project)
-    return project
+    yield project
+    cluster.cancel_all()
 
 
 def starts(project: Project) -> int:
@@ -66,7 +70,7 @@ def trainings(project: Project, node: str | None = None) -> Iterator[int]:
             is_here = (process / "cwd").readlink() == project.folder.resolve()
         except OSError:  # it has ended
             continue
-        is_rank = is_here and b"image_diffusion.train" in command and b"\0RANK=" in environment
+        is_rank = is_here and b"image_diffusion\0train" in command and b"\0RANK=" in environment
         if is_rank and (node is None or f"\0SLURMD_NODENAME={node}\0".encode() in environment):
             yield int(process.name)
 
@@ -139,5 +143,6 @@ def test_training_saves_when_slurm_says_that_its_time_is_nearly_up(
     assert (training / WEIGHTS).read_bytes() == undisturbed
     assert starts(training) >= 2
     printed = (training / "printed.log").read_text()
-    assert "was stopped and goes on in the next job" in printed
-    assert "Error in rule" not in printed and "Traceback" not in printed
+    first, *others = read_attempts(training / "logs" / "micro" / "train.log.attempt")
+    assert (first.job, first.ending) == (job, "stopped") and others[-1].ending is None
+    assert "Traceback" not in printed

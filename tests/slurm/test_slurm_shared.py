@@ -54,11 +54,12 @@ def test_three_jobs_are_enough_and_one_that_is_cancelled_goes_on(
         assert (project / result).read_bytes() == (alone / result).read_bytes(), result
 
 
-def test_a_mistake_in_a_shared_job_is_sent_once(project: Project) -> None:
+def test_a_mistake_in_a_shared_job_is_one_line(project: Project) -> None:
     project.edit(lambda experiment: experiment.update(resources=ASKED))
     project.edit(lambda experiment: experiment["train"].update(optimizer={"type": "adamw", "lr": 10}))
-    with snakemake(project, "results/micro/metrics.json") as running:
+    with snakemake(project, "results/micro/metrics.json", "--retries", "0") as running:
         assert running.wait(300) == 1
     printed = (project / "printed.log").read_text()
     assert len(re.findall(r"submitted with SLURM jobid \d+ \(log: \S*/group_micro_", printed)) == 1
-    assert "is not sent again, since it would end so again: " in printed
+    told = re.findall(r"^error: micro/train \(job \d+, n\d\) failed and would fail so again: ", printed, re.MULTILINE)
+    assert len(told) == 1

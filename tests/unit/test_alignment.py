@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.config import dump, parse, to_yaml
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump, parse, to_yaml
+from image_diffusion.core.files.weights import read_weights
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.core.weights import read_weights
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.batches import Batches
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.pairs import write_pairs
-from image_diffusion.data.shards import open_shards
-from image_diffusion.experiment import check_experiment, parse_experiment
-from image_diffusion.metrics.detector import Classifier, InPipeDetector
-from image_diffusion.metrics.dinov2 import Dinov2, Dinov2Detector
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.pairs import write_pairs
+from image_diffusion.data.shards.loader import Batches
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector
+from image_diffusion.metrics.features.dinov2 import Dinov2, Dinov2Detector
 from image_diffusion.objectives.alignment import PROJECTOR, Alignment, Projector, target
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.embedding.features import FeaturePairs, TeacherFeatures
-from image_diffusion.systems.embedding.given import Given
-from image_diffusion.systems.given import Others
-from image_diffusion.train import Training, prepare_training
-from image_diffusion.training.distributed import World
-from image_diffusion.training.kept import weights_at
-from image_diffusion.training.model import load_model
-from image_diffusion.training.parts import Parts
-from image_diffusion.training.run import run
+from image_diffusion.stages.train import Training, prepare_training
+from image_diffusion.systems.base import Others
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.teacher_features import FeaturePairs, TeacherFeatures
+from image_diffusion.training.checkpoint.averaged_weights import weights_at
+from image_diffusion.training.load_model import load_model
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.session import run
+from image_diffusion.training.trainer import Trainer
 from tiny_towers import write_tower
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -150,7 +150,7 @@ def test_a_tower_of_transformers_teaches_and_another_one_has_its_features_made_a
 
     def made(seed: int) -> tuple[int, Any]:
         write_tower("Dinov2", tmp_path / "tower", seed)
-        pairs = config.build(Given(sets / "crops", None, 3, None, torch.device("cpu")))
+        pairs = config.build(PairInputs(sets / "crops", None, 3, None, torch.device("cpu")))
         return write_pairs(pairs, "x", config.splits, "float16", tmp_path / config.name)[1], pairs.shape
 
     teacher = {"type": "transformers", "weights": str(tmp_path / "tower"), "name": "tiny"}
@@ -205,7 +205,7 @@ def test_after_the_last_aligned_step_training_is_the_plain_one(sets: Path, tmp_p
 
     def gradient(step: int, **changes: Any) -> dict[str, Tensor]:
         training = training_of(tmp_path, sets, 9, **changes)
-        parts = Parts(training.build(ALONE), training.stage.train, ALONE)
+        parts = Trainer(training.build(ALONE), training.stage.train, ALONE)
         torch.manual_seed(1)
         for name, value in sorted(parts.flat.named(parts.flat.values).items()):
             if not name.startswith(PROJECTOR):
@@ -238,7 +238,7 @@ def test_it_is_not_spread_over_processes(sets: Path, tmp_path: Path) -> None:
     training = training_of(tmp_path, sets, 1)
     two, settings = World(0, 2, torch.device("cpu")), training.stage.train.model_copy(update={"sharding": "full"})
     with pytest.raises(ValueError, match="train.sharding is full, but the objective has layers of its own"):
-        Parts(training.build(two), settings, two)
+        Trainer(training.build(two), settings, two)
 
 
 FEATURES = {"type": "features"}
@@ -247,10 +247,14 @@ FEATURES = {"type": "features"}
 @pytest.mark.parametrize(
     ("system", "pairs", "line"),
     [
-        ({"alignment": {"block": 1}}, None, "system.alignment is set, but pairs is missing: where are the features"),
-        ({"alignment": {"block": 1}}, {"type": "captions"}, r"but pairs\.type is captions: where are the features"),
+        ({"alignment": {"block": 1}}, None, "system.alignment is set, but pairs is missing. It needs features"),
+        ({"alignment": {"block": 1}}, {"type": "captions"}, r"but pairs\.type is captions\. It needs features"),
         ({}, FEATURES, "system.alignment is not: nothing reads it. Leave it out, or add system.alignment"),
-        ({"alignment": {"block": 1}, "condition": {"type": "text"}}, FEATURES, "one set is read beside the images"),
+        (
+            {"alignment": {"block": 1}, "condition": {"type": "text"}},
+            FEATURES,
+            "training reads only one set next to the images",
+        ),
         ({"alignment": {"block": 3}}, FEATURES, r"alignment\.block is 3, but the network has 2 blocks"),
         (
             {"alignment": {"block": 1}, "objective": {"type": "mean_flow"}, "process": {"type": "flow"}},

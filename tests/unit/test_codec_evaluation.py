@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.codecs.codec import from_uint8, to_uint8
-from image_diffusion.core.files import write_json
+from image_diffusion.codecs.base import from_uint8, to_uint8
+from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.types import DataSpec
-from image_diffusion.metrics import features
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.reconstruction import psnr
+from image_diffusion.metrics.evaluate_samples import RealImages
+from image_diffusion.metrics.features import base as features
+from image_diffusion.metrics.features.base import Detected
+from image_diffusion.metrics.images.reconstruction import psnr
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig

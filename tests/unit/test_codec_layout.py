@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from image_diffusion.codecs import codec as codecs
-from image_diffusion.codecs.codec import Codec, layout_on
-from image_diffusion.codecs.published import Diffusers
+from image_diffusion.codecs import base as codecs
+from image_diffusion.codecs.base import Codec, layout_on
+from image_diffusion.codecs.diffusers import Diffusers
 from image_diffusion.codecs.trained import Trained
-from image_diffusion.core.config import Config, dump
+from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import save_weights
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
-from image_diffusion.systems.autoencoder import AutoencoderSystem
-from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
+from image_diffusion.systems.codec.dvae import DVAESystem
 from tiny_autoencoders import SHAPES, without_transformers, write_autoencoder
 
 CPU = torch.device("cpu")

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.networks.patch_discriminator import PatchDiscriminator
-from image_diffusion.objectives.adversarial import DISCRIMINATOR, Adversarial
-from image_diffusion.objectives.perceptual import Perceptual
+from image_diffusion.objectives.codec.adversarial import DISCRIMINATOR, Adversarial
+from image_diffusion.objectives.codec.perceptual import Perceptual
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.codec.perceptual import PerceptualConfig
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.distributed import World
-from image_diffusion.training.lora import written
-from image_diffusion.training.parts import Parts, Task
+from image_diffusion.training.finetune.lora import written
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
 from tiny_models import lpips_files
 
 SPEC = DataSpec(channels=3, resolution=32)
@@ -46,7 +46,7 @@ def built(kind: str, **terms: Any) -> tuple[nn.Module, Any]:
     system = system_of(kind, **terms)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
-    if hasattr(objective, "add_layers"):
+    if objective.has_layers:
         objective.add_layers(network)
     return network, objective
 
@@ -129,7 +129,7 @@ def test_it_is_not_spread_over_processes() -> None:
     task = Task(system.build_network(SPEC), system.build_objective(SPEC), lambda *_: batch_of(), Any)  # type: ignore[arg-type]
     settings = TrainConfig.model_validate({"sharding": "full", "global_batch": 4, "steps": 1, "weights": "raw"})
     with pytest.raises(ValueError, match="train.sharding is full, but the objective has layers of its own"):
-        Parts(task, settings, World(0, 2, torch.device("cpu")))
+        Trainer(task, settings, World(0, 2, torch.device("cpu")))
 
 
 def terms(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.trained import Trained
-from image_diffusion.core.config import dump
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.core.weights import save_weights
 from image_diffusion.networks.autoencoder import AutoencoderConfig
-from image_diffusion.objectives.autoencoding import Autoencoding
-from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.objectives.codec.kl import Autoencoding
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SMALL = AutoencoderConfig(block_channels=(8, 16), norm_groups=4)
@@ -70,11 +69,13 @@ def test_a_drawn_latent_has_the_stored_mean_and_deviation_times_the_scale(tmp_pa
 
 def test_a_folder_that_holds_no_codec_is_refused(tmp_path: Path) -> None:
     save_weights(tmp_path, {"a": torch.zeros(1)}, {"system": {"type": "dit"}, "spec": dump(SPEC)})
-    with pytest.raises(ValueError, match="was trained by a dit, which is no codec"):
+    with pytest.raises(ValueError, match="was trained by a dit, which is not a codec"):
         Trained(experiment="x").build(tmp_path, None, CPU, F32)
 
 
 def test_the_full_sized_autoencoder_is_read_from_a_local_folder(tmp_path: Path) -> None:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
     torch.manual_seed(0)
     vae = AutoencoderKL(
         block_out_channels=(128, 256, 512, 512),

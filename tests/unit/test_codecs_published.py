@@ -14,22 +14,22 @@ import pytest
 import torch
 from PIL import Image
 
-from image_diffusion.codecs.autoencoders import Factors, Rae, as_declared
-from image_diffusion.codecs.codec import from_uint8, to_uint8
-from image_diffusion.codecs.published import Diffusers
+from image_diffusion.codecs.base import from_uint8, to_uint8
+from image_diffusion.codecs.diffusers import Diffusers
+from image_diffusion.codecs.diffusers_families import Factors, Rae, as_declared
 from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.tokens import TokensOf
-from image_diffusion.core.config import to_yaml
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import to_yaml
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
-from image_diffusion.data.shards import open_shards
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.train import prepare_training
-from image_diffusion.training.model import load_codec, load_model
-from image_diffusion.training.run import run
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.session import run
 from tiny_autoencoders import SHAPES, without_transformers, write_autoencoder
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -154,7 +154,7 @@ def test_a_network_is_trained_on_them_and_sampled(name: str, written: Any, crops
     assert model.codec["scale"]["mean"] == manifest["statistics"]["mean"]
     codec = load_codec(model, None, CPU)
     settings = SampleConfig.model_validate({"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 1}})
-    images = Generator(model.network, model.system, model.spec, codec, settings)(  # type: ignore[arg-type]
+    images = Generator(model.network, model.system.reading, model.spec, codec, settings)(  # type: ignore[arg-type]
         torch.arange(2), torch.zeros(2, dtype=torch.int64)
     )
     assert images.shape == (2, 3, 32, 32) and images.dtype == torch.uint8
@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_one_line_from_the_config_alone(written: Any, tmp_p
     )
     refused("data.channels is 1, but the autoencoder .* reads 3. Set it to 3", RGB.model_copy(update={"channels": 1}))
     refused("decodes to 32 alone. Set it to 32", RGB.model_copy(update={"resolution": 64}), name="rae")
-    refused("holds a AutoencoderKLWan, which is no codec here", _class_name="AutoencoderKLWan")
+    refused("holds a AutoencoderKLWan, which is not supported", _class_name="AutoencoderKLWan")
     with pytest.raises(ValueError, match="holds no config.json. Its folders vae do: name one"):
         shutil.copytree(written("kl4")[0], tmp_path / "pipeline/vae")
         Diffusers(weights=str(tmp_path / "pipeline")).spec(RGB, None)

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from pydantic import Field, create_model
 
-from image_diffusion.core.config import Config, dump, load, parse, read_yaml, to_yaml
-from image_diffusion.core.plain_yaml import from_text, in_line
+from image_diffusion.core.config.base import Config, dump, load, parse, read_yaml, to_yaml
+from image_diffusion.core.config.yaml12 import from_text, in_line
 from image_diffusion.data.config import DataConfig
 from image_diffusion.training.config import TrainConfig
 
@@ -84,19 +84,19 @@ GOOD = {"train": {"steps": 3}}
         ({**GOOD, "slow": {"mode": 1}}, "slow.mode is not a known key. Did you mean train.mode?"),
         ({**GOOD, "slow": {"zzz": 1}}, "slow.zzz is not a known key. Known: circle, often, rate, words."),
         ({**GOOD, "shape": {"type": "square", "zzz": 2}}, "shape.zzz is not a known key. Known: side, type."),
-        ({**GOOD, "shape": "circle"}, "shape is 'circle', but a section is meant. Write shape: {type: circle}."),
-        ({**GOOD, "shape": "sqare"}, "shape is 'sqare', but a section is meant. Write shape: {type: square}."),
+        ({**GOOD, "shape": "circle"}, "shape is 'circle', but a section is expected. Write shape: {type: circle}."),
+        ({**GOOD, "shape": "sqare"}, "shape is 'sqare', but a section is expected. Write shape: {type: square}."),
         (
             {**GOOD, "shape": "zzz"},
-            "shape is 'zzz', but a section is meant. Write shape: {type: circle}. Known types: circle, square.",
+            "shape is 'zzz', but a section is expected. Write shape: {type: circle}. Known types: circle, square.",
         ),
-        ({"train": 3}, "train is 3, but a section is meant, with keys such as steps, mode."),
+        ({"train": 3}, "train is 3, but a section is expected, with keys such as steps, mode."),
         (
             {**GOOD, "slow": None},
-            "slow is empty, but a section is meant, with keys such as rate, circle, words, often. "
-            "Give it some, or leave it out.",
+            "slow is empty, but a section is expected, with keys such as rate, circle, words, often. "
+            "Set one, or leave it out.",
         ),
-        (None, "the file is empty, but a section is meant, with keys such as train, slow, shape, shapes."),
+        (None, "the file is empty, but a section is expected, with keys such as train, slow, shape, shapes."),
         ({"train": {"steps": 1, "mode": "fsat"}}, "Unknown train.mode 'fsat'. Known: fast or exact."),
     ],
 )
@@ -141,11 +141,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, m
     [
         (
             "train:\n  steps: 1\n  steps: 2\n",
-            "line 3, column 3: the key steps stands here and in line 2; keep one of them.",
+            "line 3, column 3: the key steps occurs here and in line 2; keep one of them.",
         ),
         (
             "train: {steps: 1, steps: 2}",
-            "line 1, column 19: the key steps stands here and in line 1; keep one of them.",
+            "line 1, column 19: the key steps occurs here and in line 1; keep one of them.",
         ),
         ("train:\n\tsteps: 1\n", "line 2 begins with a tab; indent with spaces."),
         ("train:\n  steps: 1\n\tmode: fast\n", "line 3 begins with a tab; indent with spaces."),
@@ -191,7 +191,7 @@ def test_a_whole_number_may_be_written_as_a_power_of_ten(tmp_path: Path) -> None
 def test_a_file_that_is_missing_is_told_with_those_that_are_there(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").touch()
     (tmp_path / "demo.yaml").touch()
-    with pytest.raises(ValueError, match=r"mien.yaml does not exist. Did you mean mine\? In .* are: demo, mine\."):
+    with pytest.raises(ValueError, match=r"mien.yaml does not exist. Did you mean mine\? .* holds: demo, mine\."):
         read_yaml(tmp_path / "mien.yaml")
 
 
@@ -236,3 +236,18 @@ def test_a_value_in_one_line_is_read_as_it_was(value: Any, text: str | None) -> 
     written = in_line(value)
     assert "\n" not in written and (text is None or written == text)
     assert from_text(f"key: {written}") == {"key": value}
+
+
+@pytest.mark.parametrize("text", ["[" * 20_000, "{a: " * 20_000, "- " * 20_000, "a: " + "[" * 20_000 + "]" * 20_000])
+def test_nesting_without_end_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"deep\.yaml is not valid YAML: ") as error:
+        load(Ring, tmp_path / "deep.yaml")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    with pytest.raises(ValueError, match=r"--set radius=.* is not valid YAML") as error:
+        load(Ring, _empty(tmp_path), [f"radius={text}"])
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "empty.yaml").write_text("{}")
+    return folder / "empty.yaml"

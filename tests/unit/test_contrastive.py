@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from image_diffusion import ema
-from image_diffusion.codecs.text.learned import FILE, read_text, word_numbers
-from image_diffusion.core.config import parse, to_yaml
-from image_diffusion.core.verify import damaged
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.config.base import parse, to_yaml
+from image_diffusion.core.files.checksums import damaged
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.pairs import write_pairs
-from image_diffusion.data.shards import open_shards
-from image_diffusion.data.sources.painted import PaintedDigits
-from image_diffusion.systems.embedding.contrastive import contrastive_loss
-from image_diffusion.systems.embedding.making import PriorSampleConfig, text_encoder
-from image_diffusion.systems.embedding.pairs import Given, PairsConfig
-from image_diffusion.systems.given import ToSample
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.pairs import write_pairs
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.sources.scikit_digits import PaintedDigits
+from image_diffusion.stages import ema
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.pairs.config import PairInputs, PairsConfig
+from image_diffusion.systems.pairs.contrastive import contrastive_loss
+from image_diffusion.systems.prior.generation import PriorSampleConfig, text_encoder
+from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.text_encoders.learned import FILE, read_text, word_numbers
 from image_diffusion.tracking.plan import _carried
-from image_diffusion.train import prepare_training
-from image_diffusion.training.model import load_codec, load_model
-from image_diffusion.training.run import run
-from image_diffusion.workflow.healing import Damage
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.session import run
+from image_diffusion.workflow.integrity.damage import Damage
 
 CPU = torch.device("cpu")
 SOURCE = PaintedDigits(num_images=300)
@@ -52,7 +52,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(crops: Path, output: Path, source: Any = SOURCE, **settings: Any) -> tuple[dict[str, Any], int]:
     pairs = parse(PairsConfig, SETTINGS | settings, "pairs")
-    made = pairs.build(Given(crops, source, 2, None, CPU, output))
+    made = pairs.build(PairInputs(crops, source, 2, None, CPU, output))
     return write_pairs(made, "x", pairs.splits, pairs.dtype, output)
 
 
@@ -173,7 +173,7 @@ def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refuse
     )
     training = prepare_training(tmp_path / "train.yaml", pairs / "manifest.json", None)
     output = tmp_path / "train"
-    run(training.build, training.stage.train, training.model, training.data, output, carried=training.carried)
+    run(training.build, training.stage.train, training.model, training.data, output)
     for folder in (output, output / "raw"):
         assert (folder / FILE).read_bytes() == (pairs / FILE).read_bytes()
     assert Damage("").fault_of(output / "model.json") is None
@@ -189,7 +189,7 @@ def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refuse
     settings = PriorSampleConfig(prompts=("a large upright one in red on white",), num_samples=2)
     assert model.pairs is not None
     assert text_encoder(model.pairs, None, output).identity == model.pairs["text"]
-    made = model.system.maker(ToSample(model, settings, load_codec(model, None, CPU), load_model))
+    made = model.system.sampling().maker(SamplingInputs(model, settings, load_codec(model, None, CPU), load_model))
     assert made(slice(0, 2)).shape == (2, 128)
 
     written(crops, tmp_path / "other", training=SHORT)

@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from image_diffusion.metrics import copies, neighbours
-from image_diffusion.metrics.copies import copies_seen
-from image_diffusion.metrics.frechet import frechet_between
-from image_diffusion.metrics.kernel import kernel_distance
-from image_diffusion.metrics.moments import Moments
-from image_diffusion.metrics.neighbours import manifold_estimates
-from image_diffusion.metrics.sliced import monge_distance
-from image_diffusion.training.counted import Memory
+from image_diffusion.metrics.distances import precision_recall
+from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.distances.moments import Moments
+from image_diffusion.metrics.distances.precision_recall import manifold_estimates
+from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.images import memorization
+from image_diffusion.metrics.images.memorization import copies_seen
+from image_diffusion.training.forecast.flops import Memory
 
 _FILE = Path(__file__).parents[1] / "bench" / "bench_evaluation.py"
 N, M, D = 400, 300, 8
@@ -67,7 +68,7 @@ def test_50_000_images_are_judged_in_five_minutes_at_half_the_peak_of_an_h200(be
 
 def test_neighbours_are_compared_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With tensors that have a device and no contents: until the first number is asked for, all is on the GPU."""
-    for module in (copies, neighbours):
+    for module in (memorization, precision_recall):
         monkeypatch.setattr(module, "best_device", lambda: torch.device("cuda", 0))
     multiplied = []
 
@@ -91,7 +92,7 @@ def test_statistics_of_a_reference_take_the_same_memory_for_any_number_of_images
     def peak(rows: int, dimension: int) -> int:
         features = torch.zeros(rows, dimension)
         with Memory() as memory:
-            Moments.of(features)
+            Moments.from_features(features)
         return memory.peak - features.nbytes  # which would lie in a file
 
     assert peak(3 * 4096, 64) == peak(6 * 4096, 64)

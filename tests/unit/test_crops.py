@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from torchvision import transforms
 
-from image_diffusion.core.files import digest
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.images import BadImage, crop_image, quiet_pillow
-from image_diffusion.datasheet import write_datasheet
+from image_diffusion.data.crop.image import BadImage, crop_image, quiet_pillow
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.stages.datasheet import write_datasheet
 
 SIZES = [(64, 64), (65, 97), (97, 65), (33, 200), (201, 130), (20, 31), (128, 64), (63, 61)]
 
@@ -37,6 +37,8 @@ def crop(image: Image.Image, **data: Any) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
 def test_resize_has_the_bytes_of_torchvision(size: tuple[int, int], mode: str, interpolation: str) -> None:
+    from torchvision import transforms
+
     image = image_of(*size, mode)
     resize = transforms.Resize(32, transforms.InterpolationMode(interpolation))
     expected = np.asarray(transforms.CenterCrop(32)(resize(image))).reshape(32, 32, -1)
@@ -89,8 +91,14 @@ def test_each_crop_is_another_and_adm_is_the_one_it_was() -> None:
         "method": "adm-centre-crop", "version": 1, "resolution": 32, "channels": 3, "resize": "exact",
         "background": [255, 255, 255], "min_side": 1, "max_pixels": 90_000_000,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"resize: fast is of the crop adm; data\.crop is pad"):
-        DataConfig.model_validate(data | {"crop": {"type": "pad"}, "resize": "fast"})
+
+
+@pytest.mark.parametrize("value", ["fast", "exact"])
+def test_a_resize_of_earlier_versions_is_one_line_that_says_what_to_write(value: str) -> None:
+    data = {"name": "x", "source": {"type": "digits"}, "resolution": 32, "resize": value}
+    with pytest.raises(ValueError, match=f"resize: {value} was removed.*Delete the key resize") as caught:
+        parse(DataConfig, data, "x.yaml")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_the_data_sheet_knows_what_is_cut_away(tmp_path: Path) -> None:

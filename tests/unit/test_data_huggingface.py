@@ -4,21 +4,20 @@ import io
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from image_diffusion.core.config import parse
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.config.base import parse
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.records import read_record
-from image_diffusion.data.shards import open_shards
-from image_diffusion.data.source import refresh, remember
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.changes import refresh, remember
+from saved_data_sets import save_to_disk
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 6, 6, 3), dtype=np.uint8)
 
@@ -108,7 +107,7 @@ def test_a_changed_data_set_is_seen_and_one_saved_again_is_not(tmp_path: Path) -
     path = tmp_path / "source.json"
     dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
     assert refresh(source, path)
-    remember(source, path, source.found(), {})
+    remember(source, path, source.file_groups(), {})
     dataset_of(["a", "b"], kind).save_to_disk(tmp_path / "in")
     assert not refresh(source, path)
     dataset_of(["a", "c"], kind).save_to_disk(tmp_path / "in")
@@ -123,9 +122,9 @@ def test_early_errors_are_one_line(tmp_path: Path) -> None:
     for change, message in (
         ({"image_column": "picture"}, r"has no column 'picture'\. Known: image, label, caption\."),
         ({"label_column": "class"}, "has no column 'class'"),
-        ({"image_column": "caption"}, "column 'caption' holds no images"),
+        ({"image_column": "caption"}, "column 'caption' is of type string, not bytes of image files"),
         ({"split": "train"}, r"split is train, but .* has no splits\. Leave it out"),
-        ({"path": str(tmp_path / "broken")}, "cannot be read by datasets"),
+        ({"path": str(tmp_path / "broken")}, "state.json names no files. Save it again"),
     ):
         source = parse(Source, {"type": "huggingface", "path": str(tmp_path / "in")} | change, "here")
         with pytest.raises(ValueError, match=message) as error:
@@ -133,14 +132,30 @@ def test_early_errors_are_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_what_the_package_says_of_a_data_set_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "state.json").write_text("{}")
+def test_a_damaged_data_set_is_one_line(tmp_path: Path) -> None:
+    save_to_disk(tmp_path, {"image": [png(0)], "label": ["a"]})
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
-    for error, said in ((RuntimeError("two\n  lines"), "two lines"), (RuntimeError(), "RuntimeError")):
-        package = SimpleNamespace(load_from_disk=Mock(side_effect=error))
-        monkeypatch.setitem(sys.modules, "datasets", package)
-        with pytest.raises(ValueError, match=rf"cannot be read by datasets: {said}\. Save it again\."):
-            source.listing()
+    assert source.read(source.listing().items[0]) == png(0)
+    table = tmp_path / "data-00000-of-00001.arrow"
+    content = table.read_bytes()
+    table.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="data-00000-of-00001.arrow is not valid Arrow") as error:
+        source.listing()
+    assert "\n" not in str(error.value)
+    table.unlink()
+    with pytest.raises(ValueError, match="data-00000-of-00001.arrow cannot be read: No such file"):
+        source.listing()
+
+
+def test_rows_are_numbered_through_all_files_and_batches(tmp_path: Path) -> None:
+    labels = ["b", "a", None, "b", "a", "b", "a", "b", "a"]
+    save_to_disk(tmp_path, {"image": [png(number) for number in range(9)], "label": labels}, num_files=2, batch=2)
+    source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
+    listing = source.listing()
+    assert (listing.classes, listing.rejected) == (["a", "b"], [("000000002", "no class")])
+    assert [(item.name, listing.classes[item.label or 0], source.read(item)) for item in listing.items] == [
+        (f"{number:09d}", label, png(number)) for number, label in enumerate(labels) if label
+    ]
 
 
 def test_the_only_split_is_taken_and_of_several_the_one_that_is_named(tmp_path: Path) -> None:
@@ -157,7 +172,7 @@ def test_without_the_package_it_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     source = parse(Source, {"type": "huggingface", "path": str(tmp_path)}, "here")
     with pytest.raises(ValueError, match=r"was not written by datasets\.save_to_disk\. Give such a folder"):
         source.files()
-    (tmp_path / "state.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"needs the package datasets\. Run: python -m pip install datasets$"):
+    save_to_disk(tmp_path, {"image": [png(0)], "label": ["a"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"needs the package pyarrow\. Install it\.$"):
         source.listing()

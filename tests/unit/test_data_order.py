@@ -1,16 +1,21 @@
-"""Every sample once an epoch, in one order, whatever reads it: 10,000 generated configurations of pure arithmetic."""
+"""Every sample once an epoch, in one order, whatever reads it: generated configurations of pure arithmetic.
+
+The hypothesis profile `full` (`make test-all`) generates 10,000 of them, `quick` 200: see tests/conftest.py.
+"""
 
 from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_diffusion.data.order import Balanced, at_positions, epoch_order, share
+from image_diffusion.data.shards.order import Balanced, at_positions, epoch_order, share
 
 
-@settings(max_examples=10_000, deadline=None)
+@pytest.mark.slow
+@pytest.mark.smoke
 @given(
     num_samples=st.integers(1, 40),
     world_size=st.integers(1, 5),

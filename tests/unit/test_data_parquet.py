@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from crops import crops_of
-from image_diffusion.core.config import parse
-from image_diffusion.data.source import refresh, remember
+from image_diffusion.core.config.base import parse
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.listing import Item, by_shard
+from image_diffusion.data.sources.base import Item, by_shard
+from image_diffusion.data.sources.changes import refresh, remember
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
 LABELS = [3, 10, 7, 3, 10, 7, 3, 3, 3, 10, 7, 3]
@@ -68,7 +68,8 @@ def test_images_as_bytes_in_several_files(tmp_path: Path, kind: Any) -> None:
     columns = {"image_column": "jpg", "label_column": "class"}
     assert crops_of(tmp_path / "crops", source | columns) == WITH_CLASSES
     assert parse(Source, source | columns, "here").listing().classes == ["3", "7", "10"]
-    assert len(parse(Source, source | columns | {"path": str(tmp_path / "in")}, "here").listing().items) == 13
+    every = source | columns | {"path": str(tmp_path / "in/*.parquet")}
+    assert len(parse(Source, every, "here").listing().items) == 13
 
 
 def test_rows_without_a_class_or_an_image_are_listed(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_change_of_a_file_is_seen(tmp_path: Path) -> None:
     made = write(tmp_path / "a.parquet", {"image": [png(0), png(1)]})
     source = parse(Source, made | {"label_column": None}, "here")
     assert refresh(source, tmp_path / "source.json")
-    remember(source, tmp_path / "source.json", source.found(), {})
+    remember(source, tmp_path / "source.json", source.file_groups(), {})
     item = source.listing().items[1]
     assert source.read(item) == png(1) and not refresh(source, tmp_path / "source.json")
     write(tmp_path / "a.parquet", {"image": [png(0), png(2)]})
@@ -158,7 +159,7 @@ def test_lists_with_classes_and_captions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "text", "message"),
     [
-        (["path"], "\n", "has no lines"),
+        (["path"], "\n", "has no rows"),
         (["path", "label"], "a.png 1\nb.png\n", r"line 2: 'b\.png' has 1 of the parts path, label\. Part them by tabs"),
         (["path", "caption"], "a.png\tb\tc", "has 3 of the parts path, caption"),
         (["label", "path"], "", "must begin with path"),

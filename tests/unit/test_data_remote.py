@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from image_diffusion import train
-from image_diffusion.core.files import read_json
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data import remote
-from image_diffusion.data.batches import Batches
+from image_diffusion.core.files.atomic import read_json
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.remote import folder_of, place
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards import remote
+from image_diffusion.data.shards.loader import Batches
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.remote import folder_of, place
+from image_diffusion.stages import train
 
 NUM_SHARDS = 5
 
@@ -153,7 +153,7 @@ def test_a_damaged_download_is_refused_and_not_kept(
 ) -> None:
     there = open_shards(server.url, "all", cache=tmp_path)
     server.damage["shard-00000.tar"] = damage
-    with pytest.raises(ValueError, match=r"shard-00000\.tar cannot be fetched: what came is damaged") as error:
+    with pytest.raises(ValueError, match=r"shard-00000\.tar cannot be fetched: the download is damaged") as error:
         there.gather(np.arange(1))
     assert "\n" not in str(error.value) and server.shards == {"shard-00000.tar": 3}
     assert there.manifest["shards"][0]["sha256"] not in {path.name for path in tmp_path.iterdir()}
@@ -205,6 +205,34 @@ def test_what_cannot_be_read_is_told_in_one_line(
         with pytest.raises(ValueError, match=message):
             open_shards(server.url, cache=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["carried", "files", "shards"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_manifest_writes_nowhere_but_into_the_folder_of_results(
+    tmp_path: Path, crops: Path, server: Server, monkeypatch: pytest.MonkeyPatch, key: str, absolute: bool
+) -> None:
+    victim = tmp_path / "home" / ".bashrc"
+    victim.parent.mkdir()
+    victim.write_text("mine\n")
+    name, manifest = str(victim) if absolute else "../home/.bashrc", read_json(crops / "manifest.json")
+    stated = manifest["shards"][0]["sha256"]
+    change: dict[str, Any] = {key: manifest.get(key, {}) | {name: stated}} if key != "shards" else {}
+    if key == "shards":
+        change = {key: [manifest[key][0] | {"file": name}, *manifest[key][1:]]}
+    server.damage["manifest.json"] = lambda data: json.dumps(manifest | change).encode()
+    monkeypatch.setenv("IMAGE_DIFFUSION_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    output = tmp_path / "out" / "weights.safetensors"
+    data = f"{server.url}/manifest.json"
+    monkeypatch.setattr(
+        sys, "argv", ["train", f"--config={tmp_path}/train.yaml", f"--data={data}", f"--output={output}"]
+    )
+    with pytest.raises(ValueError, match=r"should match pattern") as error:
+        train.main()
+    assert "\n" not in str(error.value) and data in str(error.value)
+    assert victim.read_text() == "mine\n" and set(server.fetched) == {"manifest.json"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"home", ".bashrc", "train.yaml"}
 
 
 def test_any_protocol_of_fsspec_will_do(tmp_path: Path, crops: Path) -> None:

@@ -16,12 +16,14 @@ import webdataset
 from PIL import Image
 
 import crops
-from image_diffusion.core.config import parse
-from image_diffusion.crop import crop_dataset
+from image_diffusion.core.config.base import parse
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.records import read_record
-from image_diffusion.data.source import refresh, remember
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.quality.contact_sheets import write_sheets
+from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.changes import refresh, remember
+from image_diffusion.stages.datasheet import write_datasheet
 
 GENERATOR = np.random.default_rng(0)
 PIXELS = GENERATOR.integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
@@ -98,9 +100,39 @@ def test_a_tables_bad_rows_are_listed(tmp_path: Path) -> None:
     with (tmp_path / "out/quarantine.csv").open() as file:
         assert {(row["path"], row["reason"]) for row in csv.DictReader(file)} == {
             ("0.png", "listed twice"),
-            ("missing.png", f"cannot be read: No such file or directory: {tmp_path / 'missing.png'}"),
+            ("missing.png", "cannot be read: No such file or directory"),
             ("nolabel.png", "no class"),
         }
+
+
+@pytest.mark.parametrize("kind", ["table", "list"])
+def test_what_is_written_does_not_depend_on_where_a_project_lies(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    for project in (tmp_path / "one", tmp_path / "another/place"):
+        project.mkdir(parents=True)
+        rows = [(f"{i}.png", "a") for i in range(6)]
+        for name, _ in rows:
+            (project / name).write_bytes(png(1))
+        rows += [("missing.png", "a"), ("3.png/not a folder.png", "a")]
+        lines = "".join(f"{','.join(row) if kind == 'table' else row[0]}\n" for row in rows)
+        path = project / ("in.csv" if kind == "table" else "in.txt")
+        path.write_text(("path,label\n" if kind == "table" else "") + lines)
+        config = {"name": "x", "source": {"type": kind, "path": str(path)}, "resolution": 6, "num_shards": 2}
+        out = project / "out"
+        done = crop_dataset(DataConfig.model_validate(config | {"max_bad_fraction": 0.5}), out)
+        write_sheets(out, done.manifest, done.records)
+        write_datasheet(out, project / "sheet", None)
+        read = [each for each in (*out.rglob("*"), *(project / "sheet").rglob("*")) if each.is_file()]
+        files = [each for each in read if not each.name.startswith(".")]
+        assert {"quarantine.csv", "manifest.json", "datasheet.json", "shard-00000.json"} <= {
+            each.name for each in files
+        }
+        written.append({str(each.relative_to(project)): each.read_bytes() for each in files})
+        assert all(str(tmp_path).encode() not in data for data in written[-1].values())
+        assert f"Relative paths begin in {project}." in capsys.readouterr().err
+    assert written[0] == written[1]
 
 
 def test_the_classes_of_a_table_are_known_before_any_image_is_read(tmp_path: Path) -> None:
@@ -170,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a class that is no text": (
         lambda path: tar_of(path, {"x.png": png(0), "x.cls": b"\xff"}),
-        r"has a member 'x\.cls' that cannot be read: 'utf-8'",
+        r"has a member 'x\.cls' that cannot be read: line 1: the byte 0xff is not UTF-8",
     ),
     "a huge class": (
         lambda path: member_of(path, "x.cls", HUGE),
@@ -190,10 +222,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: tar_of(path, {"x.png": png(0), "x.cls": b"1", "x.CLS": b"2"}),
         r"has two \.cls under the key 'x'",
     ),
-    "two tars in one": (doubled, "goes on behind its end, as tars do that were put together with `cat`"),
+    "two tars in one": (doubled, "has data after its end, like tars joined by `cat`"),
     "a tar and something else": (
         lambda path: (tar_of(path, {"1.png": png(1)}), path.write_bytes(path.read_bytes() + b"x")),
-        "goes on behind its end",
+        "has data after its end",
     ),
     "a pipe": (os.mkfifo, r"x\.tar is a folder, a pipe or a device, not a file"),
     "two images of one key": (lambda path: tar_of(path, {"x.png": png(0), "x.jpg": png(1)}), "two images under"),
@@ -287,10 +319,10 @@ def test_early_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "header.csv").write_text("path,label\n")
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80\x00")
     (tmp_path / "binary.parquet").write_bytes(b"PAR2")
     with pytest.raises(ValueError, match=message) as error:
-        list(parse(Source, source, "here").found())
+        list(parse(Source, source, "here").file_groups())
     assert "\n" not in str(error.value)
 
 
@@ -306,7 +338,7 @@ def test_changed_tars_and_tables_are_seen_and_touched_ones_are_not(tmp_path: Pat
     for name, (source, file) in sources.items():
         path = tmp_path / name / "source.json"
         assert refresh(source, path)
-        remember(source, path, source.found(), {})
+        remember(source, path, source.file_groups(), {})
         os.utime(file, ns=(0, 10**18))
         assert not refresh(source, path)
         file.write_bytes(file.read_bytes()[::-1])

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from crops import crops_of_twelve
-from image_diffusion import train
-from image_diffusion.data import remote
-from image_diffusion.data.shards import Shards, open_shards
-from image_diffusion.data.staging import begin_staging
-from image_diffusion.training.distributed import place_on_node
+from image_diffusion.data.shards import remote
+from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.data.shards.staging import begin_staging
+from image_diffusion.stages import train
+from image_diffusion.training.parallel.world import place_on_node
 
 TRAIN = """
 experiment: near
@@ -114,7 +114,7 @@ def test_a_disk_that_is_too_small_is_a_note(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     assert begin_staging([open_shards(crops)], str(tmp_path)) is None
     assert re.fullmatch(
-        r"note: shards are read from where they lie: .* has 0\.0 GB free, and the shards take .* GB\.\n",
+        r"note: shards are read in place: .* has 0\.0 GB free, and the shards take .* GB\.\n",
         capsys.readouterr().err,
     )
 
@@ -130,7 +130,7 @@ def test_a_disk_that_fills_up_ends_the_copying_alone(
     shards = open_shards(crops, in_background=True)
     before = everything(shards)
     staged([shards], tmp_path)
-    assert "note: shards are read from where they lie: " in (said := capsys.readouterr().err)
+    assert "note: shards are read in place: " in (said := capsys.readouterr().err)
     assert "No space left on device" in said and torch.equal(everything(shards), before)
 
 

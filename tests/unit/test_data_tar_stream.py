@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import webdataset
 
-from image_diffusion.core.files import read_json
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data import remote
+from image_diffusion.core.files.atomic import read_json
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.records import read_record
-from image_diffusion.data.shards import open_shards
-from image_diffusion.data.source import refresh
-from image_diffusion.data.sources import tar_stream
-from image_diffusion.datasheet import write_datasheet
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards import remote
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import read_record
+from image_diffusion.data.sources.archives import tars as tar_sources
+from image_diffusion.data.sources.changes import refresh
+from image_diffusion.stages.datasheet import write_datasheet
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,12 @@ def pixels_of(folder: Path) -> list[tuple[int, bytes]]:
 
 
 def test_the_crops_are_those_of_the_tars_on_this_machine_and_each_is_fetched_once(
-    tars: Path, server: Server, tmp_path: Path
+    tars: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TOKEN", "token=secret")
     local = {"name": "x", "source": {"type": "webdataset", "path": str(tars)}, "resolution": 4, "num_shards": 4}
     crop_dataset(DataConfig.model_validate(local), tmp_path / "local")
-    streamed = config(f"{server.url}/train-{{000..005}}.tar?token=secret")
+    streamed = config(f"{server.url}/train-{{000..005}}.tar?${{TOKEN}}")
     done = crop_dataset(streamed, tmp_path / "http", processes=2)
     assert pixels_of(tmp_path / "http") == pixels_of(tmp_path / "local")
     assert done.manifest["histogram"] == [10, 10, 10] and done.manifest["classes"] == ["0", "1", "2"]
@@ -98,9 +99,9 @@ def test_the_crops_are_those_of_the_tars_on_this_machine_and_each_is_fetched_onc
 
     again = crop_dataset(streamed, tmp_path / "http", processes=2)
     assert again.num_written == 0 and server.sent.total() == 6
-    longer = config(f"{server.url}/train-{{000..005}}.tar?token=secret", "pipe:cat " + str(tars / "train-000.tar"))
+    longer = config(f"{server.url}/train-{{000..005}}.tar?${{TOKEN}}", "pipe:cat " + str(tars / "train-000.tar"))
     assert crop_dataset(longer, tmp_path / "http").num_written == 1
-    named = config(f"{server.url}/train-{{000..005}}.tar?token=secret", classes=["2", "1", "0"])
+    named = config(f"{server.url}/train-{{000..005}}.tar?${{TOKEN}}", classes=["2", "1", "0"])
     assert crop_dataset(named, tmp_path / "http").num_written == 4
 
 
@@ -110,8 +111,8 @@ def test_commands_give_tars_too_and_never_more_than_one_lies_on_disk(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     seen = []
-    plain = tar_stream.members_of
-    monkeypatch.setattr(tar_stream, "members_of", lambda file, *given, **more: (
+    plain = tar_sources.members_of
+    monkeypatch.setattr(tar_sources, "members_of", lambda file, *given, **more: (
         seen.append((os.fstat(file.fileno()).st_size, list((tmp_path / "tmp").iterdir()))),
         plain(file, *given, **more),
     )[1])  # fmt: skip
@@ -160,19 +161,20 @@ def test_labels_are_those_that_were_named_and_captions_where_none_are(tars: Path
 @pytest.mark.parametrize(
     ("urls", "message"),
     [
-        (["{url}/nowhere.tar?token=secret"], "nowhere.tar cannot be fetched: .* ended with status 22"),
+        (["{url}/nowhere.tar?${TOKEN}"], "nowhere.tar cannot be fetched: .* ended with status 22"),
         (["pipe:head -c 2000 {tars}/train-000.tar"], "train-000.tar (is cut short|cannot be read as a tar)"),
         (["pipe:exit 3"], "pipe:exit 3 cannot be fetched: the command that fetches it ended with status 3"),
-        (["ftp://x/y.tar"], "'ftp://x/y.tar' is no address of a tar. It begins with one of pipe:, http://"),
-        (["/data/x.tar"], "is no address of a tar"),
+        (["ftp://x/y.tar"], "'ftp://x/y.tar' is not the URL of a tar. It begins with one of pipe:, http://"),
+        (["/data/x.tar"], "is not the URL of a tar"),
         (["http://x/{0..999999999}.tar"], "these are 1,000,000,000 tars"),
         (["http://x/{9..0}.tar"], "these are 0 tars"),
-        (["http://x/0.tar", "http://x/{0..3}.tar?a=b"], "names a tar twice"),
+        (["http://x/0.tar", "http://x/{0..3}.tar?${TOKEN}"], "names a tar twice"),
     ],
 )
 def test_what_cannot_be_had_is_one_line_that_names_it(
-    urls: list[str], message: str, tars: Path, server: Server, tmp_path: Path
+    urls: list[str], message: str, tars: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TOKEN", "token=secret")
     given = [url.replace("{url}", server.url).replace("{tars}", str(tars)) for url in urls]
     with pytest.raises(ValueError, match=message):
         crop_dataset(config(*given), tmp_path / "out")

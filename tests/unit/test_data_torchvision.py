@@ -16,13 +16,13 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torchvision
 from PIL import Image
 
 from crops import crops_of
-from image_diffusion.core.config import parse
-from image_diffusion.data.source import refresh, remember
-from image_diffusion.data.sources import Source, torchvision_set
+from image_diffusion.core.config.base import parse
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources import torchvision as torchvision_set
+from image_diffusion.data.sources.changes import refresh, remember
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
 LABELS = [3, 1, 7, 3, 1, 7, 3, 3, 3, 1, 7, 3]
@@ -51,6 +51,8 @@ GREY = [np.repeat(PIXELS[i, ..., :1], 3, axis=2).tobytes() for i in range(12)]
 
 
 def test_mnist_from_its_files(tmp_path: Path) -> None:
+    import torchvision
+
     raw = tmp_path / "in/MNIST/raw"
     raw.mkdir(parents=True)
     for name, data in mnist_files().items():
@@ -65,6 +67,8 @@ def test_mnist_from_its_files(tmp_path: Path) -> None:
 
 
 def test_cifar10_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
     folder, pixels = tmp_path / "in/cifar-10-batches-py", np.zeros((12, 32, 32, 3), np.uint8)
     pixels[:, :6, :6] = PIXELS
     folder.mkdir(parents=True)
@@ -132,6 +136,8 @@ def test_classes_are_asked_of_each_image_where_attributes_tell_others() -> None:
 @pytest.fixture
 def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Where MNIST is downloaded from: this machine. What was asked for."""
+    import torchvision
+
     (tmp_path / "served").mkdir()
     resources, asked = [], list[str]()
     for name, data in mnist_files().items():
@@ -153,14 +159,14 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
 def test_downloads_happen_only_where_they_are_asked_for(tmp_path: Path, mirror: list[str]) -> None:
     source: dict[str, Any] = {"type": "torchvision", "name": "MNIST", "path": str(tmp_path / "in")}
     with pytest.raises(ValueError, match=r"holds no files\. Put those of the set there, or set data\.source\.download"):
-        list(parse(Source, source, "here").found())
+        list(parse(Source, source, "here").file_groups())
     with pytest.raises(ValueError, match=r"torchvision cannot open MNIST in .*: Dataset not found"):
         parse(Source, source, "here").listing()
     assert not mirror
     parsed = parse(Source, source | {"download": True}, "here")
     assert refresh(parsed, tmp_path / "source.json")  # before there is anything, as Snakemake asks first
     assert set(crops_of(tmp_path / "crops", source | {"download": True})) == set(GREY)
-    remember(parsed, tmp_path / "source.json", parsed.found(), {})
+    remember(parsed, tmp_path / "source.json", parsed.file_groups(), {})
     assert len(mirror) >= 4 and not refresh(parsed, tmp_path / "source.json")
 
 
@@ -179,4 +185,6 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path, mirror: list[
 
 
 def test_every_name_is_a_set_of_torchvision() -> None:
+    import torchvision
+
     assert all(hasattr(torchvision.datasets, name) for name in get_args(torchvision_set.Name))

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from crops import crops_of
-from image_diffusion.core.config import parse
+from image_diffusion.core.config.base import parse
 from image_diffusion.data.sources import Source
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 6, 3), dtype=np.uint8)
@@ -164,7 +164,7 @@ def test_classes_from_a_pattern(tmp_path: Path) -> None:
     source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "names", "class_pattern": r"shot-(\d+)-"}
     assert crops_of(tmp_path / "out", source) == WITH_CLASSES
     assert parse(Source, source | {"class_pattern": "^(day.)/"}, "here").listing().classes == ["day0", "day1"]
-    for wrong, message in (("(", "no regular expression"), ("a", "one group"), ("(a)(b)", "one group")):
+    for wrong, message in (("(", "not a regular expression"), ("a", "one group"), ("(a)(b)", "one group")):
         with pytest.raises(ValueError, match=message):
             parse(Source, source | {"class_pattern": wrong}, "here")
     with pytest.raises(ValueError, match="only used with classes: names"):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.datasheet import body
-from image_diffusion.datasheet import captions_of, write_datasheet
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.quality.datasheet import body
+from image_diffusion.stages.datasheet import captions_of, write_datasheet
 from photographs import CHANGES, tiles
 
 PHOTOGRAPHS = tiles()

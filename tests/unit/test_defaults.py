@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from image_diffusion.core.config import dump
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.types import DataSpec
-from image_diffusion.experiment import Experiment, parse_experiment
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
 
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 SOURCE = Path(__file__).parents[2] / "src" / "image_diffusion" / "systems"
@@ -32,18 +32,18 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "system.objective.variance": ("learned_range", ""),
         "system.objective.loss": ("hybrid", ""),
         "system.objective.label_drop_probability": (0.1, ""),
-        "system.network.time_frequencies": ("dit", "exports to diffusers are exact with its own spacing"),
+        "system.network.time_frequencies": ("dit", "diffusers' spacing makes exports exact"),
         "train.optimizer.type": ("adamw", ""),
         "train.optimizer.lr": (1e-4, ""),
         "train.optimizer.weight_decay": (0.0, ""),
         "train.grad_clip": (None, ""),
         "train.ema.rates": ([0.9999], ""),
-        "train.ema.warmup.type": ("none", "without it a short training ends in its initial weights"),
+        "train.ema.warmup.type": ("none", "otherwise initial weights dominate short averages"),
         "train.flip_probability": (0.5, ""),
         "train.global_batch": (256, ""),
         "sample.sampler.type": ("ddpm", ""),
         "sample.sampler.num_steps": (250, ""),
-        "sample.guidance.guidance_scale": (1.5, "what it is worth depends on the data; none needs no labels"),
+        "sample.guidance.guidance_scale": (1.5, "the best scale depends on the data; 1 works without labels"),
     },
     "iddpm": {
         "system.network.channels": (128, ""),
@@ -55,17 +55,17 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "system.process.rescale_timesteps": (True, ""),
         "system.objective.prediction": ("eps", ""),
         "system.objective.variance": ("fixed_large", "the paper's learned variance"),
-        "system.objective.loss": ("simple", "the paper's hybrid loss, which teaches it"),
+        "system.objective.loss": ("simple", "the paper's hybrid loss, which trains the variance"),
         "train.optimizer.type": ("adamw", ""),
         "train.optimizer.lr": (1e-4, ""),
         "train.optimizer.weight_decay": (0.0, ""),
         "train.grad_clip": (None, ""),
         "train.ema.rates": ([0.9999], ""),
-        "train.ema.warmup.type": ("none", "without it a short training ends in its initial weights"),
+        "train.ema.warmup.type": ("none", "otherwise initial weights dominate short averages"),
         "train.flip_probability": (0.0, ""),
-        "train.global_batch": (1, "a batch of one trains nothing"),
+        "train.global_batch": (1, "a batch of one is too noisy to train on"),
         "sample.sampler.type": ("ddpm", ""),
-        "sample.sampler.num_steps": ("every one", "250 of the 4,000 steps, as in the paper's comparisons"),
+        "sample.sampler.num_steps": ("all", "250 of the 4,000 steps, as in the paper's comparisons"),
     },
     "rin": {
         "system.network.patch": (16, ""),
@@ -88,10 +88,10 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "train.ema.update_every": (10, ""),
         "train.ema.warmup.update_after_step": (100, ""),
         "train.flip_probability": (0.5, ""),
-        "train.global_batch": (16, "one batch size for all systems; say what the machine holds"),
+        "train.global_batch": (16, "one batch size for all systems; set it to what your machine holds"),
         "sample.sampler.type": ("ddim", ""),
         "sample.sampler.num_steps": (1000, ""),
-        "data.crop.type": ("resize", "ADM's crop for every system, so that their data are the same"),
+        "data.crop.type": ("resize", "ADM's crop for all systems, so that they can share their data"),
     },
     "dvae": {
         "system.network.num_tokens": (8192, ""),
@@ -110,8 +110,8 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "train.ema.rates": ([], ""),
         "train.weights": ("raw", ""),
         "train.flip_probability": (0.0, ""),
-        "train.global_batch": (8, "one batch size for all systems; say what the machine holds"),
-        "data.crop.type": ("resize", "ADM's crop for every system, so that their data are the same"),
+        "train.global_batch": (8, "one batch size for all systems; set it to what your machine holds"),
+        "data.crop.type": ("resize", "ADM's crop for all systems, so that they can share their data"),
     },
     "prior": {
         "system.network.max_text_len": (256, ""),
@@ -120,7 +120,7 @@ SEEDS: dict[str, dict[str, tuple[Any, str]]] = {
         "system.process.num_timesteps": (1000, ""),
         "system.objective.prediction": ("x0", ""),
         "system.objective.loss": ("l2", ""),
-        "system.objective.text_drop_probability": (0.0, "guidance needs it; DALL-E 2's paper drops, section 2.2"),
+        "system.objective.text_drop_probability": (0.0, "needed for guidance; DALL-E 2, section 2.2"),
         "system.objective.image_drop_probability": (0.0, "as above"),
         "train.optimizer.type": ("adamw", ""),
         "train.optimizer.lr": (1.1e-4, ""),
@@ -164,7 +164,7 @@ def value_at(experiment: Experiment, key: str) -> Any:
 
 def table(system: str) -> str:
     """Ours beside the original's, key by key."""
-    rows = ["| Key | Original | Here | Why another |", "| --- | --- | --- | --- |"]
+    rows = ["| Key | Original | Here | Reason for the difference |", "| --- | --- | --- | --- |"]
     for key, (theirs, why) in SEEDS[system].items():
         rows.append(f"| `{key}` | {_text(theirs)} | {_text(value_at(smallest(system), key))} | {why} |")
     return "\n".join(rows)
@@ -216,7 +216,7 @@ def test_the_page_shows_the_defaults_of_the_code() -> None:
 
 @pytest.mark.parametrize("system", SEEDS)
 def test_the_page_of_a_system_tells_where_its_defaults_differ_from_the_original(system: str) -> None:
-    page = SOURCE / f"{system}.py"
+    (page,) = SOURCE.rglob(f"{system}.py")
     before, docstring, after = page.read_text().split('"""', 2)
     if os.environ.get("IMAGE_DIFFUSION_WRITE"):
         told = docstring.split("\n\nDefaults that differ")[0].rstrip()

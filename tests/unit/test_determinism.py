@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor
 
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.determinism import switches
+from image_diffusion.training.optim.determinism import Mode, switches
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -32,6 +31,8 @@ def settings(mode: str, **changes: Any) -> TrainConfig:
 
 def asked() -> dict[str, Any]:
     """What is asked of PyTorch at this moment."""
+    from torch._inductor import config as inductor
+
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -52,9 +53,9 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ASKED)
 @pytest.mark.parametrize("ends", ["well", "ill"])
-def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: str, ends: str) -> None:
+def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: Mode, ends: str) -> None:
     before, tf32 = asked(), torch.backends.cuda.matmul.allow_tf32
-    with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(settings(mode, tf32=not tf32)):
+    with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(mode, not tf32, compiled=True):
         assert asked() == ASKED[mode]
         assert torch.backends.cuda.matmul.allow_tf32 is not tf32
         # Only without warn_only does the backward pass of flash attention take its deterministic kernel.
@@ -66,7 +67,7 @@ def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: str, en
 
 def test_workspaces_that_a_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACES, ":16:8")
-    with switches(settings("run")):
+    with switches("run", allow_tf32=False, compiled=True):
         assert os.environ[WORKSPACES] == ":16:8"
     assert os.environ[WORKSPACES] == ":16:8"
 
@@ -80,15 +81,15 @@ def test_the_default_is_run_and_what_was_written_before_goes_on() -> None:
 
 
 @pytest.mark.parametrize("mode", ["run", "strict"])
-def test_an_operation_without_a_fixed_order_is_told_in_one_line(mode: str) -> None:
+def test_an_operation_without_a_fixed_order_is_told_in_one_line(mode: Mode) -> None:
     told = (
         rf"train\.deterministic is {mode}, but put_ has no kernel with a fixed order of sums on this device\. Set train"
     )
-    with pytest.raises(ValueError, match=told), switches(settings(mode)):
+    with pytest.raises(ValueError, match=told), switches(mode, allow_tf32=False, compiled=True):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    with switches(settings("off")):
+    with switches("off", allow_tf32=False, compiled=True):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    with pytest.raises(RuntimeError, match="something else"), switches(settings(mode)):
+    with pytest.raises(RuntimeError, match="something else"), switches(mode, allow_tf32=False, compiled=True):
         raise RuntimeError("something else")
 
 
@@ -97,24 +98,33 @@ import os
 import sys
 from pathlib import Path
 import torch
-from image_diffusion.training.parts import Parts
+from image_diffusion.training.trainer import Trainer
 sys.path.insert(0, {tests!r})
-from test_training_run import start
+from test_session import start
 
 def told(self, step):
     print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_num_threads(),
           os.environ.get("CUBLAS_WORKSPACE_CONFIG"), flush=True)
     updated(self, step)
 
-updated, Parts.update = Parts.update, told
+updated, Trainer.update = Trainer.update, told
 start(Path("run"), steps=1, deterministic=sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ASKED)
 def test_the_processes_that_the_launcher_starts_train_in_the_mode(mode: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.format(tests=str(Path(__file__).parent)))
-    launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs", "--threads-per-process", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "image_diffusion.training.parallel.launch",
+        "--logs",
+        "logs",
+        "--threads-per-process",
+        "2",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != WORKSPACES}
     done = subprocess.run(
         [*launcher, "--", "program", mode], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

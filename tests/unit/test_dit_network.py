@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import dump, parse
+from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dit import SIZES, DiT, DiTConfig
-from image_diffusion.nn.attention import SelfAttention
-from image_diffusion.nn.patches import patchify, unpatchify
-from image_diffusion.nn.rotary import rotary_angles, rotate
-from image_diffusion.nn.sinusoid import sinusoid
+from image_diffusion.nn.inputs import patchify, unpatchify
+from image_diffusion.nn.positions import rotary_angles, rotate, sinusoid
+from image_diffusion.nn.transformer import SelfAttention
 
 TINY = {"depth": 2, "width": 32, "num_heads": 4, "patch": 2}
 SPEC = DataSpec(channels=4, resolution=8, num_classes=3)
@@ -251,7 +250,7 @@ def test_a_configuration_returns_from_plain_data(config):
     [
         ({"size": "DiT-M/2"}, "Unknown size 'DiT-M/2'. Known: DiT-XL/2"),
         ({}, "needs depth, width, num_heads and patch; missing: depth, width, num_heads, patch"),
-        ({"depth": 2, "width": 8, "patch": 1}, "missing: num_heads. Give them, or a size such as DiT-S/2"),
+        ({"depth": 2, "width": 8, "patch": 1}, "missing: num_heads. Set them, or a size such as DiT-S/2"),
         ({**TINY, "width": 30}, "width 30 must be divisible by num_heads 4 and by 4. Use a width such as 32"),
         ({**TINY, "rope": True, "num_heads": 16}, "leaves 2 a head, which 4 does not divide"),
         ({**TINY, "class_tokens_from": 2}, "class_tokens_from is 2, but there are 2 blocks"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from image_diffusion.experiment import load_experiment, parse_experiment
+from image_diffusion.experiments.experiment import load_experiment, parse_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "config/experiments").glob("*.yaml"), key=lambda path: path.stem)

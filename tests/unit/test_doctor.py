@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
-from image_diffusion.doctor import check, cut_short, decoding_seconds, duration, sampling_seconds
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
 from image_diffusion.nn.precision import Precision
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import Sampler, SamplerConfig
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.systems.autoencoder import AutoencoderSystem
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.stages.doctor import check, cut_short, decoding_seconds, duration, sampling_seconds
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.distributed import World
-from image_diffusion.training.forecast import Deadline, Forecast, forecast, memory_limit
-from image_diffusion.training.parts import Task
+from image_diffusion.training.forecast.forecast import Deadline, Forecast, forecast, memory_limit
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task
 
 
 class Points:
@@ -54,15 +54,16 @@ def found(
 ) -> Forecast:
     """before: what the loss of a step begins with."""
 
-    def objective(network: Any, batch: Batch) -> Losses:
-        before(batch.step)
-        return Losses(network(batch.x).square().sum(1), {})
+    class Squares(Objective):
+        def __call__(self, network: Any, batch: Batch) -> Losses:
+            before(batch.step)
+            return Losses(network(batch.x).square().sum(1), {})
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
         return Batch(stored, {}, streams)
 
     def build(world: World) -> Task:
-        return Task(nn.Linear(3, 1000), objective, prepare, Points(), Points())  # type: ignore[arg-type]
+        return Task(nn.Linear(3, 1000), Squares(), prepare, Points(), Points())  # type: ignore[arg-type]
 
     settings = {"steps": 1000, "global_batch": 8, "checkpoint": {"every_steps": 10}, "validation_samples": 20}
     return forecast(build, TrainConfig.model_validate(settings | changes), 2, 2, sampled_in, until, per_machine)
@@ -85,14 +86,14 @@ def test_steps_validations_and_checkpoints_are_counted() -> None:
 
 
 def test_memory_that_another_process_keeps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
+    monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
     none, optimizer, full = (found(sharding=sharding).memory_gib * 2**30 for sharding in ("none", "optimizer", "full"))
     assert none - full == pytest.approx(4 * 4 * 4000 / 2, rel=0.01)  # of the gradient, two moments, an average
     assert none - optimizer == pytest.approx(4 * (3 - 2) * 4000 / 2, rel=0.01)  # slices of weights and sum are more
 
 
 def test_memory_that_another_machine_keeps_for_itself_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.training.forecast._memory", lambda device, checkpoint: 2**30)
+    monkeypatch.setattr("image_diffusion.training.forecast.forecast._memory", lambda device, checkpoint: 2**30)
     assert found(sharding="machine", per_machine=1).memory_gib == 1.0 > found(sharding="machine").memory_gib
 
 
@@ -141,12 +142,13 @@ def test_a_loss_that_changes_on_the_way_is_measured_in_the_middle_and_at_both_en
 def test_images_cost_a_pass_for_each_step_and_two_with_guidance() -> None:
     one = found(validate_every_steps=None, sampled_in=["tf32", "bf16"])
     settings = SampleConfig(num_samples=10, sampler=Ddim(num_steps=7), guidance=Guidance(guidance_scale=2.0))
-    seconds = sampling_seconds(settings, DiTSystem(), one, decode_s=0.5)
+    sampling = DiTSystem().sampling()
+    seconds = sampling_seconds(settings, sampling, one, decode_s=0.5)
     assert seconds == pytest.approx(10 * (7 * 2 * one.passes_s["tf32"] + 0.5))
     coarse = settings.model_copy(update={"precision": "bf16"})
-    assert sampling_seconds(coarse, DiTSystem(), one, 0.0) == pytest.approx(10 * 7 * 2 * one.passes_s["bf16"])
-    assert sampling_seconds(settings, AutoencoderSystem(), one, 0.5) == 0
-    assert sampling_seconds(None, DiTSystem(), one, 0.5) == 0
+    assert sampling_seconds(coarse, sampling, one, 0.0) == pytest.approx(10 * 7 * 2 * one.passes_s["bf16"])
+    assert sampling_seconds(settings, AutoencoderSystem().sampling(), one, 0.5) == 0
+    assert sampling_seconds(None, sampling, one, 0.5) == 0
 
 
 def test_decoding_is_timed_for_one_image() -> None:
@@ -186,9 +188,9 @@ def test_calls_of_the_network_are_those_that_every_sampler_makes(
         return settings.guidance.build(plain, {"label": torch.tensor(3)}, grid)
 
     streams = Streams(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    denoiser = system.denoiser(network, grid, {"label": torch.tensor([1])}, guide)
+    denoiser = system.reading.denoiser(network, grid, {"label": torch.tensor([1])}, guide)
     settings.sampler(denoiser, grid, torch.randn(1, 4, 4, 4), streams)
-    assert system.evaluations(settings) == pytest.approx(rows, abs=1)
+    assert system.sampling().num_evaluations(settings) == pytest.approx(rows, abs=1)
 
 
 def test_the_memory_that_may_be_used_is_what_was_asked_for_or_the_machines() -> None:

@@ -13,13 +13,13 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from image_diffusion.core.files import read_json, write_json
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.centre_crop import centre_crop
+from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.duplicates import chains, groups, look, near_duplicates, pixel_hash, straddling
-from image_diffusion.data.records import read_record, record_path
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.crop.centre_crop import centre_crop
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.quality.duplicates import chains, groups, look, near_duplicates, pixel_hash, straddling
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import read_record, record_path
 from photographs import CHANGES, tiles
 
 PHOTOGRAPHS = tiles()
@@ -114,7 +114,7 @@ def tars(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dropped_duplicates_change_their_shards_and_nothing_else(tmp_path: Path, processes: int) -> None:
     """The shards are those of the same folder without the copies, whose names are the later ones."""
     source = tmp_path / "in"

@@ -11,21 +11,21 @@ import torch
 import yaml
 from PIL import Image
 
-from image_diffusion.codecs.codec import from_uint8, to_uint8
+from image_diffusion.codecs.base import from_uint8, to_uint8
 from image_diffusion.codecs.dvae import DVAECodec
 from image_diffusion.codecs.trained import Trained
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import dump
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import save_weights
-from image_diffusion.experiment import Experiment, check_experiment, parse_experiment
+from image_diffusion.experiments.experiment import Experiment, check_experiment, parse_experiment
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
-from image_diffusion.systems.autoencoder import AutoencoderSystem
+from image_diffusion.systems.base import Others
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
+from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.codec.reconstruction import show_reconstructions
-from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.given import Others
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SMALL = DVAEConfig(num_tokens=6, codebook_dim=5, num_layers=2, num_resnet_blocks=1, hidden_dim=8)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.dvae import DVAE, DVAEConfig, relaxed_one_hot
-from image_diffusion.networks.finite_scalar import FiniteScalars
+from image_diffusion.networks.quantizers import FiniteScalars
 
 TINY: dict[str, Any] = {"num_tokens": 6, "codebook_dim": 5, "num_layers": 2, "num_resnet_blocks": 1, "hidden_dim": 8}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config import parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.objectives.discrete_autoencoding import DiscreteAutoencodingConfig, token_use
-from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.objectives.codec.discrete import DiscreteAutoencodingConfig, token_use
+from image_diffusion.systems.codec.dvae import DVAESystem
 
 SYSTEM = DVAESystem.model_validate(
     {

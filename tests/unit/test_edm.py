@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config import parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.edm import EdmDenoising
 from image_diffusion.process import Continuous, Edm, Flow, Process
 from image_diffusion.samplers import Heun, image_streams, initial_noise
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from trained_digits import train
 
 SPEC = DataSpec(channels=2, resolution=3)
@@ -99,12 +99,14 @@ def test_churn_adds_noise_where_it_is_asked_to_and_no_more_than_it_may() -> None
 
 @pytest.mark.parametrize("process", [Flow(), Continuous()], ids=["flow", "continuous"])
 def test_churn_is_for_edm_alone(process: Process) -> None:
-    with pytest.raises(ValueError, match=f"only the edm process .* this one is {process.type}. Leave s_churn out"):
+    with pytest.raises(ValueError, match=f"only the process edm .* this one is {process.type}. Leave s_churn out"):
         Heun(s_churn=1).grid(process)
 
 
 def test_process_and_objective_go_together() -> None:
-    with pytest.raises(ValueError, match="The edm process frames its network, which denoising does not know"):
+    with pytest.raises(
+        ValueError, match="The edm process preconditions its network, which objective denoising does not support"
+    ):
         Denoising(prediction="x0").build(Edm().build(), SPEC)
     with pytest.raises(ValueError, match="Objective edm needs the edm process"):
         EdmDenoising().build(Flow().build(), SPEC)

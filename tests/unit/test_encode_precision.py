@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from image_diffusion import encode
-from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.dvae import DVAECodec
 from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.codecs.trained import Trained
-from image_diffusion.core.config import Config, dump
+from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import save_weights
-from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
-from image_diffusion.systems.autoencoder import AutoencoderSystem
-from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.stages import encode
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
+from image_diffusion.systems.codec.dvae import DVAESystem
 
 CPU = torch.device("cpu")
 SPEC = DataSpec(channels=3, resolution=8)

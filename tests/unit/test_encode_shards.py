@@ -14,14 +14,14 @@ import torch
 import webdataset
 from torch import Tensor
 
-from image_diffusion.core.files import write_json
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data import encoding
+from image_diffusion.core.files.atomic import write_json
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.encoding import EncodeConfig, encode_shards, write_manifest
-from image_diffusion.data.records import read_record
-from image_diffusion.data.shards import Shards, open_shards
-from image_diffusion.data.write import Chunk, write_shard
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded import latents as encoding
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
+from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.data.shards.records import read_record
+from image_diffusion.data.shards.writer import Chunk, write_shard
 
 CPU = torch.device("cpu")
 LIMIT_S = 10.0

@@ -12,24 +12,24 @@ import pytest
 import torch
 from PIL import Image
 
-from image_diffusion import evaluate, sample
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.arrays import save_samples
-from image_diffusion.core.config import dump, to_yaml
+from image_diffusion.core.config.base import dump, to_yaml
+from image_diffusion.core.files.npz import save_samples
+from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import save_weights
-from image_diffusion.crop import crop_dataset
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.metrics.features import Detected, detect_each
-from image_diffusion.metrics.samples import MadeRows, Samples
+from image_diffusion.metrics.features.base import Detected, detect_each
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.metrics.samples import GeneratedRows, Samples
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.dvae import DVAESystem
+from image_diffusion.stages import evaluate, sample
+from image_diffusion.systems.codec.dvae import DVAESystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import SampleConfig
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=2)
 
@@ -76,7 +76,7 @@ def judged(folder: Path, what: list[str], processes: int, monkeypatch: pytest.Mo
         evaluate.main()
     else:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [*launch, "-m", "image_diffusion.evaluate", *given]
+        command = [*launch, "-m", "image_diffusion", "evaluate", *given]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     return output.read_bytes()
@@ -139,7 +139,7 @@ def test_no_batch_is_made_twice_in_one_pass() -> None:
         calls.append(rows)
         return torch.arange(rows.start, rows.stop, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 2)
 
-    samples = Samples(MadeRows(make, 70, 11, (2, 2, 3)), None, [])
+    samples = Samples(GeneratedRows(make, 70, 11, (2, 2, 3)), None, [])
     seen = detect_each([lambda images: Detected(images[:, 0, 0, :1].float())], samples)[0]
     assert seen.features[:, 0].tolist() == list(range(70))
     assert [rows.start for rows in calls] == [0, 11, 22, 33, 44, 55, 66] and calls[-1].stop == 70

@@ -1,6 +1,7 @@
-"""Experiment files: every shipped one is read as its users' commands read it; the schema is in step with the code."""
+"""Experiment files: every shipped one is read as its users' commands read it; editors get a schema of them."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import jsonschema
 import pytest
 import yaml
 
-from image_diffusion.configure import load_all, write_stages
-from image_diffusion.core.config import dump, load
-from image_diffusion.core.files import to_json
-from image_diffusion.experiment import TrainStage, load_sections, schema
+from image_diffusion.core.config.base import dump, load
+from image_diffusion.core.files.atomic import to_json, write_text
+from image_diffusion.experiments.experiment import TrainStage, load_sections, schema
+from image_diffusion.experiments.resolve import load_all, write_stages
+from image_diffusion.experiments.study import schema as study_schema
+from image_diffusion.stages import configure
 from image_diffusion.workflow.resolve import read_and_written
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +34,7 @@ def test_a_shipped_experiment_resolves_to_stages_that_its_commands_read(path: Pa
             experiment.samples is not None and makes == kind for kind in ("images", "embeddings")
         ]
         assert not experiment.train.advice()
-        for stage, names in {"sample": ["sample"], "evaluate": experiment.system.judged_by}.items():
+        for stage, names in {"sample": ["sample"], "evaluate": [experiment.system.evaluation().section]}.items():
             if stage in plan["configs"]:
                 written = load_sections(Path(plan["configs"][stage]), names, sections)
                 assert written == {name: experiment.section(name) for name in names}
@@ -68,11 +71,12 @@ def test_a_detector_may_be_a_word_in_an_editor_too() -> None:
         jsonschema.validate(raw | {"evaluate": {"detectors": ["torchvision"]}}, schema())
 
 
-def test_the_schema_in_the_repository_is_that_of_the_code() -> None:
-    written = (ROOT / "workflow" / "schemas" / "experiment.schema.json").read_text()
-    assert written == to_json(schema()), (
-        "run: python -m image_diffusion.configure --schema workflow/schemas/experiment.schema.json"
-    )
+def test_the_schemas_for_editors_are_written_from_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "schemas" / "experiment.schema.json"
+    monkeypatch.setattr("sys.argv", ["configure", "--schema", str(file)])
+    configure.main()
+    assert file.read_text() == to_json(schema())
+    assert json.loads(file.with_name("study.schema.json").read_text()) == study_schema()
 
 
 def demo() -> dict[str, Any]:
@@ -85,7 +89,7 @@ def demo() -> dict[str, Any]:
     [
         ({"train": {"stpes": 3}}, "train.stpes is not a known key. Did you mean train.steps?"),
         ({"codec": {"type": "vqgan"}}, "Unknown codec 'vqgan'. Known: rgb, stability_vae, diffusers, trained, tokens."),
-        ({"codec": {"experiment": "nowhere"}}, "nowhere.yaml is missing"),
+        ({"codec": {"experiment": "nowhere"}}, "nowhere.yaml does not exist. Write it"),
         ({"data": {"resolution": 30}}, "Choose a multiple of"),
         ({"system": {"network": {"patch": 3}}}, "patches of 3"),
         ({"system": {"process": {"schedule": {"type": "cosin"}}}}, "Known: "),
@@ -115,7 +119,7 @@ def test_a_mistake_is_one_clear_line_before_any_work(change: dict[str, Any], mes
 def test_two_descriptions_of_one_data_set_are_refused(tmp_path: Path) -> None:
     codec = yaml.safe_load((ROOT / "config" / "experiments" / "demo_codec.yaml").read_text())
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(codec))
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"resize": "fast"}})))
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(_merge(codec, {"data": {"min_side": 2}})))
     with pytest.raises(ValueError, match="describe the data set digits-32 differently"):
         load_all([tmp_path / "one.yaml", tmp_path / "two.yaml"])
 
@@ -125,3 +129,35 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     for key, value in change.items():
         merged[key] = _merge(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
     return merged
+
+
+def test_whose_data_set_another_source_replaces_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+data: {{name: tab, resolution: 8, num_shards: 1, source: {{type: folder, path: {path}}}}}
+system: {{type: dit, network: {{patch: 2, width: 8, depth: 1, num_heads: 1}}}}
+train: {{steps: 1, global_batch: 2}}
+"""
+    for name, path in {"mine": "here", "shared": "here", "other": "there"}.items():
+        (tmp_path / f"{name}.yaml").write_text(text.format(path=path))
+    results = tmp_path / "results"
+
+    def said(*names: str) -> str:
+        files = [str(tmp_path / f"{name}.yaml") for name in names]
+        monkeypatch.setattr(sys, "argv", ["configure", "--experiments", *files, "--results", str(results)])
+        configure.main()
+        return capsys.readouterr().err
+
+    assert said("mine", "shared") == "" == said("mine", "shared")
+    assert said("other") == "", "nothing has been made yet"
+    assert said("mine", "shared") == ""
+    write_text(results / "datasets/tab-8/crops/manifest.json", "{}")
+    assert said("mine") == said("shared") == ""
+    told = said("other")
+    assert told.startswith(f"warning: {results}/datasets/tab-8 holds the images of mine, shared, from another source")
+    assert told.count("\n") == 1 and "data.name" in told and said("other") == ""
+    assert "the images of other, from another source: mine replaces them" in said("mine", "shared")
+    for name in ("mine", "shared"):
+        (tmp_path / f"{name}.yaml").write_text(text.format(path="elsewhere"))
+    assert said("mine", "shared") == "", "their own data set"

@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from image_diffusion.codecs.codec import Codec
+from image_diffusion.codecs.base import Codec
+from image_diffusion.codecs.diffusers import Diffusers
 from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.codecs.published import Diffusers
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.codecs.text.encoder import encode_captions
-from image_diffusion.codecs.text.hashed import HashedText
 from image_diffusion.codecs.tokens import TokenCodec, TokensOf
-from image_diffusion.core.config import dump
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.export.bundle.module_sources import bundled
+from image_diffusion.export.registry import export_of
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.networks.prior import PriorConfig
@@ -34,19 +34,20 @@ from image_diffusion.objectives.edm import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.flow import Flow
+from image_diffusion.systems.base import Model
+from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.codec.reconstruction import reconstruct
-from image_diffusion.systems.diffusion.family import DiffusionSystem
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.given import Model
-from image_diffusion.systems.hub.sources import bundled
-from image_diffusion.systems.iddpm import IddpmSystem
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.rin import RinSystem
-from image_diffusion.systems.token.sampling import TokenSampleConfig
-from image_diffusion.systems.tokens import TokensSystem
+from image_diffusion.systems.diffusion.base import DiffusionSystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
+from image_diffusion.systems.diffusion.rin import RinSystem
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.prior.prior import PriorSystem
+from image_diffusion.systems.tokens.generator import TokenSampleConfig
+from image_diffusion.systems.tokens.tokens import TokensSystem
+from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders.hashing import HashedText
 from tiny_autoencoders import SHAPES, write_autoencoder
 
 SEEDS = [3, 11, 5]
@@ -97,6 +98,7 @@ class Case:
     low_res: torch.Tensor | None = None
     told: dict[str, torch.Tensor] = field(default_factory=dict)
     pairs: dict[str, Any] | None = None
+    untrained: tuple[str, ...] = ()
     network: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,13 +109,13 @@ class Case:
         codec = {"config": dump(Rgb()), "identity": {}, "scale": None}
         classes = [f"class {i}" for i in range(self.spec.num_classes)]
         return Model(
-            self.network, self.system, self.spec, codec, classes, 1, 1, "0" * 64, num_steps=1, fingerprint="",
-            pairs=self.pairs,
+            self.network, self.spec, codec, classes, 1, 1, "0" * 64, num_steps=1, fingerprint="",
+            pairs=self.pairs, untrained=self.untrained, system=self.system,
         )  # fmt: skip
 
     @property
     def asked(self) -> dict[str, Any]:
-        labels = {} if self.labels is None else {"class_labels": self.labels}
+        labels = {} if self.labels is None or self.untrained else {"class_labels": self.labels}
         return {
             "seeds": SEEDS, "sampler": self.sampler, "guidance_scale": self.guidance, "output_type": "np",
             "batch_size": 2, **labels, **self.call,
@@ -124,7 +126,7 @@ class Case:
         settings = SampleConfig(
             sampler=self.sampler, guidance={"guidance_scale": self.guidance}, precision="float32", batch_size=3
         )
-        generator = Generator(self.network, self.system, self.spec, self.codec, settings)
+        generator = Generator(self.network, self.system.reading, self.spec, self.codec, settings)
         labels = None if self.labels is None else torch.tensor(self.labels)
         found = generator(torch.tensor(SEEDS), labels, self.low_res, self.told)
         return found.permute(0, 2, 3, 1).numpy()
@@ -176,6 +178,9 @@ def cases(folder: Path) -> dict[str, Case]:
         "a DiT on pixels with all options": Case(
             dit(network={"qk_norm": True, "norm": "rms_norm", "mlp": "swiglu", "mlp_ratio": 3.0, **JIT}),
             pixels, Rgb(), {"type": "ddpm", "num_steps": 4}, labels=[2, 0, 1], guidance=2.0,
+        ),
+        "a DiT with a class without images": Case(
+            dit(), pixels, Rgb(), ddim, labels=[0, 2, 0], untrained=("class 1",)
         ),
         "SiT by Heun": Case(dit(Flow()), pixels, Rgb(), {"type": "heun", "num_steps": 3}, labels=[2, 0, 1]),
         "SiT by DPM-Solver": Case(
@@ -235,14 +240,16 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
     network = randomised(prior.build_network(spec))
     text = torch.randn(3, 16)
     sampling = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, guidance_scale=2.0)
-    embedded = EmbeddingGenerator(network, prior, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
+    generator = EmbeddingGenerator(network, prior.reading(spec), spec, sampling)
+    embedded = generator({"text_embed": text}, torch.tensor(SEEDS))
     asked = {"text_embed": text.tolist(), "seeds": SEEDS, "num_inference_steps": 3, "guidance_scale": 2.0}
     statistics = {"mean": torch.randn(16).tolist(), "std": (torch.rand(16) + 0.5).tolist()}
     kandinsky = PriorSystem(
         network=PriorTransformerConfig(depth=1, num_heads=2, head_width=8, max_text_len=4), image_statistics=statistics
     )  # type: ignore[arg-type]
     transformer = randomised(kandinsky.build_network(spec))
-    normalised = EmbeddingGenerator(transformer, kandinsky, spec, sampling)({"text_embed": text}, torch.tensor(SEEDS))
+    generator = EmbeddingGenerator(transformer, kandinsky.reading(spec), spec, sampling)
+    normalised = generator({"text_embed": text}, torch.tensor(SEEDS))
     images = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
     pixels = DataSpec(channels=3, resolution=16)
     learnt, levels, nearest = (
@@ -261,8 +268,8 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
         ("kandinsky", kandinsky, spec, transformer),
         *((name, system, pixels, codec) for name, (system, codec) in codecs.items()),
     ):
-        model = Model(trained, system, of, {}, [], 1, 1, "0" * 64, num_steps=1, fingerprint="")
-        system.export(model, Rgb(), "pipeline", root / name)
+        model = Model(trained, of, {}, [], 1, 1, "0" * 64, num_steps=1, fingerprint="", system=system)
+        export_of(system, "pipeline").write(model, Rgb(), root / name)
     folder = root / "vq"
     write_autoencoder("vq", folder)
     published = TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(folder)}})
@@ -282,9 +289,9 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
         trained = randomised(system.build_network(of))
         settings = TokenSampleConfig.model_validate({"sampler": sampler, "guidance": {"guidance_scale": 2.0}})
         labels = torch.tensor([2, 0, 1])
-        images_ = system.generator(trained, of, codec, settings)(torch.tensor(SEEDS), labels)
-        model = Model(trained, system, of, {}, ["a", "b", "c"], 1, 1, "0" * 64, num_steps=1, fingerprint="")
-        system.export(model, codec, "pipeline", root / name)
+        images_ = system.sampling().generator(trained, of, codec, settings)(torch.tensor(SEEDS), labels)
+        model = Model(trained, of, {}, ["a", "b", "c"], 1, 1, "0" * 64, num_steps=1, fingerprint="", system=system)
+        export_of(system, "pipeline").write(model, codec, root / name)
         call = {"seeds": SEEDS, "class_labels": ["c", 0, 1], "sampler": sampler, "guidance_scale": 2.0}
         made[f"{name} tokens"] = (
             images_.movedim(1, -1).numpy(), root / name, {**call, "batch_size": 2, "output_type": "np"},
@@ -301,7 +308,8 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
 
 
 NAMES = [
-    "a DiT on pixels with all options", "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC", "EDM by Heun with churn",
+    "a DiT on pixels with all options", "a DiT with a class without images",
+    "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC", "EDM by Heun with churn",
     "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
     "a DiT on a discrete VAE", "a DiT that is told words",
     "a DiT that is told embeddings", "a U-Net", "a U-Net that enlarges", "RIN",
@@ -324,7 +332,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
     calls, found = [], {}
     for number, (name, case) in enumerate(cases(root).items()):
         folder = root / f"model-{number}"
-        case.system.export(case.model, case.codec, "pipeline", folder)
+        export_of(case.system, "pipeline").write(case.model, case.codec, folder)
         calls.append([str(folder), case.asked, str(root / f"{number}.npy")])
         found[name] = (case.images(), root / f"{number}.npy", folder)
     for name, (here, folder, call) in others(root).items():
@@ -378,7 +386,7 @@ def test_two_models_and_this_package_do_not_meet(exported: dict[str, Compared]) 
 
 
 def test_another_type_of_weights_is_refused(exported: dict[str, Compared]) -> None:
-    from image_diffusion.systems.hub.loader import Exported
+    from image_diffusion.export.bundle.loader import Exported
 
     with pytest.raises(ValueError, match=r'torch_dtype is torch.float16.* precision="bf16"'):
         Exported.from_pretrained(str(exported["a U-Net"].folder / "model"), torch_dtype=torch.float16)
@@ -391,7 +399,7 @@ def test_the_folder_holds_plain_files_and_only_the_code_that_it_needs(exported: 
         "model/config.json", "model/diffusion_pytorch_model.safetensors", "model/exported.py", "model_index.json",
         "pipeline.py",
     ]  # fmt: skip
-    name, sources = bundled(["image_diffusion.networks.unet", "image_diffusion.systems.diffusion.exported"])
+    name, sources = bundled(["image_diffusion.networks.unet", "image_diffusion.export.bundle.image_model"])
     assert "networks.unet" in sources and not {"networks.dit", "networks.rin", "systems", "codecs"} & set(sources)
     assert not [module for module in sources if module.split(".")[0] in ("training", "data", "metrics", "tracking")]
     assert all(f"from {name}." in text for module, text in sources.items() if "from image_diffusion" in text)

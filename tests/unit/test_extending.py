@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.metrics.frechet import frechet_between
+from image_diffusion.metrics.distances.frechet import frechet_between
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 NAMES = [
@@ -64,7 +64,9 @@ def test_the_diffusion_learns_with_the_objective_and_draws_with_the_sampler(part
     assert losses[-1] < 0.7 * losses[0]
     sampler = parts["samplers.midpoint"].Midpoint(num_steps=5)
     settings = SampleConfig().model_copy(update={"sampler": sampler})
-    images = Generator(network.eval(), system, SPEC, Rgb(), settings)(torch.arange(3), torch.tensor([0, 1, 0]), None)
+    images = Generator(network.eval(), system.reading, SPEC, Rgb(), settings)(
+        torch.arange(3), torch.tensor([0, 1, 0]), None
+    )
     assert images.shape == (3, 3, 8, 8) and images.dtype == torch.uint8
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from image_diffusion.nn.feedforward import gelu
+from image_diffusion.nn.transformer import gelu
 
 
 def test_compiled_its_values_and_derivatives_are_those_of_pytorch() -> None:

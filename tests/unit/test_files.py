@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from image_diffusion.core.files import atomic_folder, atomic_write, digest, read_json, write_if_changed, write_json
-from image_diffusion.core.weights import read_weights, save_weights
+from image_diffusion.core.files.atomic import (
+    atomic_folder,
+    atomic_write,
+    digest,
+    read_json,
+    write_if_changed,
+    write_json,
+)
+from image_diffusion.core.files.weights import read_weights, save_weights
 
 
 def test_a_file_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
@@ -30,7 +37,10 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_stays(tmp_path: Path) -> None:
     path = tmp_path / "a [1].npz"
-    half = "from image_diffusion.core.files import *; import os, sys\nwith atomic_write(Path(sys.argv[1])): os._exit(9)"
+    half = (
+        "from image_diffusion.core.files.atomic import *; import os, sys\n"
+        "with atomic_write(Path(sys.argv[1])): os._exit(9)"
+    )
     assert subprocess.run([sys.executable, "-c", half, str(path)], check=False).returncode == 9
     (left,) = tmp_path.iterdir()
     (tmp_path / ".b.npz.x.tmp").touch()
@@ -86,5 +96,5 @@ def test_weights_come_back_and_a_changed_byte_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="not the file that"):
+    with pytest.raises(ValueError, match="does not match the sha256 in .* Run the train stage again"):
         read_weights(tmp_path)

@@ -14,10 +14,10 @@ from image_diffusion.objectives.flow_matching import FlowMatching, FlowMatchingO
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.parameterization import target, to_x0_and_eps
 from image_diffusion.samplers import Heun, image_streams
-from image_diffusion.systems.diffusion.reading import Reading
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.distributed import World
-from image_diffusion.training.parts import check_pairs
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import check_pairs
 from trained_digits import train
 
 SAID: tuple[Said, ...] = get_args(Said)

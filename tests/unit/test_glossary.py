@@ -11,25 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.definitions import definition_of, definitions
+from image_diffusion.core.journal.metric_definitions import definition_of, definitions
 from image_diffusion.core.types import DataSpec
-from image_diffusion.data.sources.painted import Attributes
+from image_diffusion.data.sources.scikit_digits import Attributes
+from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.differences import higher_is_better
-from image_diffusion.metrics.evaluation import RealImages
-from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.intervals import Estimate
-from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.panel import Reference, measure
-from image_diffusion.metrics.prompted import PromptEncoder, evaluate_prompted
-from image_diffusion.metrics.retrieval import retrieval
+from image_diffusion.metrics.distances.jackknife import Estimate
+from image_diffusion.metrics.evaluate_samples import RealImages
+from image_diffusion.metrics.features.base import Detected
+from image_diffusion.metrics.images.embedding_similarity import similarities
+from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.metrics.images.prompt_alignment import PromptEncoder, evaluate_prompted
+from image_diffusion.metrics.images.retrieval import retrieval
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.metrics.similarity import similarities
+from image_diffusion.metrics.study_statistics import higher_is_better
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.process.likelihood import BitsPerDim
 from image_diffusion.systems.codec.evaluation import evaluate_codec
-from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
+from image_diffusion.systems.diffusion.super_resolution import evaluate_enlarging
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -62,7 +62,7 @@ def panel() -> set[str]:
         for _ in range(2)
     ]
     labels, settings = torch.arange(120) % 2, EvaluateConfig(infinity=True, cmmd=True)
-    reference = Reference.of(seen[1], labels)
+    reference = Reference.from_images(seen[1], labels)
     return set(measure(seen[0], labels, reference, Brightness.classes, settings)) | set(
         measure(seen[0], None, reference, [], settings)
     )

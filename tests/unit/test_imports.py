@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from image_diffusion.core.process.command import module_of
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SLOW = [
@@ -26,14 +28,14 @@ SLOW = [
 
 @pytest.mark.parametrize("verb", ["configure", "train", "sample", "encode", "track", "follow"])
 def test_a_stage_loads_nothing_that_it_may_not_need(verb: str) -> None:
-    code = f"import sys, image_diffusion.{verb}; print([name for name in {SLOW} if name in sys.modules])"
+    code = f"import sys, {module_of(verb)}; print([name for name in {SLOW} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert loaded.strip() == "[]"
 
 
 def test_to_check_experiments_needs_no_compiler_and_no_other_library() -> None:
     code = (
-        "import sys; from pathlib import Path; from image_diffusion.configure import load_all;"
+        "import sys; from pathlib import Path; from image_diffusion.experiments.resolve import load_all;"
         "[load_all([path]) for path in Path('config/experiments').glob('*.yaml')];"
         f"print([name for name in {[*SLOW, 'torch._dynamo', 'sympy']} if name in sys.modules])"
     )

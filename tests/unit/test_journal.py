@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core import journal as journal_module
-from image_diffusion.core.errors import Stopped
-from image_diffusion.core.history import of_weights, read_journal, read_journals
-from image_diffusion.core.journal import Journal, NullJournal
+from image_diffusion.core.journal import writer as journal_module
+from image_diffusion.core.journal.reader import logged_stages, of_weights, read_journal, read_journals
+from image_diffusion.core.journal.writer import Journal, NullJournal, receipts_of
+from image_diffusion.core.process.errors import Stopped
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ def test_a_run_ended_with_the_last_line_of_its_last_attempt(tmp_path: Path, monk
     assert history is not None and (history.starts, history.ended, history.status) == ([1000, 1003], 1006, "finished")
     path = sorted((tmp_path / "train").glob("attempt-*.jsonl"))[-1]
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))  # killed before its end
+    (receipts_of(path.parent) / f"{path.stem}.json").unlink()
     history = read_journal(tmp_path / "train")
     assert history is not None and (history.ended, history.status) == (1005, "killed")
     assert [(point.step, point.time) for point in history.points] == [(1, 1004), (2, 1005)]
@@ -162,7 +164,7 @@ def test_how_a_stage_ends_is_recorded(tmp_path: Path, error: Exception | None, s
 
 def test_sigkill_loses_no_record(tmp_path: Path) -> None:
     program = (
-        "import itertools, sys; from pathlib import Path; from image_diffusion.core.journal import Journal\n"
+        "import itertools, sys; from pathlib import Path; from image_diffusion.core.journal.writer import Journal\n"
         "journal = Journal.open(Path(sys.argv[1]), 'train')\n"
         "for step in itertools.count(1):\n"
         "    journal.metrics({'loss': step}, step=step)\n"
@@ -207,8 +209,8 @@ def test_what_a_disk_that_stays_full_has_kept_out_is_told(
         monkeypatch.setattr(os, "write", full)
         journal.metrics({"loss": 1.0}, step=1)
     first, last = capsys.readouterr().err.splitlines()
-    assert "it cannot be written: [Errno 28] No space left on device. Going on." in first
-    assert re.search(r"journal .*: [1-9]\d* bytes could not be written\. Going on\.$", last)
+    assert "it cannot be written: [Errno 28] No space left on device. The stage continues." in first
+    assert re.search(r"journal .*: [1-9]\d* bytes could not be written\. The stage continues\.$", last)
     assert journal.path.stat().st_size == size
 
 
@@ -253,7 +255,8 @@ def test_only_listed_environment_variables_are_recorded(tmp_path: Path, monkeypa
 
 def test_nothing_heavy_is_imported() -> None:
     program = (
-        "import sys, image_diffusion.core.journal; print([m for m in ('torch', 'mlflow', 'numpy') if m in sys.modules])"
+        "import sys, image_diffusion.core.journal.writer\n"
+        "print([m for m in ('torch', 'mlflow', 'numpy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
@@ -325,7 +328,7 @@ def test_an_attempt_that_was_removed_is_told_by_those_that_went_on_from_it(
     history = read_journal(tmp_path / "train")
     assert history is not None and history.series("loss") == ([1], [1.0])
     assert history.damaged == [f"attempt {second.id[:8]}"]
-    assert f"attempt {second.id[:8]} of train is missing in its journal" in capsys.readouterr().err
+    assert f"all records of attempt {second.id[:8]} are lost" in capsys.readouterr().err
 
 
 def test_an_attempt_that_was_cut_short_is_told_by_those_that_went_on_from_it(
@@ -348,7 +351,7 @@ def test_an_attempt_that_was_cut_short_is_told_by_those_that_went_on_from_it(
     history = read_journal(tmp_path / "train")
     assert history is not None and history.series("loss")[0] == [1, 4]
     assert history.damaged == [f"attempt {first.id[:8]}"]
-    assert f"attempt {first.id[:8]} of train lacks its last 2 records." in capsys.readouterr().err
+    assert f"2 of 4 records of attempt {first.id[:8]} are lost" in capsys.readouterr().err
 
 
 def test_an_attempt_belongs_to_those_it_goes_on_from(tmp_path: Path) -> None:
@@ -378,8 +381,119 @@ def test_the_journal_of_another_run_is_not_taken_for_that_of_the_weights(tmp_pat
     history = read_journal(tmp_path / "train")
     assert history is not None and of_weights(history, weights) is history
     journal.path.unlink()
+    shutil.rmtree(receipts_of(tmp_path / "train"))  # journals of older versions have none
     history = read_journal(tmp_path / "train")
     assert history is not None and of_weights(history, weights).damaged == ["run b"]
     with Journal.open(tmp_path, "train", tags={"fingerprint": "c"}):  # a training that has not ended is not theirs yet
         history = read_journal(tmp_path / "train")
         assert history is not None and of_weights(history, weights) is history
+
+
+def _damage(path: Path, kind: str) -> None:
+    """Damage a file as a full disk, a power cut or a person does."""
+    data = path.read_bytes()
+    match kind:
+        case "cut":
+            path.write_bytes(data[: len(data) * 7 // 10])
+        case "zeroed":
+            path.write_bytes(bytes(len(data)))
+        case "zeroed from a page on":
+            path.write_bytes(data[:500] + bytes(len(data) - 500))
+        case "emptied":
+            path.write_bytes(b"")
+        case "removed":
+            path.unlink()
+        case "one bit flipped":
+            middle = len(data) // 2
+            path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        case "first line flipped":
+            path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        case "folder of the stage removed":
+            shutil.rmtree(path.parent)
+        case "folder of all journals removed":
+            shutil.rmtree(path.parent.parent)
+
+
+DAMAGE = {
+    "cut": 7,
+    "zeroed": 22,
+    "zeroed from a page on": 20,
+    "emptied": 22,
+    "removed": 22,
+    "one bit flipped": 1,
+    "first line flipped": 1,
+    "folder of the stage removed": 22,
+    "folder of all journals removed": 22,
+}
+"""Kinds of damage to a journal of 23 records, and how many records each loses at least."""
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_records_that_a_journal_lost_are_counted_and_the_run_stays_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": "a"}) as journal:
+        journal.params({"lr": 0.5})
+        for step in range(20):
+            journal.metrics({"loss": 1.0 / (1 + step)}, step=step)
+    whole = read_journal(tmp_path / "journal" / "train")
+    assert whole is not None and (whole.num_records, whole.num_lost, whole.loss) == (23, 0, None)
+    assert capsys.readouterr().err == ""
+    _damage(journal.path, kind)
+    assert logged_stages(tmp_path / "journal") == [tmp_path / "journal" / "train"]
+    history = read_journal(tmp_path / "journal" / "train")
+    assert history is not None and history.num_records == 23 and DAMAGE[kind] <= history.num_lost <= 23
+    assert history.loss == f"{history.num_lost} of 23 records are lost"
+    assert (history.id, history.status, history.params) == (whole.id, "finished", whole.params)
+    assert (history.starts, history.ended, history.tags) == (whole.starts, whole.ended, whole.tags)
+    assert set(history.points) <= set(whole.points) and history.damaged
+    assert "lost" in (said := capsys.readouterr().err) or "is damaged and left out" in said
+
+
+@pytest.mark.parametrize("kind", ["removed", "emptied", "cut"])
+def test_records_that_an_earlier_attempt_lost_are_counted(tmp_path: Path, kind: str) -> None:
+    """Stages that begin anew name no attempt that they went on from."""
+    first = Journal.open(tmp_path / "journal", "sample")
+    first.params({"seed": 0})
+    first.metrics({"speed/images_per_s": 1.0}, step=1)
+    first.close("stopped")
+    with Journal.open(tmp_path / "journal", "sample") as second:
+        second.params({"seed": 0})
+        second.metrics({"speed/images_per_s": 1.0}, step=2)
+    _damage(first.path, kind)
+    (history,) = read_journals(tmp_path / "journal" / "sample")
+    assert history.id == first.id and history.num_lost > 0 and history.status == "finished"
+
+
+def test_an_attempt_takes_no_number_of_one_that_was_removed(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": "a"}) as first:
+        first.metrics({"loss": 1.0}, step=1)
+    first.path.unlink()
+    with Journal.open(tmp_path / "journal", "train", 1, {"fingerprint": "a"}, after=first.attempts) as second:
+        second.metrics({"loss": 0.5}, step=2)
+    assert second.path.name == "attempt-0002.jsonl"
+    (history,) = read_journals(tmp_path / "journal" / "train")
+    assert history.id == first.id and history.num_lost == 3 and history.series("loss") == ([2], [0.5])
+
+
+def test_a_damaged_receipt_is_told_and_the_journal_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Journal.open(tmp_path / "journal", "train") as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    receipt = receipts_of(journal.path.parent) / "attempt-0001.json"
+    _damage(receipt, "one bit flipped")
+    history = read_journal(tmp_path / "journal" / "train")
+    assert history is not None and history.series("loss") == ([1], [1.0]) and not history.num_lost
+    assert f"{receipt} cannot be read" in capsys.readouterr().err
+
+
+def test_a_killed_attempt_is_no_lost_record(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal", "train")
+    journal.metrics({"loss": 1.0}, step=1)
+    journal.sync()
+    journal.metrics({"loss": 1.0}, step=2)
+    os.close(journal._file)  # as when the process is killed
+    with journal.path.open("ab") as file:
+        file.write(b'{"type":"metr')
+    history = read_journal(tmp_path / "journal" / "train")
+    assert history is not None and history.status == "killed" and history.num_lost == 0 and not history.damaged
+    assert history.series("loss")[0] == [1, 2]

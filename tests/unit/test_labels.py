@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.classes import Position, class_number
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.flow_matching import FlowMatching
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.systems.diffusion.sampling import requested_labels
+from image_diffusion.stages.sample import short_changes
+from image_diffusion.systems.diffusion.generator import requested_labels
 
 SPEC = DataSpec(channels=1, resolution=4, num_classes=3)
 
@@ -50,3 +52,63 @@ def test_the_seed_that_all_share_reaches_random_labels() -> None:
     first, again, other = (requested_labels("random", 200, classes, seeds, seed) for seed in (0, 0, 1))
     assert first is not None and again is not None and other is not None
     assert torch.equal(first, again) and 80 < int((first != other).sum()) < 180
+
+
+NUMBERS = sorted(map(str, range(12)))  # as folders are: 0, 1, 10, 11, 2, …
+
+
+@pytest.mark.parametrize(
+    ("classes", "label", "name"),
+    [
+        (NUMBERS, 2, "2"),
+        (NUMBERS, "2", "2"),
+        (NUMBERS, Position(position=2), "10"),
+        (["ant", "bee", "cow"], 2, "cow"),
+        (["2", "bee", "cow"], 2, "2"),
+        (["2", "bee", "cow"], 1, "bee"),
+        (["001", "007"], 7, "007"),
+        (["3", "5"], 5, "5"),
+    ],
+)
+def test_a_number_is_the_class_of_that_name(classes: list[str], label: Any, name: str) -> None:
+    assert classes[class_number("sample.labels", label, classes)] == name
+    found = requested_labels([label], 1, classes, torch.arange(1))
+    assert found is not None and classes[int(found)] == name
+
+
+@pytest.mark.parametrize("label", [0, 12, "x", Position(position=2)])
+def test_a_number_that_is_no_class_is_refused(label: Any) -> None:
+    with pytest.raises(ValueError, match=r"sample.labels names the class .*, but the classes are 0 to 1: 3, 5"):
+        class_number("sample.labels", label, ["3", "5"])
+
+
+def test_a_number_with_two_meanings_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        class_number("preview.labels", 2, NUMBERS)
+        class_number("preview.labels", 1, NUMBERS)
+    assert capsys.readouterr().err.splitlines() == [
+        "preview.labels: 2 means the class named 2. Write {position: 2} for the class at position 2, 10."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "classes", "value"),
+    [
+        ("2", NUMBERS, "2"),
+        ("ant", ["ant"], '"ant"'),
+        ("007", ["007"], '"007"'),
+        ("{position: 2}", NUMBERS, "{position: 2}"),
+        ("{position: 2}", ["{position: 2}"], '"{position: 2}"'),
+    ],
+)
+def test_a_class_on_the_command_line(text: str, classes: list[str], value: str) -> None:
+    assert short_changes({"labels": [text]}, classes) == [f"sample.labels=[{value}]"]
+
+
+def test_classes_without_a_training_image_are_drawn_by_name_alone() -> None:
+    seeds, classes = torch.arange(100), ["a", "b", "c"]
+    for labels in ("balanced", "random"):
+        found = requested_labels(labels, 100, classes, seeds, untrained=["b"])
+        assert found is not None and found.unique().tolist() == [0, 2]
+    named = requested_labels(["b"], 1, classes, seeds, untrained=["b"])
+    assert named is not None and named.tolist() == [1]

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.attempt import Attempt, read_attempt
-from image_diffusion.core.command import STOPPED
-from image_diffusion.core.lifeline import VARIABLE, announce, mark
-from image_diffusion.training.launch import Layout, command_line, main, own_name, recorder
+from image_diffusion.core.process.command import STOPPED
+from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
+from image_diffusion.core.process.parent_watch import VARIABLE, announce, mark
+from image_diffusion.training.parallel.launch import Layout, command_line, main, own_name, recorder
 
-MODULE = ["image_diffusion.train", "--config", "train.yaml"]
+MODULE = ["image_diffusion.stages.train", "--config", "train.yaml"]
 IN_SLURM = {"SLURM_JOB_ID": "40123", "SLURM_NNODES": "2"}
 
 
@@ -27,7 +27,7 @@ def layout(nodes: int, processes_per_node: int) -> Layout:
 @pytest.mark.parametrize("environment", [{}, IN_SLURM])
 def test_one_node_never_calls_srun(environment: dict[str, str]) -> None:
     line = command_line(layout(1, 4), MODULE, environment, "first")
-    assert line[:4] == [sys.executable, "-m", "image_diffusion.training.agent", "--standalone"]
+    assert line[:4] == [sys.executable, "-m", "image_diffusion.training.parallel.launch_agent", "--standalone"]
     assert "--nproc-per-node=4" in line
 
 
@@ -99,7 +99,7 @@ def launch(
     folder: Path, program: str, *options: str, arguments: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
-    launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs"]
+    launcher = [sys.executable, "-m", "image_diffusion.training.parallel.launch", "--logs", "logs"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     line = [*launcher, *options, "--", "program", *arguments]
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -115,8 +115,8 @@ def test_every_process_runs_and_leaves_its_log(tmp_path: Path) -> None:
 
 TOO_MANY = """
 import torch
-from image_diffusion.core import command
-from image_diffusion.training.distributed import join
+from image_diffusion.core.process import command
+from image_diffusion.training.parallel.world import join
 
 def main():
     with join():
@@ -179,8 +179,8 @@ def test_a_killed_process_is_told_in_one_line(tmp_path: Path) -> None:
 
 SLOW = """
 import os, pathlib, signal, time
-from image_diffusion.core import command
-from image_diffusion.core.errors import Stopped
+from image_diffusion.core.process import command
+from image_diffusion.core.process.errors import Stopped
 
 def stop(number, _):
     signal.signal(number, signal.SIG_IGN)  # a stop is asked for again and again, by all who notice
@@ -200,10 +200,11 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
     """Of the launcher, or when what has started it was killed alone: its processes then stop as well."""
     (tmp_path / "program.py").write_text(SLOW)
     starter = (
-        "import os, subprocess, sys; from image_diffusion.core.lifeline import announce; announce(os.environ); "
+        "import os, subprocess, sys; from image_diffusion.core.process.parent_watch import announce\n"
+        "announce(os.environ); "
         "child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); sys.exit(child.wait())"
     )
-    launcher = [sys.executable, "-m", "image_diffusion.training.launch", "--logs", "logs", "--", "program"]
+    launcher = [sys.executable, "-m", "image_diffusion.training.parallel.launch", "--logs", "logs", "--", "program"]
     with subprocess.Popen(
         [sys.executable, "-c", starter, *launcher],
         cwd=tmp_path,
@@ -229,8 +230,8 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
 
 ASKED_TWICE = """
 import os, signal, sys
-from image_diffusion.core import command
-from image_diffusion.core.errors import Stopped
+from image_diffusion.core.process import command
+from image_diffusion.core.process.errors import Stopped
 
 class Teller:
     def write(self, text):
@@ -258,7 +259,8 @@ def test_who_is_asked_again_while_telling_that_it_has_stopped_has_stopped() -> N
 def test_a_last_word_is_written_at_once_with_its_end(raised: str) -> None:
     """Several end together, on one terminal: written apart, a line would begin in the midst of another."""
     code = (
-        "import os, sys; from image_diffusion.core import command; from image_diffusion.core.errors import Stopped\n"
+        "import os, sys; from image_diffusion.core.process import command\n"
+        "from image_diffusion.core.process.errors import Stopped\n"
         "class Teller:\n"
         "    def write(self, text): os.write(1, f'{text!r} '.encode())\n"
         "    def flush(self): pass\n"
@@ -288,7 +290,7 @@ def test_a_run_that_is_told_to_end_when_it_has_nothing_left_to_save_counts_as_st
         "time.sleep(600)\n"
     )
     attempt = tmp_path / "train.log.attempt"
-    attempt.write_text("24 n1\n")
+    attempt.write_text("24 n1 5\n")
     sources = os.pathsep.join([*filter(None, sys.path), str(tmp_path)])
     environment = os.environ | {"IMAGE_DIFFUSION_ATTEMPT": str(attempt), "PYTHONPATH": sources}
     line = command_line(Layout(1, 1, 1, tmp_path), ["ready"], {}, "first")
@@ -298,6 +300,6 @@ def test_a_run_that_is_told_to_end_when_it_has_nothing_left_to_save_counts_as_st
             time.sleep(0.1)
         running.send_signal(signal.SIGTERM)
         assert running.wait(120) == STOPPED
-    assert read_attempt(attempt) == Attempt(
-        "24", "n1", "stopped", "SIGTERM came, and no process has told that it saved."
-    )
+    assert read_attempts(attempt) == [
+        JobOutcome("24", "n1", 5, "stopped", "SIGTERM came, and no process has told that it saved.")
+    ]

@@ -16,16 +16,16 @@ import yaml
 from torch import Tensor, nn
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import parse
+from image_diffusion.core.config.base import parse
 from image_diffusion.core.types import DataSpec
-from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.experiments.resolve import load_all
+from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.systems import AnySystem
+from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion import evaluation
-from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
-from image_diffusion.systems.given import Model
-from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.diffusion.evaluation import ImageBound, likelihood_label
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
 NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attention_resolutions": [4]}
@@ -57,7 +57,7 @@ def measured(
     network: nn.Module, described: IddpmSystem, images: Samples, report: Path | None = None, **settings: Any
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     config = parse(LikelihoodConfig, settings, "evaluate.likelihood")
-    bound = ImageBound(network, described, SPEC, Rgb(), config)
+    bound = ImageBound(network, described.reading, SPEC, Rgb(), config, low_resolution=described.low_resolution)
     return measure_likelihood(bound, bound.timesteps, images, config, report)
 
 
@@ -118,7 +118,7 @@ def test_the_mean_of_two_halves_is_that_of_all() -> None:
     described = system()
     network = randomly_initialised(described)
     config = LikelihoodConfig()
-    bound = ImageBound(network, described, SPEC, Rgb(), config)
+    bound = ImageBound(network, described.reading, SPEC, Rgb(), config)
     rows = torch.arange(6)
     everything = bound(images().gather(rows.numpy()), rows % 3, rows).total
     odd = rows[1::2]
@@ -143,7 +143,7 @@ def test_a_network_that_enlarges_is_given_the_small_image() -> None:
 
 def model_of(described: IddpmSystem, network: nn.Module, classes: Sequence[str] = ()) -> Model:
     codec = {"config": {"type": "rgb"}, "identity": Rgb().identity, "scale": None}
-    return Model(network, described, SPEC, codec, list(classes), 1, 8, "", 1, "")
+    return Model(network, SPEC, codec, list(classes), 1, 8, "", 1, "", system=described)
 
 
 def test_data_with_other_classes_are_measured_under_the_label_that_is_named(
@@ -159,28 +159,26 @@ def test_data_with_other_classes_are_measured_under_the_label_that_is_named(
 
     def bits(classes: Sequence[str] = (), **settings: Any) -> float:
         asked = parse(LikelihoodConfig, settings, "evaluate.likelihood")
-        return evaluation._likelihood(model_of(described, network, classes), data, asked, None)[0]["bits_per_dim"][
-            "value"
-        ]
+        model = model_of(described, network, classes)
+        found, _ = evaluation._likelihood(model, described.reading, None, data, asked, None)
+        return float(found["bits_per_dim"]["value"])
 
-    with pytest.raises(ValueError, match=r"with 3 classes, but --data holds 2\. .* evaluate\.likelihood\.label"):
+    with pytest.raises(ValueError, match=r"with 3 classes, but --data has 2\. .* evaluate\.likelihood\.label"):
         bits()
-    bound = ImageBound(network, described, SPEC, Rgb(), LikelihoodConfig())
+    bound = ImageBound(network, described.reading, SPEC, Rgb(), LikelihoodConfig())
     rows = torch.arange(4)
     for label, number in ((0, 0), (2, 2), ("none", 3)):
         expected = bound(mine.gather(rows.numpy()), torch.full_like(rows, number), rows).total.mean()
         assert bits(label=label) == pytest.approx(expected.item(), rel=1e-6)
     assert bits(["a", "b", "c"], label="c") == bits(label=2) != bits(label=0)
     for label in (3, -1, "d"):
-        with pytest.raises(
-            ValueError, match=rf"label is {label}, which is no class of the network\. Known: 0 to 2, a, b"
-        ):
+        with pytest.raises(ValueError, match=rf"label names the class {label!r}, but the classes are 0 to 2: a, b"):
             bits(["a", "b", "c"], label=label)
     described = system()
     with pytest.raises(ValueError, match="label is none, but the network never learned to do without"):
         bits(label="none")
-    with pytest.raises(ValueError, match="label is set, but the network knows no classes"):
-        told_label(replace(model_of(described, network), spec=DataSpec(channels=3, resolution=8)), 0)
+    with pytest.raises(ValueError, match="label is set, but the network has no classes"):
+        likelihood_label(replace(model_of(described, network), spec=DataSpec(channels=3, resolution=8)), False, 0)
 
 
 def test_more_images_than_there_are_is_told() -> None:

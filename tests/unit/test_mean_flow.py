@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.configure import load_all
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.dit import DiTConfig
-from image_diffusion.nn.forward_mode import derivative
+from image_diffusion.nn.linear import derivative
 from image_diffusion.objectives.mean_flow import MeanFlow
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import FlowMap, image_streams, initial_noise
-from image_diffusion.training.parts import HasTeacher
 
 MEAN, STD = 0.7, 0.5
 SPEC = DataSpec(channels=1, resolution=2, num_classes=3)
@@ -126,7 +125,7 @@ def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() ->
     assert more and all(name.startswith("interval_embedder.") for name in more)
     x, t = torch.randn(2, 4, 4, 4), torch.rand(2)
     assert torch.equal(told(x, t), told(x, t, interval=torch.zeros(2)))
-    with pytest.raises(ValueError, match="was not trained to be told an interval, as the sampler flow_map does"):
+    with pytest.raises(ValueError, match="was trained without intervals, which the sampler flow_map needs"):
         without(x, t, interval=t)
 
 
@@ -140,7 +139,7 @@ def test_a_network_that_takes_no_interval_has_no_weights_for_it_and_says_so() ->
         ({"process": {"type": "discrete"}}, "Objective mean_flow needs the flow process"),
         (
             {"process": {"type": "discrete"}, "objective": {"type": "denoising"}},
-            "flow_map sampler goes by average velocities, which the process discrete",
+            "flow_map sampler needs average velocities, and the process discrete",
         ),
         ({"guidance": {"guidance_scale": 2.0}}, "cannot be guided afterwards. Use 1, and set system.objective.guid"),
         ({"type": "iddpm"}, "the network of the system iddpm takes no intervals. Use the system dit"),
@@ -172,7 +171,7 @@ def test_objective_mean_flow_needs_the_flow_process() -> None:
 def test_a_teacher_s_average_velocity_leaves_no_error() -> None:
     """Distilled from the exact flow, the exact map is the fixed point in every sample, not on average alone."""
     objective = MeanFlow(direction="teacher", interval_probability=1.0, weight_power=0.0).build(Flow().build(), SPEC)
-    assert isinstance(objective, HasTeacher) and objective.has_teacher
+    assert objective.has_teacher
     objective.learn_from(exact)
     losses = objective(exact, batch(500))
     assert losses.loss.max() < 1e-8

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.files import write_json
-from image_diffusion.metrics.detector import Classifier, load_detector
-from image_diffusion.metrics.detector_training import DetectorTraining, _Task, shifted, train_detector
-from image_diffusion.metrics.features import Detected, detect
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.metrics.features.base import Detected, detect
+from image_diffusion.metrics.features.classifier import Classifier, load_detector
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, _Task, shifted, train_detector
 
 
 class Images:
@@ -30,6 +29,8 @@ class Images:
 
 
 def digits(size: int = 32) -> tuple[Images, Images]:
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) * (255 / 16)
     images = F.interpolate(images, (size, size), mode="bilinear").round().to(torch.uint8).expand(-1, 3, -1, -1)

@@ -12,21 +12,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from image_diffusion.core.files import write_json
-from image_diffusion.core.verify import write_listing
-from image_diffusion.metrics import copies, curve, features
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.files.checksums import write_listing
+from image_diffusion.metrics import learning_curve as curve
+from image_diffusion.metrics.compute import Reference
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.copies import copies_seen, find_copies, reduced
-from image_diffusion.metrics.curve import measure_previews, read_previews
-from image_diffusion.metrics.dinov2 import Dinov2, prepare
-from image_diffusion.metrics.evaluation import RealImages, evaluate_samples
-from image_diffusion.metrics.features import Detected, detect, detect_each
-from image_diffusion.metrics.inception import Inception
-from image_diffusion.metrics.intervals import share_estimate
-from image_diffusion.metrics.moments import Moments
-from image_diffusion.metrics.panel import Reference
+from image_diffusion.metrics.distances.jackknife import share_estimate
+from image_diffusion.metrics.distances.moments import Moments
+from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
+from image_diffusion.metrics.features import base as features
+from image_diffusion.metrics.features.base import Detected, detect, detect_each
+from image_diffusion.metrics.features.dinov2 import Dinov2, prepare
+from image_diffusion.metrics.features.inception import Inception
+from image_diffusion.metrics.features.statistics_files import read_statistics, write_statistics
+from image_diffusion.metrics.images import memorization
+from image_diffusion.metrics.images.memorization import copies_seen, find_copies, reduced
+from image_diffusion.metrics.learning_curve import measure_previews, read_previews
 from image_diffusion.metrics.plots import plot_copies
-from image_diffusion.metrics.references import read_statistics, write_statistics
 from image_diffusion.metrics.samples import Samples, read_samples
 
 CLASSES = ["dark", "grey", "bright"]
@@ -124,7 +126,7 @@ def test_reference_may_be_statistics_or_other_samples(data: RealImages, tmp_path
     settings = EvaluateConfig(copies=False)
     against_samples = evaluate_samples(made, data, [Brightness()], settings, reference_file=tmp_path / "other.npz")
     seen = Brightness()(other.gather(np.arange(200))).features
-    write_statistics(tmp_path / "stats.npz", {"fd": Moments.of(seen).gaussian}, "abc")
+    write_statistics(tmp_path / "stats.npz", {"fd": Moments.from_features(seen).gaussian}, "abc")
     assert read_statistics(tmp_path / "stats.npz", "abc")["fd"].count == 200
     against_file = evaluate_samples(made, data, [Brightness()], settings, reference_file=tmp_path / "stats.npz")
     assert against_file["metrics"]["inpipe_fd"]["value"] == pytest.approx(
@@ -184,7 +186,7 @@ def test_mistakes_in_samples_are_told(data: RealImages, tmp_path: Path):
         with pytest.raises(ValueError, match=message):
             read_samples(path)
     (tmp_path / "cut.npz").write_bytes((tmp_path / "short.npz").read_bytes()[:200])
-    with pytest.raises(ValueError, match="not a whole"):
+    with pytest.raises(ValueError, match="damaged or not an"):
         read_samples(tmp_path / "cut.npz")
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -252,7 +254,7 @@ def test_every_judge_says_how_many_are_copies(data: RealImages, tmp_path: Path):
 def test_copies_seen_are_the_nearest_by_definition(monkeypatch: pytest.MonkeyPatch):
     rng = torch.Generator().manual_seed(0)
     made, train, held_out = (torch.randn(n, 5, generator=rng) for n in (20, 90, 120))
-    monkeypatch.setattr(copies, "_AT_ONCE", 37)
+    monkeypatch.setattr(memorization, "_AT_ONCE", 37)
     found = copies_seen(made, train, held_out)
     pairs = torch.cdist(made.double(), train.double())
     torch.testing.assert_close(found.distance, pairs.amin(dim=1))
@@ -298,7 +300,7 @@ def test_neighbours_are_the_same_however_many_training_images_are_looked_at_at_a
     data: RealImages, monkeypatch: pytest.MonkeyPatch
 ):
     expected = find_copies(small(images(40, 5)), data.train, data.validation)
-    monkeypatch.setattr(copies, "_AT_ONCE", 37)
+    monkeypatch.setattr(memorization, "_AT_ONCE", 37)
     found = find_copies(small(images(40, 5)), data.train, data.validation)
     torch.testing.assert_close(found.distance, expected.distance)
     assert torch.equal(found.nearest, expected.nearest) and found.threshold == pytest.approx(expected.threshold)
@@ -326,7 +328,7 @@ def test_a_failed_download_says_what_to_bring(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(module, "load_state_dict_from_url", offline)
     monkeypatch.setattr(torch.hub, "load", offline)
-    with pytest.raises(ValueError, match=r"could not be fetched \(no network\)\. Bring the file"):
+    with pytest.raises(ValueError, match=r"could not be downloaded \(no network\)\. Get the file"):
         Inception().build()
     with pytest.raises(ValueError, match="DINOv2 could not be loaded"):
         Dinov2().build()
@@ -371,6 +373,9 @@ def test_dinov2_is_the_published_network_or_the_one_that_is_brought(
         detector = Dinov2(weights=tmp_path / "weights.pth", repository=tmp_path).build()
         assert asked == {"where": str(tmp_path), "source": "local", "pretrained": False, **usual}
         assert network.factor == 1 and len(detector.identity["sha256"]) == 64
+        torch.save({"_orig_mod.factor": 2 * torch.ones(1)}, tmp_path / "compiled.pth")
+        Dinov2(weights=tmp_path / "compiled.pth", repository=tmp_path).build()
+        assert network.factor == 2
         torch.save({"factor": Path()}, tmp_path / "pickle.pth")
         with pytest.raises(UnpicklingError, match="Weights only load failed"):
             Dinov2(weights=tmp_path / "pickle.pth", repository=tmp_path).build()
@@ -384,7 +389,7 @@ def test_dinov2_is_the_published_network_or_the_one_that_is_brought(
 def test_previews_too_few_to_have_neighbours_are_no_points(data: RealImages):
     """A neighbour is needed beyond the nearest ones of each sample: neighbours + 2 samples, itself among them."""
     settings = EvaluateConfig(neighbours=3, two_sample=False)
-    reference = Reference.of(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
+    reference = Reference.from_images(detect(Brightness(), data.train), torch.from_numpy(data.train.labels))
     previews = {step: images(count, step) for step, count in ((10, 3), (20, 4), (30, 5), (40, 6))}
     curve = measure_previews(previews, Brightness(), reference, CLASSES, settings)
     assert [(point["step"], point["num_samples"]) for point in curve] == [(30, 5), (40, 6)]
@@ -429,7 +434,9 @@ def test_a_damaged_or_missing_preview_is_told_and_left_out(tmp_path: Path):
     previews, left_out = read_previews(tmp_path, CLASSES, 40)
     assert list(previews) == [40]
     for sentence, (step, fault) in zip(
-        left_out, {10: "is not a whole .npz file", 20: "is not what was drawn", 30: "is missing"}.items(), strict=True
+        left_out,
+        {10: "is damaged or not an", 20: "is not what was drawn", 30: "is missing"}.items(),
+        strict=True,
     ):
         assert sentence.startswith(
             f"The preview of step {step} is left out of the curve: {tmp_path}/step-00000{step}.npz"

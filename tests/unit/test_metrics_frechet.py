@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.frechet import frechet_distance, frechet_estimate, frechet_infinity
-from image_diffusion.metrics.intervals import jackknife, mean_estimate
-from image_diffusion.metrics.moments import BlockMoments, Gaussian, Moments, block_of_each, merged
+from image_diffusion.metrics.distances.frechet import frechet_distance, frechet_estimate, frechet_infinity
+from image_diffusion.metrics.distances.jackknife import jackknife, mean_estimate
+from image_diffusion.metrics.distances.moments import BlockMoments, Gaussian, Moments, block_of_each, merged
 
 
 def generator(seed: int) -> torch.Generator:
@@ -57,7 +57,7 @@ def test_frechet_distance_of_gaussians_that_do_not_commute(rank: int | None):
 def test_frechet_distance_with_fewer_samples_than_dimensions_and_unequal_ranks():
     # The features' own cross-Gram matrix gives the trace of the root exactly: its singular values, N1 x N2.
     x, y = randn(20, 64, seed=6), randn(35, 64, seed=7) * 2
-    first, second = Moments.of(x), Moments.of(y)
+    first, second = Moments.from_features(x), Moments.from_features(y)
     cross = (x - x.mean(0)) @ (y - y.mean(0)).T / math.sqrt(19 * 34)
     a, b = first.gaussian, second.gaussian
     expected = (a.mean - b.mean).square().sum() + a.covariance.trace() + b.covariance.trace()
@@ -67,17 +67,20 @@ def test_frechet_distance_with_fewer_samples_than_dimensions_and_unequal_ranks()
 
 
 def test_frechet_distance_to_features_that_are_all_the_same():
-    spread, point = Moments.of(randn(50, 8, seed=8)).gaussian, Moments.of(torch.ones(50, 8)).gaussian
+    spread, point = (
+        Moments.from_features(randn(50, 8, seed=8)).gaussian,
+        Moments.from_features(torch.ones(50, 8)).gaussian,
+    )
     expected = float((spread.mean - 1).square().sum() + spread.covariance.trace())
     assert frechet_distance(spread, point) == frechet_distance(point, spread) == pytest.approx(expected)
 
 
 def test_frechet_distance_invariances():
     x, y = randn(300, 10, seed=8), randn(200, 10, seed=9) + 0.3
-    distance = frechet_distance(Moments.of(x).gaussian, Moments.of(y).gaussian)
+    distance = frechet_distance(Moments.from_features(x).gaussian, Moments.from_features(y).gaussian)
     turned = torch.linalg.qr(randn(10, 10)).Q
     for a, b, factor in [(y, x, 1), (x @ turned + 5, y @ turned + 5, 1), (3 * x, 3 * y, 9), (x.flip(0), y, 1)]:
-        assert frechet_distance(Moments.of(a).gaussian, Moments.of(b).gaussian) == pytest.approx(
+        assert frechet_distance(Moments.from_features(a).gaussian, Moments.from_features(b).gaussian) == pytest.approx(
             factor * distance, rel=1e-10
         )
 
@@ -99,18 +102,22 @@ def test_blocks_do_not_depend_on_batch_or_processes(batch: int, processes: int):
         shares[number % processes].update(features[index], index)
     for other in shares[1:]:
         shares[0].merge(other)
-    reference = Moments.of(randn(100, 6, seed=11) + 100).gaussian
-    expected = frechet_estimate([Moments.of(features[block_of_each(211) == b]) for b in range(20)], reference)
+    reference = Moments.from_features(randn(100, 6, seed=11) + 100).gaussian
+    expected = frechet_estimate(
+        [Moments.from_features(features[block_of_each(211) == b]) for b in range(20)], reference
+    )
     estimate = frechet_estimate(shares[0].finish(), reference)
     assert estimate.value == pytest.approx(expected.value, rel=1e-10)
-    assert estimate.value == pytest.approx(frechet_distance(Moments.of(features).gaussian, reference), rel=1e-10)
+    assert estimate.value == pytest.approx(
+        frechet_distance(Moments.from_features(features).gaussian, reference), rel=1e-10
+    )
     assert estimate.debiased == pytest.approx(expected.debiased, rel=1e-9)
     assert estimate.interval == pytest.approx(expected.interval, rel=1e-9)
 
 
 def test_moments_merge_and_take_apart_at_a_large_offset():
     features = randn(500, 5, seed=12) + 1e6
-    parts = [Moments.of(part) for part in features.split([1, 99, 150, 250])]
+    parts = [Moments.from_features(part) for part in features.split([1, 99, 150, 250])]
     whole = merged(parts)
     torch.testing.assert_close(whole.gaussian.covariance, features.T.cov(), rtol=1e-9, atol=1e-9)
     left = whole.without(parts[2])
@@ -155,7 +162,7 @@ def test_jackknife_interval_covers_and_debiasing_removes_the_bias(
 
 
 def test_too_few_samples_give_no_interval_and_the_word_biased():
-    reference = Moments.of(randn(500, 8)).gaussian
+    reference = Moments.from_features(randn(500, 8)).gaussian
     few = frechet_estimate(blocks_of(randn(39, 8)), reference)
     assert few.interval is None and few.debiased is None and "biased" in few.note and "39" in few.note
     assert frechet_estimate(blocks_of(randn(40, 8)), reference).interval is not None
@@ -164,7 +171,7 @@ def test_too_few_samples_give_no_interval_and_the_word_biased():
 def test_no_distance_is_said_to_be_below_zero():
     """That of a set to itself is zero, and grows whatever is left out: debiased it would be less."""
     features = randn(200, 4)
-    found = frechet_estimate(blocks_of(features), Moments.of(features).gaussian)
+    found = frechet_estimate(blocks_of(features), Moments.from_features(features).gaussian)
     assert found.debiased == 0 and found.interval is not None and found.interval[0] == 0
 
 
@@ -195,11 +202,11 @@ def test_jackknife_cuts_at_the_range_of_the_statistic():
 def test_mistakes_are_told():
     good = randn(30, 4)
     with pytest.raises(ValueError, match=r"1 of 30 samples are not finite \(first: row 7\)"):
-        Moments.of(good.index_fill(0, torch.tensor([7]), math.nan))
+        Moments.from_features(good.index_fill(0, torch.tensor([7]), math.nan))
     with pytest.raises(ValueError, match="4 dimensions but the reference has 5"):
-        frechet_distance(Moments.of(good).gaussian, Moments.of(randn(30, 5)).gaussian)
+        frechet_distance(Moments.from_features(good).gaussian, Moments.from_features(randn(30, 5)).gaussian)
     with pytest.raises(ValueError, match="at least 2 samples"):
-        _ = Moments.of(good[:1]).gaussian
+        _ = Moments.from_features(good[:1]).gaussian
     moments = BlockMoments(4, 30)
     moments.update(good[:29], torch.arange(29))
     with pytest.raises(ValueError, match="29 samples were measured, but the set has 30"):

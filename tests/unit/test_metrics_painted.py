@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from image_diffusion.data.sources.painted import (
+from image_diffusion.data.sources.scikit_digits import (
     DIGITS,
     INKS,
     Attributes,
@@ -22,8 +22,8 @@ from image_diffusion.data.sources.painted import (
     measured,
     painted,
 )
-from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.painted import _entry, evaluate_painted
+from image_diffusion.metrics.features.base import Detected
+from image_diffusion.metrics.images.painted_attributes import _entry, evaluate_painted
 from image_diffusion.metrics.samples import Samples
 
 COUNT = 200
@@ -97,5 +97,5 @@ def test_samples_that_cannot_be_judged_are_told() -> None:
         evaluate_painted(samples([], shown), [Zero()])
     blind = Zero()
     blind.classes = []
-    with pytest.raises(ValueError, match="no detector knows digits"):
+    with pytest.raises(ValueError, match="no detector has the classes of digits"):
         evaluate_painted(samples(["a zero"], shown), [blind])

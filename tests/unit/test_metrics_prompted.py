@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import to_yaml
-from image_diffusion.metrics.prompted import PromptEncoder, PromptJudge, check_prompted, evaluate_prompted
-from image_diffusion.metrics.retrieval import retrieval, same_rows
+from image_diffusion.core.config.base import to_yaml
+from image_diffusion.experiments.resolve import load_all
+from image_diffusion.metrics.images.prompt_alignment import (
+    PromptEncoder,
+    PromptJudge,
+    check_prompted,
+    evaluate_prompted,
+)
+from image_diffusion.metrics.images.retrieval import retrieval, same_rows
 from image_diffusion.metrics.samples import Samples
 
 WORDS = ["a", "zero", "one", "two", "three", "four", "five", "six"]
@@ -114,7 +119,7 @@ def test_one_prompt_has_no_other() -> None:
         doubt = None
 
         def __call__(self, images: torch.Tensor) -> Any:
-            from image_diffusion.metrics.features import Detected
+            from image_diffusion.metrics.features.base import Detected
 
             return Detected(torch.ones(len(images), 2))
 
@@ -128,7 +133,7 @@ def test_one_prompt_has_no_other() -> None:
 
 
 def test_what_cannot_be_judged_is_said_before_any_work(folder: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the samples have no prompts. Judge those of a model that is told words"):
+    with pytest.raises(ValueError, match="the samples have no prompts. Evaluate a model that takes prompts"):
         check_prompted(Samples(np.zeros((2, 8, 8, 3), np.uint8), None, []))
     vision = pytest.importorskip("transformers").Dinov2Config(**SIZES, image_size=16, patch_size=8)
     pytest.importorskip("transformers").Dinov2Model(vision).save_pretrained(tmp_path)
@@ -146,5 +151,5 @@ def test_images_without_words_are_not_compared_with_any(tmp_path: Path) -> None:
         "evaluate": {"prompts": {"weights": "somewhere", "name": "tiny"}},
     }
     described.write_text(to_yaml(sections))
-    with pytest.raises(ValueError, match="evaluate.prompts is set, but images are asked for without words"):
+    with pytest.raises(ValueError, match="evaluate.prompts is set, but the samples have no prompts"):
         load_all([described])

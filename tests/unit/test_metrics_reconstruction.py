@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.features import Detected
-from image_diffusion.metrics.lpips import LpipsConfig
-from image_diffusion.metrics.reconstruction import (
+from image_diffusion.metrics.features.base import Detected
+from image_diffusion.metrics.images.lpips import LpipsConfig
+from image_diffusion.metrics.images.reconstruction import (
     codebook_estimates,
     codebook_use,
     psnr,
@@ -113,3 +113,12 @@ def test_weights_of_lpips_that_are_missing_or_something_else_are_told(tmp_path: 
     small = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
     with pytest.raises(ValueError, match="at least 32 pixels"):
         config.build(cpu)(small, small)
+
+
+def test_weights_of_lpips_in_a_wrapper_are_read(tmp_path: Path):
+    config, cpu = lpips_files(tmp_path), torch.device("cpu")
+    tensors = torch.load(config.heads, weights_only=True)
+    torch.save({f"module.{name}": each for name, each in tensors.items()}, tmp_path / "wrapped.pth")
+    wrapped = LpipsConfig(backbone=config.backbone, heads=tmp_path / "wrapped.pth").build(cpu)
+    for one, other in zip(wrapped.heads, config.build(cpu).heads, strict=True):
+        assert torch.equal(one, other)

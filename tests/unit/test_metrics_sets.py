@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.metrics.classes import agreement, class_frechet, confusion, missing_classes
-from image_diffusion.metrics.intervals import jackknife
-from image_diffusion.metrics.kernel import kernel_distance
-from image_diffusion.metrics.moments import block_of_each
-from image_diffusion.metrics.neighbours import manifold_estimates
-from image_diffusion.metrics.panel import _some
-from image_diffusion.metrics.score import inception_score, inception_score_estimate
-from image_diffusion.metrics.sliced import _directions, monge_distance
-from image_diffusion.metrics.two_sample import two_sample_test
+from image_diffusion.metrics.compute import _subset
+from image_diffusion.metrics.distances.c2st import two_sample_test
+from image_diffusion.metrics.distances.class_metrics import agreement, class_frechet, confusion, missing_classes
+from image_diffusion.metrics.distances.inception_score import inception_score, inception_score_estimate
+from image_diffusion.metrics.distances.jackknife import jackknife
+from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.distances.precision_recall import manifold_estimates
+from image_diffusion.metrics.distances.sliced_wasserstein import _directions, monge_distance
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -83,10 +83,12 @@ def _plain(x: Tensor, y: Tensor, k: int = 3) -> dict[str, float]:
 
 
 def test_interval_of_the_kernel_distance_is_that_of_leaving_blocks_out():
-    x, y, block = randn(120, 5), randn(80, 5, seed=1) + 0.2, block_of_each(120)
+    x, y = randn(120, 5), randn(80, 5, seed=1) + 0.2
+    block, of_reference = block_of_each(120), block_of_each(80)
     found = kernel_distance(x, y)
     without = [kernel_distance(x[block != b], y).value for b in range(20)]
-    expected = jackknife(found.value, without, 120)
+    without_reference = [kernel_distance(x, y[of_reference != b]).value for b in range(20)]
+    expected = jackknife(found.value, without, 120, centre="value", reference_left_out=without_reference)
     assert found.debiased == pytest.approx(expected.debiased)
     assert found.interval == pytest.approx(expected.interval)
 
@@ -181,7 +183,7 @@ def test_too_few_samples_are_told():
 
 def test_of_many_rows_the_same_few_are_drawn_each_time() -> None:
     rows = torch.arange(100.0).unsqueeze(1)
-    assert _some(rows, 100) is rows
-    few = _some(rows, 7).flatten()
-    assert len(few) == 7 and (few.diff() > 0).all() and few.equal(_some(rows, 7).flatten())
+    assert _subset(rows, 100) is rows
+    few = _subset(rows, 7).flatten()
+    assert len(few) == 7 and (few.diff() > 0).all() and few.equal(_subset(rows, 7).flatten())
     assert not few.equal(rows[:7].flatten())

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from image_diffusion.systems.given import CardUse
-from image_diffusion.training.card import model_card
-from image_diffusion.training.model import load_model
+from image_diffusion.export.model_card import CardUse, model_card
+from image_diffusion.training.load_model import load_model
 from tiny_models import write_model
 
 USE = CardUse("unconditional-image-generation", "DiTPipeline", 'pipeline = DiTPipeline.from_pretrained(".")')

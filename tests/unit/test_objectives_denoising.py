@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config import Config, dump, parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config, dump, parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossHistory, LossSecondMoment
 from image_diffusion.process import Discrete
-from image_diffusion.training.distributed import join
-from image_diffusion.training.gradients import gather_losses, joined, shares
-from image_diffusion.training.parts import Remembers
+from image_diffusion.training.parallel.gradients import gather_losses, joined, shares
+from image_diffusion.training.parallel.world import join
 
 
 def objective_of(num_timesteps: int = 5, history: int = 2) -> ImportanceSampled:
@@ -116,8 +115,8 @@ def test_a_history_follows_the_losses_to_their_device() -> None:
 def test_only_importance_sampling_remembers() -> None:
     """What the training loop gathers losses for."""
     process, spec = Discrete().build(), DataSpec(channels=1, resolution=2)
-    assert isinstance(objective_of(), Remembers)
-    assert not isinstance(Denoising().build(process, spec), Remembers)
+    assert objective_of().observes
+    assert not Denoising().build(process, spec).observes
 
 
 def test_a_state_of_another_objective_is_refused() -> None:

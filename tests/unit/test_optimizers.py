@@ -1,4 +1,4 @@
-"""Muon, Lion and LAMB on flat parameters: which parameters go where, and the updates of their papers."""
+"""Muon and Lion on flat parameters: which parameters go where, and the updates of their papers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn.blocks import inner_matrices, of_parts
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.flat import Flat
-from image_diffusion.training.optimizers.lamb import Lamb
-from image_diffusion.training.optimizers.lion import Lion
-from image_diffusion.training.optimizers.muon import Muon
-from image_diffusion.training.tuning import tune
+from image_diffusion.training.finetune.parameter_groups import tune
+from image_diffusion.training.optim.lion import Lion
+from image_diffusion.training.optim.muon import Muon
+from image_diffusion.training.parallel.flat_parameters import Flat
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3)
 INNER = {"blocks.0.0.weight": 3, "blocks.0.1.weight": 1, "blocks.1.weight": 1}
@@ -45,7 +44,7 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=drawn) for name, p in network().named_parameters()}
 
 
-def trained(config: Muon | Lion | Lamb, factors: dict[str, float] | None = None) -> dict[str, Tensor]:
+def trained(config: Muon | Lion, factors: dict[str, float] | None = None) -> dict[str, Tensor]:
     """The parameters after some steps, at 1, 1/2, 1/3, … of the learning rate."""
     flat = Flat(network())
     optimizer = config.build(flat, factors)
@@ -143,11 +142,9 @@ def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
         tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
 
 
-@pytest.mark.parametrize(("sharding", "kind"), [("full", "lamb"), ("optimizer", "lamb"), ("optimizer", "muon")])
-def test_what_needs_whole_parameters_is_not_sharded(sharding: str, kind: str) -> None:
-    refusal = f"{sharding} does not go with optimizer: {kind}, which needs each parameter whole"
-    with pytest.raises(ValueError, match=refusal):
-        TrainConfig.model_validate({"steps": 1, "sharding": sharding, "optimizer": {"type": kind}})
+def test_what_needs_whole_parameters_is_not_sharded() -> None:
+    with pytest.raises(ValueError, match="optimizer does not go with optimizer: muon, which needs"):
+        TrainConfig.model_validate({"steps": 1, "sharding": "optimizer", "optimizer": {"type": "muon"}})
 
 
 def test_lion_is_the_papers() -> None:
@@ -159,28 +156,3 @@ def test_lion_is_the_papers() -> None:
             x = x - eta * (torch.sign(0.8 * m + 0.2 * g) + (0.3 * x if x.ndim > 1 else 0.0))
             m = 0.7 * m + 0.3 * g
         torch.testing.assert_close(found[name].double(), x, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("adapt_vectors", [True, False])
-def test_lamb_is_the_papers(adapt_vectors: bool) -> None:
-    found = trained(Lamb(lr=RATE, betas=(0.8, 0.9), weight_decay=0.3, eps=1e-3, adapt_vectors=adapt_vectors))
-    for name, p in network().named_parameters():
-        x, adapts = p.detach().double(), p.ndim > 1 or adapt_vectors
-        m = v = torch.zeros_like(x)
-        for step in range(STEPS):
-            g = gradients(step)[name].double()
-            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
-            r = (m / (1 - 0.8 ** (step + 1))) / ((v / (1 - 0.9 ** (step + 1))).sqrt() + 1e-3)
-            u = r + 0.3 * x if adapts else r
-            x = x - RATE / (step + 1) * (x.norm() / u.norm() if adapts else 1.0) * u
-        torch.testing.assert_close(found[name].double(), x, rtol=1e-4, atol=1e-6)
-
-
-def test_lamb_moves_what_begins_with_zeros() -> None:
-    zeros = nn.Linear(3, 2)
-    nn.init.zeros_(zeros.weight)
-    flat = Flat(zeros)
-    flat.gradient.fill_(1.0)
-    optimizer = Lamb(lr=0.5).build(flat)
-    optimizer.torch.step()
-    torch.testing.assert_close(zeros.weight.detach(), torch.full((2, 3), -0.5))

@@ -1,188 +1,94 @@
-"""Every option with its default stands in docs/options.md: changing one is a line of that page.
-
-The page is made from the code: IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_options.py writes it anew.
-"""
+"""The page of options holds every key of an experiment and every option of a command, each with its default."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import inspect
-import json
-import os
-import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from pydantic import BaseModel
 
-import image_diffusion
-from image_diffusion.__main__ import COMMANDS
-from image_diffusion.experiment import load_experiment, schema
+from image_diffusion.core.process.command import COMMANDS
+from image_diffusion.experiments.experiment import schema
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "options.md"
-HEAD = """# Options
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
-Made by `tests/unit/test_options.py` from the code. A section of an experiment is a heading below: its keys, their
-defaults, the values they take, and what they mean. Where a section comes in several types, the heading names the type.
-An example is what a file of `config/experiments` writes. What a system takes in place of these defaults stands beside
-its original's in [systems.md](systems.md).
-"""
-VERBS = sorted(
-    path.stem
-    for path in Path(image_diffusion.__file__).parent.glob("*.py")
-    if "def main(" in path.read_text(encoding="utf-8") and path.stem != "__main__"
-)
+import options
 
 
-def sections() -> list[str]:
-    """A table for each class of configuration that an experiment can hold."""
-    definitions: dict[str, Any] = schema()["$defs"]
-    shown = examples()
-    systems = {name: each for name, each in definitions.items() if "_of_" in name}
-    found = []
-    for name in sorted(definitions.keys() - systems.keys(), key=lambda name: (name.split("__")[-1].lower(), name)):
-        properties = definitions[name]["properties"]
-        kind = properties.get("type", {}).get("const")
-        title = f"{name.split('__')[-1]}{f': `type: {kind}`' if kind else ''}"
-        found.append(_table(title, properties, shown.get(name, {})))
-    for stem in sorted({name.partition("_of_")[0] for name in systems}):
-        of = {name.partition("_of_")[2]: each["properties"] for name, each in systems.items() if name.startswith(stem)}
-        first, *others = sorted(of)
-        found.append(_table(f"{stem}, of {first}", of[first], shown.get(f"{stem}_of_{first}", {})))
-        for other in others:
-            differing = {key: each for key, each in of[other].items() if _default(each) != _default(of[first].get(key))}
-            if differing:
-                of_other = shown.get(f"{stem}_of_{other}", {})
-                found.append(_table(f"{stem}, of {other}, where it differs", differing, of_other))
-    return found
+@pytest.fixture(scope="module")
+def definitions() -> dict[str, Any]:
+    sections: dict[str, Any] = schema()["$defs"]
+    return sections
 
 
-def examples() -> dict[str, dict[str, str]]:
-    """What the shipped experiments write: by the schema's name of a section, then by key, the first that is short."""
-    found: dict[str, dict[str, str]] = {}
-
-    def look(section: BaseModel, name: str) -> None:
-        kind = type(section)
-        whole = f"{kind.__module__}.{kind.__name__}".replace(".", "__")  # where two sections have one name
-        for key, field in kind.model_fields.items():
-            if field.exclude:  # of an experiment, and of none of its stages
-                continue
-            value = section.model_dump(mode="json", include={key})[key]
-            if isinstance(value, dict) or len(_text(value)) > _SHORT or _text(value) == _text(field.get_default()):
-                continue
-            for each in (kind.__name__, whole):
-                found.setdefault(each, {}).setdefault(key, f"{_text(value)} (`{name}`)")
-        for key in kind.model_fields:
-            if isinstance(value := getattr(section, key), BaseModel):
-                look(value, name)
-
-    for path in sorted((ROOT / "config" / "experiments").glob("*.yaml"), key=lambda path: path.stem):
-        look(load_experiment(path), path.stem)
-    return found
+@pytest.fixture(scope="module")
+def tables(definitions: dict[str, Any]) -> list[str]:
+    with mock.patch.object(options, "schema", lambda: {"$defs": definitions}):
+        return options.sections()
 
 
-def commands() -> list[str]:
-    """A table for each command: its options as argparse knows them."""
-    found = []
-    for verb in VERBS:
-        rows = [
-            f"| `{action.option_strings[-1]}` | {'required' if action.required else _text(action.default)} "
-            f"| {_line(action.help)} |"
-            for action in parser_of(verb)._actions
-            if action.option_strings and action.dest != "help"
-        ]
-        about = re.sub(
-            r"(?<=\S) {6,}",
-            " \\\\\n        ",
-            inspect.cleandoc(importlib.import_module(f"image_diffusion.{verb}").__doc__ or ""),
+@pytest.fixture(scope="module")
+def sections(tables: list[str]) -> dict[str, str]:
+    split = (table.partition("\n\n") for table in tables)
+    return {heading.removeprefix("## "): table for heading, _, table in split}
+
+
+def test_every_section_of_the_schema_is_a_table_with_its_keys(
+    definitions: dict[str, Any], sections: dict[str, str]
+) -> None:
+    assert len(sections) >= len([name for name in definitions if "_of_" not in name]) > 100
+    keys = definitions["FlowMatching"]["properties"].keys() - {"type"}
+    table = sections["FlowMatching: `type: flow_matching`"]
+    assert keys and not [key for key in keys if f"\n| `{key}` | " not in table]
+
+
+def test_a_row_shows_the_default_the_values_the_meaning_and_an_example() -> None:
+    shape = {"default": 3, "type": "integer", "minimum": 1, "description": "How many\nthere are."}
+    row = options._table("Ring", {"type": {"const": "ring"}, "size": shape}, {"size": "`7` (`demo`)"}).splitlines()[-1]
+    assert row == "| `size` | `3` | integer ≥ 1 | How many there are. Example: `7` (`demo`). |"
+    assert options._table("Ring", {"type": {"const": "ring"}}, {}).endswith("No keys beside its type.")
+
+
+def test_where_systems_differ_in_defaults_the_second_shows_the_difference_alone(sections: dict[str, str]) -> None:
+    differing = [title for title in sections if title.endswith(", where it differs")]
+    assert differing
+    for title in differing:
+        first = next(
+            whole for whole in sections if whole.startswith(title.partition(",")[0]) and whole not in differing
         )
-        table = ["| Option | Default | What |", "| --- | --- | --- |", *rows]
-        found.append("\n".join([f"## `python -m image_diffusion.{verb}`", "", about.strip(), "", *table]))
-    return found
+        assert sections[title].count("\n") < sections[first].count("\n")
 
 
-class Captured(Exception):  # noqa: N818 - not an error: the way out of a command
-    """A command's parser, before it parsed anything."""
+def test_examples_are_what_shipped_experiments_write() -> None:
+    known = {path.stem for path in (options.ROOT / "config/experiments").glob("*.yaml")}
+    shown = [example for keys in options.examples().values() for example in keys.values()]
+    assert len(shown) > 50
+    assert {example.rpartition("(`")[2].removesuffix("`)") for example in shown} <= known
 
 
-def parser_of(verb: str) -> argparse.ArgumentParser:
-    def capture(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        raise Captured(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", capture)
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", capture)
-        try:
-            importlib.import_module(f"image_diffusion.{verb}").main()
-        except Captured as captured:
-            parser: argparse.ArgumentParser = captured.args[0]
-            return parser
-    raise AssertionError(f"{verb} parsed no arguments")
+def test_every_command_is_a_table_with_its_options() -> None:
+    tables = dict(zip(sorted(COMMANDS), options.commands(), strict=True))
+    for verb, table in tables.items():
+        assert table.startswith(f"## `python -m image_diffusion {verb}`")
+    assert "| `--schema` | unset | write the JSON schemas" in tables["configure"]
+    assert "| `--config` | required | " in tables["train"]
 
 
-_HEADER = ["| Key | Default | Values | What |", "| --- | --- | --- | --- |"]
-_SHORT = 40
+def test_the_page_is_every_table(tables: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "sections", lambda: tables)
+    page = options.page()
+    assert page.count("\n## ") + 1 == len(tables) + len(COMMANDS) and "\n# Commands\n" in page
+    assert [table for table in [*tables, *options.commands()] if table.strip() not in page] == []
 
 
-def _table(title: str, properties: dict[str, Any], shown: dict[str, str]) -> str:
-    rows = [
-        f"| `{key}` | {_default(each)} | {_values(each)} | {_line(each.get('description'))}"
-        f"{f' Example: {shown[key]}.' if key in shown else ''} |"
-        for key, each in properties.items()
-        if key != "type" or "const" not in each
-    ]
-    return "\n".join([f"## {title}", "", *(_HEADER + rows if rows else ["No keys beside its type."])])
-
-
-def _values(each: dict[str, Any]) -> str:
-    """What a key takes, as the schema says it."""
-    if "const" in each or "enum" in each:
-        return ", ".join(f"`{value}`" for value in each.get("enum", [each.get("const")]))
-    if "discriminator" in each:
-        return "section of type " + ", ".join(f"`{kind}`" for kind in sorted(each["discriminator"]["mapping"]))
-    if "$ref" in each:
-        return f"section {each['$ref'].rpartition('/')[2].split('__')[-1]}"
-    if choices := each.get("anyOf", each.get("oneOf")):
-        return " or ".join(dict.fromkeys(map(_values, choices)))
-    if "prefixItems" in each:
-        return f"[{'; '.join(map(_values, each['prefixItems']))}]"
-    kind = {"boolean": "`true`, `false`", "string": "text", "null": "`null`", "object": "keys and values"}
-    if each.get("type") == "array":
-        return f"list of {_values(each['items'])}"
-    if "type" not in each:
-        return "section, as the system has it"
-    if each["type"] not in ("integer", "number"):
-        return kind[each["type"]]
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {each[name]}" for name, sign in signs.items() if name in each]
-    return " ".join(filter(None, [each["type"], ", ".join(bounds)]))
-
-
-def _default(each: dict[str, Any] | None) -> str:
-    return "absent" if each is None else _text(each["default"]) if "default" in each else "required"
-
-
-def _text(value: Any) -> str:
-    if value is None or value == argparse.SUPPRESS:
-        return "unset"
-    return f"`{value}`" if isinstance(value, str | Path) else f"`{json.dumps(value, default=str)}`"
-
-
-def _line(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
-
-
-def test_every_command_goes_by_the_one_name() -> None:
-    assert sorted(COMMANDS) == VERBS
-
-
-def test_the_page_shows_every_option_and_its_default() -> None:
-    text = "\n\n".join([HEAD.strip(), *sections(), "# Commands", *commands()]) + "\n"
-    if os.environ.get("IMAGE_DIFFUSION_WRITE"):
-        PAGE.write_text(text, encoding="utf-8")
-    written = PAGE.read_text(encoding="utf-8")
-    changed = sorted(set(written.splitlines()) ^ set(text.splitlines()))
-    assert written == text, "\n".join([*changed, "run: IMAGE_DIFFUSION_WRITE=1 pytest tests/unit/test_options.py"])
+def test_every_key_of_every_section_has_a_row(definitions: dict[str, Any], tables: list[str]) -> None:
+    rows = "\n".join(tables)
+    keys = {
+        key
+        for section in definitions.values()
+        for key, value in section["properties"].items()
+        if key != "type" or "const" not in value
+    }
+    assert len(keys) > 300 and [key for key in sorted(keys) if f"\n| `{key}` | " not in rows] == []

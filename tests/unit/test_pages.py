@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +12,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from image_diffusion.core.config import Config, beyond_defaults
-from image_diffusion.core.files import write_json
-from image_diffusion.experiment import parse_experiment
+from image_diffusion.core.config.base import Config, beyond_defaults
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.journal.writer import Journal
+from image_diffusion.experiments.experiment import parse_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,3 +99,19 @@ def test_rows_of_classes_have_the_names_of_those_that_were_drawn(scripts: Module
     assert scripts.class_names(experiment, tmp_path / "data") == ["cat", "owl"]
     np.savez(experiment / "samples" / "samples.npz", np.zeros((3, 2, 2, 3), np.uint8))
     assert scripts.class_names(experiment, tmp_path / "data") == []
+
+
+def test_the_report_says_which_records_of_the_training_are_lost(scripts: ModuleType, tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": "a"}) as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    write_json(tmp_path / "train/model.json", {"fingerprint": "a"})
+    model = tmp_path / "train/model.json"
+    history = scripts.training(tmp_path / "journal/train", model)
+    assert scripts.told(history, True) == {"attempts": 1, "status": "finished"}
+    shutil.rmtree(tmp_path / "journal")
+    said = scripts.told(scripts.training(tmp_path / "journal/train", model), True)
+    assert (said["status"], said["incomplete"]) == ("finished", "3 of 3 records are lost")
+    shutil.rmtree(tmp_path / ".journal")
+    assert scripts.training(tmp_path / "journal/train", model) is None
+    assert scripts.told(None, True) == {"incomplete": "the journal of the training is lost"}
+    assert scripts.told(None, False) is None

@@ -18,9 +18,9 @@ from image_diffusion.nn.precision import computing_in, tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.training import precision
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.training.optim import precision
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=2)
 SYSTEM = DiTSystem(
@@ -93,7 +93,7 @@ def generator(**settings: Any) -> Generator:
         parameter.add_(torch.randn_like(parameter), alpha=0.02)
     config = SampleConfig(sampler=Ddim(num_steps=3), guidance=Guidance(guidance_scale=2.0), batch_size=5, **settings)
     codec: Any = Rgb().build(None, None, torch.device("cpu"), torch.float32)
-    return Generator(network, SYSTEM, SPEC, codec, config)
+    return Generator(network, SYSTEM.reading, SPEC, codec, config)
 
 
 def test_images_in_bf16_are_nearly_those_in_float32() -> None:
@@ -134,10 +134,10 @@ def test_decoding_takes_a_few_images_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     counts: list[int] = []
     decode = vae.decode
     monkeypatch.setattr(vae, "decode", lambda part: counts.append(len(part)) or decode(part))
-    monkeypatch.setattr("image_diffusion.codecs.codec._PIXELS_AT_ONCE", 3 * 16 * 16)
+    monkeypatch.setattr("image_diffusion.codecs.base._PIXELS_AT_ONCE", 3 * 16 * 16)
     assert torch.equal(codec.decode(x), decoded)
     assert counts == [3, 3, 1]
     counts.clear()
-    monkeypatch.setattr("image_diffusion.codecs.codec._PIXELS_AT_ONCE", 1)
+    monkeypatch.setattr("image_diffusion.codecs.base._PIXELS_AT_ONCE", 1)
     assert torch.equal(codec.decode(x), decoded)
     assert counts == [1] * 7

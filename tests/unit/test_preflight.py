@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from image_diffusion.training import preflight
-from image_diffusion.training.distributed import World, join
-from image_diffusion.training.preflight import Tried
+from image_diffusion.training.parallel import preflight
+from image_diffusion.training.parallel.preflight import Tried
+from image_diffusion.training.parallel.world import World, join
 
 ALONE = World(0, 1, torch.device("cpu"), hosts=("here",))
 H100 = "NVIDIA H100 80GB HBM3"
@@ -15,7 +15,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_answer_is_exact_in_every_precision(dtype: torch.dtype) -> None:
-    left, right, expected = preflight._known(256, ALONE.device, torch.int64)
+    left, right, expected = preflight._exact_product(256, ALONE.device, torch.int64)
     assert torch.equal(left @ right.T, expected)
     assert (left.abs() @ right.abs().T).max() <= 256, "every part of a sum is a whole number that bf16 holds"
     assert torch.linalg.matrix_rank(left[:64].double()) == torch.linalg.matrix_rank(right[:64].double()) == 64
@@ -43,10 +43,10 @@ def test_what_trains_is_one_line_of_machines_that_are_alike() -> None:
         return [Tried(host, f"GPU {i}, {name}", driver, True, True, 1e-3) for i in range(2)]
 
     found = [*gpus("n1", H100, "580.65.06"), *gpus("n2", H100, "580.65.06"), *gpus("n3", H100, "570.1")]
-    assert preflight._told(found) == (
+    assert preflight._hardware_line(found) == (
         f"Training with 6 processes: 2 x {H100} (driver 580.65.06) on each of n1, n2; 2 x {H100} (driver 570.1) on n3."
     )
-    assert preflight._told(found[:1]) == f"Training with 1 process: 1 x {H100} (driver 580.65.06) on n1."
+    assert preflight._hardware_line(found[:1]) == f"Training with 1 process: 1 x {H100} (driver 580.65.06) on n1."
 
 
 def test_the_median_process_is_the_measure_of_a_slow_one(

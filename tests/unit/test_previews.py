@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from crops import crops_of_twelve
-from image_diffusion.core.config import to_yaml
-from image_diffusion.train import prepare_training
-from image_diffusion.training.distributed import World
+from image_diffusion.core.config.base import to_yaml
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.training.parallel.world import World
 
 
 def test_every_class_has_a_picture_of_its_own_with_the_same_key_at_every_step(tmp_path: Path) -> None:

@@ -17,17 +17,17 @@ import torch
 import webdataset
 from torch.nn import functional as F
 
-from image_diffusion.codecs.hashing import HashingText
-from image_diffusion.core.config import parse, to_yaml
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data import captions as captions_module
+from image_diffusion.core.config.base import parse, to_yaml
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.pairs import Splits, write_pairs
-from image_diffusion.data.shards import Shards, open_shards
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded import captions as captions_module
+from image_diffusion.data.encoded.pairs import Splits, write_pairs
+from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.sources.embeddings import Embeddings
-from image_diffusion.metrics.detector_training import DetectorTraining, train_detector
-from image_diffusion.systems.embedding.pairs import FilePairs, Given, HashedPairs, PairsConfig
-from image_diffusion.train import prepare_training
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.pairs.config import FilePairs, HashedPairs, PairInputs, PairsConfig
+from image_diffusion.text_encoders.hashing import HashingText
 
 CPU = torch.device("cpu")
 SIZES = (7, 40, 1)
@@ -56,7 +56,9 @@ def write_captions(folder: Path, number: int, captions: list[str | None]) -> Non
 
 def written(source: Embeddings, output: Path, num_shards: int = 5, **settings: Any) -> tuple[dict[str, Any], int]:
     pairs = FilePairs(**settings)
-    return write_pairs(pairs.build(Given(None, source, num_shards, None, CPU)), "x", pairs.splits, pairs.dtype, output)
+    return write_pairs(
+        pairs.build(PairInputs(None, source, num_shards, None, CPU)), "x", pairs.splits, pairs.dtype, output
+    )
 
 
 @pytest.fixture
@@ -143,7 +145,12 @@ def test_a_row_that_is_not_finite_or_empty_is_refused_by_name(source, tmp_path):
         output = tmp_path / f"out-{words[:3]}-{value}"
         pairs = FilePairs()
         manifest, _ = write_pairs(
-            pairs.build(Given(None, source, 5, None, CPU)), "x", pairs.splits, pairs.dtype, output, max_bad_fraction=0.1
+            pairs.build(PairInputs(None, source, 5, None, CPU)),
+            "x",
+            pairs.splits,
+            pairs.dtype,
+            output,
+            max_bad_fraction=0.1,
         )
         assert (manifest["num_samples"], manifest["quarantined"]) == (47, 1)
         assert f"img_emb_1.npy row 5,its image embedding is {words}" in (output / "quarantine.csv").read_text()
@@ -210,7 +217,7 @@ def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_hashed_pairs_are_the_classifiers_features_and_the_class_captions(crops, tmp_path):
     pairs = HashedPairs(num_tokens=4, dtype="float32", splits=Splits(train=0.5, validation=0.25, test=0.25))
-    made = pairs.build(Given(crops / "crops", None, 1, crops / "detector", CPU))
+    made = pairs.build(PairInputs(crops / "crops", None, 1, crops / "detector", CPU))
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
     stored, images = open_shards(tmp_path, "all"), open_shards(crops / "crops", "all")
     rows = torch.from_numpy(everything(stored))
@@ -248,7 +255,7 @@ def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
     table.write_text("path,caption\n" + "".join(f"{name},number {name[-6:-4]}\n" for name in names))
     captions = {"type": "table", "path": str(table)}
     pairs = HashedPairs(captions=captions, dtype="float32")
-    made = pairs.build(Given(crops / "crops", None, 1, crops / "detector", CPU))
+    made = pairs.build(PairInputs(crops / "crops", None, 1, crops / "detector", CPU))
     first = made.samples(0)[0]
     text, _ = HashingText(128)([f"number {first.path[-6:-4]}"])
     np.testing.assert_array_equal(made.rows(0, 0, 1)[0, 1], text[0].numpy())
@@ -258,7 +265,7 @@ def test_captions_from_a_table_and_a_missing_one(crops, tmp_path):
         "path,caption\n" + "".join(f"{name},\n" if name == first.path else f"{name},word\n" for name in names)
     )
     pairs = HashedPairs(captions={"type": "table", "path": str(gaps)})
-    made = pairs.build(Given(crops / "crops", None, 1, crops / "detector", CPU))
+    made = pairs.build(PairInputs(crops / "crops", None, 1, crops / "detector", CPU))
     with pytest.raises(ValueError, match=f"1 of 40 pairs .* The first is {first.path}: it has no caption"):
         write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path / "out")
 
@@ -284,14 +291,14 @@ def test_captions_from_files_beside_the_images_and_a_missing_one(crops, tmp_path
         cropped = crop_dataset(config, where)
         assert cropped.manifest["quarantined"] == 0 and cropped.manifest["num_samples"] == 12
         pairs = HashedPairs(captions={"type": "beside"}, dtype="float32")
-        return pairs, pairs.build(Given(where, config.source, 1, crops / "detector", CPU))
+        return pairs, pairs.build(PairInputs(where, config.source, 1, crops / "detector", CPU))
 
     pairs, found = made(tmp_path / "crops")
     for row, sample in enumerate(found.samples(0)):
         name = Path(sample.path).stem if kind == "folder" else sample.path[-2:]
         np.testing.assert_array_equal(found.rows(0, row, row + 1)[0, 1], HashingText(128)([f"number {name}"])[0][0])
     (folder / "03.txt").unlink()
-    captions_module._beside.cache_clear()
+    captions_module._caption_columns.cache_clear()
     pairs, found = made(tmp_path / "again")
     with pytest.raises(ValueError, match="1 of 12 pairs .* The first is .*03.*: it has no caption"):
         write_pairs(found, "x", pairs.splits, pairs.dtype, tmp_path / "out")
@@ -318,13 +325,13 @@ def test_a_clip_that_is_not_there_is_told_in_one_line(crops, monkeypatch):
     pairs = parse(PairsConfig, {"type": "clip"}, "pairs")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="pip install transformers"):
-        pairs.build(Given(crops / "crops", None, 1, None, CPU))
+        pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(source, tmp_path):
     written(source, tmp_path / "once")
     pairs = FilePairs()
-    made = pairs.build(Given(None, source, 5, None, CPU))
+    made = pairs.build(PairInputs(None, source, 5, None, CPU))
     whole = made.rows
 
     def killed(shard: int, start: int, stop: int) -> np.ndarray:
@@ -384,7 +391,7 @@ def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", fake)
     pairs = parse(PairsConfig, {"type": "clip", "num_tokens": 6, "dtype": "float32"}, "pairs")
     torch.manual_seed(0)
-    made = pairs.build(Given(crops / "crops", None, 1, None, CPU))
+    made = pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
     manifest, _ = write_pairs(made, "x", pairs.splits, pairs.dtype, tmp_path)
     rows = torch.from_numpy(everything(open_shards(tmp_path, "all")))
     assert rows.shape == (40, 8, 8) and manifest["pairs"]["shared_space"] is True
@@ -393,7 +400,7 @@ def test_a_clip_embeds_images_captions_and_tokens(crops, tmp_path, monkeypatch):
 
     fake.CLIPModel.from_pretrained = lambda name: FakeClip(width=5)
     with pytest.raises(ValueError, match="encodes tokens in 5 dimensions but embeds in 8"):
-        pairs.build(Given(crops / "crops", None, 1, None, CPU))
+        pairs.build(PairInputs(crops / "crops", None, 1, None, CPU))
 
 
 def test_captions_without_text_embeddings_go_through_a_clip(source, tmp_path, monkeypatch):
@@ -423,5 +430,5 @@ def test_a_clip_whose_weights_are_not_at_hand_is_told_in_one_line(crops, monkeyp
     with pytest.raises(
         ValueError, match="could not be loaded: .* is not a local folder. .* pairs.clip.weights"
     ) as caught:
-        parse(PairsConfig, {"type": "clip"}, "pairs").build(Given(crops / "crops", None, 1, None, CPU))
+        parse(PairsConfig, {"type": "clip"}, "pairs").build(PairInputs(crops / "crops", None, 1, None, CPU))
     assert len(str(caught.value).splitlines()) == 1

@@ -12,20 +12,27 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.export import read_foreign
-from image_diffusion.metrics.similarity import baselines, nearest_captions, other_captions, similarities
+from image_diffusion.experiments.resolve import load_all
+from image_diffusion.foreign.dalle2_prior import network_of_shapes
+from image_diffusion.metrics.images.embedding_similarity import (
+    baselines,
+    nearest_captions,
+    other_captions,
+    similarities,
+)
 from image_diffusion.networks.prior import PriorConfig
-from image_diffusion.samplers.legacy_ddim import LegacyDdim
-from image_diffusion.systems.embedding.evaluation import PredictionConfig, evaluate_prior
-from image_diffusion.systems.embedding.making import PriorSampleConfig
-from image_diffusion.systems.embedding.published import network_of_shapes
-from image_diffusion.systems.embedding.sampling import EmbeddingGenerator, EmbeddingSampling
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.training.model import load_model
+from image_diffusion.samplers.dalle2_ddim import LegacyDdim
+from image_diffusion.stages.export import read_foreign
+from image_diffusion.systems.prior.denoiser_spec import Scaling
+from image_diffusion.systems.prior.evaluation import EvaluatedPrior, PredictionConfig, evaluate_prior
+from image_diffusion.systems.prior.generation import PriorSampleConfig
+from image_diffusion.systems.prior.generator import EmbeddingGenerator, EmbeddingSampling
+from image_diffusion.systems.prior.inputs import pair_batch
+from image_diffusion.systems.prior.prior import PriorSystem
+from image_diffusion.training.load_model import load_model
 
 ROOT = Path(__file__).parents[2]
 DIM = 8
@@ -35,6 +42,11 @@ SPEC = DataSpec(channels=DIM, resolution=1)
 
 def system_of(**changes: Any) -> PriorSystem:
     return PriorSystem(network=SMALL, process={"schedule": {"type": "cosine"}, "num_timesteps": 50}, **changes)
+
+
+def evaluated() -> EvaluatedPrior:
+    system = system_of()
+    return EvaluatedPrior(system.reading(SPEC), system.build_objective(SPEC), system.token_encodings)
 
 
 class Perfect(nn.Module):
@@ -65,7 +77,7 @@ class Pairs:
 def judged(count: int = 120, network: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
     splits = {"train": Pairs(30, 1), "validation": Pairs(0), "test": Pairs(count)}
     config = PredictionConfig(num_steps=(5,), num_candidates=1, **settings)
-    return evaluate_prior({"": network or Perfect()}, system_of(), SPEC, splits, config)  # type: ignore[arg-type]
+    return evaluate_prior({"": network or Perfect()}, evaluated(), SPEC, splits, config)  # type: ignore[arg-type]
 
 
 def test_a_perfect_prior_is_judged_perfect_and_its_other_captions_are_not():
@@ -102,7 +114,7 @@ def test_a_prediction_is_read_beside_what_needs_no_prior():
     assert "other_caption_similarity_with_image" not in baselines(text[:2], images[:2], known, images)
     splits = {"train": Pairs(30, 1)}
     settings = PredictionConfig(num_steps=(5,), num_candidates=1)
-    alone = evaluate_prior({"": Perfect()}, system_of(), SPEC, splits, settings)["metrics"]  # type: ignore[arg-type]
+    alone = evaluate_prior({"": Perfect()}, evaluated(), SPEC, splits, settings)["metrics"]  # type: ignore[arg-type]
     assert not any("nearest" in name for name in alone), "training pairs are no baseline of themselves"
 
 
@@ -118,8 +130,9 @@ def test_calls_of_the_network_are_those_that_making_an_embedding_takes(kind: str
 
     told = {"prompts": ["a"], "sampler": {"type": kind, "num_steps": 5}, "num_candidates": 3, "guidance_scale": 2}
     settings, system = PriorSampleConfig.model_validate(told), system_of()
-    EmbeddingGenerator(Counting(), system, SPEC, settings)({"text_embed": torch.randn(1, DIM)}, torch.tensor([0]))
-    assert system.evaluations(settings) == rows
+    generator = EmbeddingGenerator(Counting(), system.reading(SPEC), SPEC, settings)
+    generator({"text_embed": torch.randn(1, DIM)}, torch.tensor([0]))
+    assert system.sampling().num_evaluations(settings) == rows
 
 
 def test_no_number_depends_on_the_size_of_a_batch():
@@ -155,12 +168,12 @@ def test_similarities_of_zero_count():
 def test_pairs_of_another_dimension_are_refused():
     splits = {"test": Pairs(5, dim=6)}
     with pytest.raises(ValueError, match="test split has embeddings of 6 dimensions but the network was trained on 8"):
-        evaluate_prior({"": Perfect()}, system_of(), SPEC, splits, PredictionConfig(num_steps=(5,)))  # type: ignore[arg-type]
+        evaluate_prior({"": Perfect()}, evaluated(), SPEC, splits, PredictionConfig(num_steps=(5,)))  # type: ignore[arg-type]
     network = PriorConfig(**SMALL).build(SPEC)
     with pytest.raises(ValueError, match="Text embeddings have 6 dimensions but the network was built for 8"):
         network(torch.zeros(2, 8), torch.zeros(2), text_embed=torch.zeros(2, 6))
     with pytest.raises(ValueError, match="pairs of embeddings"):
-        system_of().pair_batch(torch.zeros(2, 3, 8, 8), None)  # type: ignore[arg-type]
+        pair_batch(torch.zeros(2, 3, 8, 8), None, Scaling(1.0), True)  # type: ignore[arg-type]
 
 
 def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noise():
@@ -168,7 +181,7 @@ def test_the_candidate_nearest_to_the_caption_is_kept_and_each_draws_its_own_noi
     network = PriorConfig(**SMALL).build(SPEC).eval()
     cond = {"text_embed": torch.randn(4, DIM)}
     settings = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 5}, num_candidates=3)  # type: ignore[arg-type]
-    generator = EmbeddingGenerator(network, system_of(), SPEC, settings)
+    generator = EmbeddingGenerator(network, system_of().reading(SPEC), SPEC, settings)
     kept = generator(cond, torch.arange(4))
     every = generator.candidates({"text_embed": cond["text_embed"].repeat_interleave(3, 0)}, torch.arange(12))
     every = every.view(4, 3, DIM)
@@ -190,7 +203,7 @@ def test_a_self_conditioned_network_is_given_the_estimate_before():
             return torch.full_like(x, float(len(seen)))
 
     settings = EmbeddingSampling(sampler={"type": "ddim", "num_steps": 3}, num_candidates=1)  # type: ignore[arg-type]
-    generator = EmbeddingGenerator(Counting(), system, SPEC, settings)
+    generator = EmbeddingGenerator(Counting(), system.reading(SPEC), SPEC, settings)
     for _ in range(2):
         seen.clear()
         generator({"text_embed": torch.zeros(2, DIM)}, torch.arange(2))
@@ -277,7 +290,7 @@ def test_weights_of_no_published_name_need_an_experiment_and_pickles_are_refused
     network = PriorConfig(**SMALL).build(SPEC)
     path = tmp_path / "mine.pt"
     torch.save(network.state_dict(), path)
-    with pytest.raises(ValueError, match="of no published name.*--experiment"):
+    with pytest.raises(ValueError, match="without a published name.*--experiment"):
         read_foreign(path, "", None, tmp_path / "out")
     with pytest.raises(ValueError, match="does not fit the prior described. missing: .*layers.1"):
         read_foreign(path, "", ROOT / "config" / "experiments" / "prior_demo.yaml", tmp_path / "out")
@@ -299,7 +312,8 @@ def test_bf16_computes_what_float32_does_up_to_its_precision():
     torch.manual_seed(0)
     network = PriorConfig(**SMALL | {"self_cond": True, "normformer": True, "norm_in": True}).build(SPEC)
     system = system_of()
-    batch = system.pair_batch(Pairs(16).stored, Streams(0, torch.zeros(16).long(), torch.arange(16)))
+    streams = Streams(0, torch.zeros(16).long(), torch.arange(16))
+    batch = system.batch(Pairs(16).stored, None, streams, SPEC, None)  # type: ignore[arg-type]
     objective = system.build_objective(SPEC)
     exact = objective(network, batch).loss
     with torch.autocast("cpu", torch.bfloat16):
@@ -328,5 +342,6 @@ def test_a_network_that_is_given_its_own_estimate_is_given_the_clamped_one():
     for kind in ("ddpm", "ddim", "legacy_ddim"):
         seen.clear()
         sampling = EmbeddingSampling(sampler={"type": kind, "num_steps": 5, "clip_denoised": True}, num_candidates=1)
-        EmbeddingGenerator(Eps(), system, SPEC, sampling)({"text_embed": torch.randn(4, DIM)}, torch.arange(4))
+        generator = EmbeddingGenerator(Eps(), system.reading(SPEC), SPEC, sampling)
+        generator({"text_embed": torch.randn(4, DIM)}, torch.arange(4))
         assert seen[0] == 0 and 0.9 < max(seen) <= 1, kind

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_diffusion.core.config import Config, dump, parse
+from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.process import Process
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.grid import Grid
@@ -131,10 +131,10 @@ def test_tables_are_copied_to_a_device_once() -> None:
             {"schedule": {"type": "cosin"}},
             "Unknown process.schedule 'cosin'. Known: linear, cosine, quad, warmup10, warmup50, const, jsd, sigmoid.",
         ),
-        ({"respacing": 1001}, "asks for 1001 timesteps of a section that has 1000. Ask for at most 1000."),
+        ({"respacing": 1001}, "asks for 1001 timesteps of a section that has 1000. Use at most 1000."),
         ({"respacing": [10, 600, 10]}, "asks for 600 timesteps of a section that has 333."),
         ({"respacing": "ddim600"}, 'no integer stride keeps 600 of 1000 timesteps. Use "600" for uneven strides.'),
-        ({"respacing": "ddim2000"}, "Ask for at most 1000."),
+        ({"respacing": "ddim2000"}, "Use at most 1000."),
         ({"respacing": "10,x"}, "'x' is not an integer."),
         ({"respacing": [5, -1]}, "is not a list of counts."),
         ({"respacing": "0"}, "keeps no timestep."),

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from image_diffusion.core import progress as module
-from image_diffusion.core.progress import Progress
+from image_diffusion.core.process import progress as module
+from image_diffusion.core.process.progress import Progress
 
 
 def test_a_log_gets_a_line_at_the_start_now_and_then_and_at_the_end(

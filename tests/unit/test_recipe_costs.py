@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.experiment import load_experiment
-from image_diffusion.ledgers import operations_of
+from image_diffusion.experiments.experiment import load_experiment
+from image_diffusion.experiments.study import operations_of
+from recipes import FULL
 
-ROOT = Path(__file__).parents[2]
 PEAK = 790e12
 """Operations a second of a large bf16 product on an H200, measured (769 to 798)."""
-FULL = [
-    path
-    for path in sorted((ROOT / "config/experiments").glob("*.yaml"))
-    if load_experiment(path).resources.gpus_per_node
-]
 COST = re.compile(
     r"Cost: (?:.*, )?([\d,.]+) GFLOP an? (?:image|pair) in training.*? ([\d,]+) steps of ([\d,]+) (?:images|pairs) are "
     r"([\d.e]+) operations: ([\d,.]+) hours of one H200 at (\d+) % of its bf16 peak"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from image_diffusion.core.config import dump, parse
+from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.rin import Rin, RinConfig
 

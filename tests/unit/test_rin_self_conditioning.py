@@ -7,21 +7,21 @@ import torch
 from torch import Tensor
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import dump, parse, to_yaml
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump, parse, to_yaml
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.objectives.self_conditioning import SelfConditioning
 from image_diffusion.objectives.timestep_sampling import LossSecondMoment
+from image_diffusion.process.base import broadcast
 from image_diffusion.process.continuous import Continuous
-from image_diffusion.process.noise_process import broadcast
 from image_diffusion.process.parameterization import target, to_x0_and_eps
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Guidance, Heun, UniPc
-from image_diffusion.samplers.noise import image_streams, initial_noise
+from image_diffusion.samplers.image_noise import image_streams, initial_noise
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.rin import RinSystem
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.systems.diffusion.rin import RinSystem
 
 SPEC = DataSpec(channels=3, resolution=4, num_classes=5)
 NETWORK = {"width": 16, "patch": 2, "depth": 1, "num_latents": 3, "latent_width": 8, "num_heads": 2, "head_width": 4}
@@ -147,7 +147,7 @@ def sample(system: RinSystem, network, sampler, guidance: Guidance | None = None
     null = {"label": torch.tensor(SPEC.num_classes)}
     settings = guidance or Guidance()
     with torch.no_grad():
-        denoiser = system.denoiser(
+        denoiser = system.reading.denoiser(
             network, grid, {"label": torch.arange(batch)}, lambda plain: settings.build(plain, null, grid)
         )
         return sampler(denoiser, grid, noise, streams)
@@ -184,7 +184,7 @@ def test_a_second_batch_starts_anew():
     network, system = Recorder(), rin()
     sampler = Ddim(num_steps=2)
     grid = sampler.grid(system.process)
-    denoiser = system.denoiser(network, grid, {})
+    denoiser = system.reading.denoiser(network, grid, {})
     streams = image_streams(torch.arange(2))
     with torch.no_grad():
         first, second = (sampler(denoiser, grid, initial_noise(streams, (3, 4, 4)), streams) for _ in range(2))
@@ -242,7 +242,7 @@ def test_an_image_is_the_same_in_any_batch():
         torch.nn.init.normal_(parameter, std=0.2)
     settings = SampleConfig(sampler=Ddim(num_steps=4, clip_denoised=True), guidance=Guidance(guidance_scale=1.5))
     codec = Rgb().build(None, None, torch.device("cpu"), torch.float32)
-    generator = Generator(network, system, SPEC, codec, settings)
+    generator = Generator(network, system.reading, SPEC, codec, settings)
     seeds, labels = torch.arange(4), torch.arange(4)
     whole = generator(seeds, labels)
     halves = torch.cat([generator(seeds[rows], labels[rows]) for rows in (slice(0, 1), slice(1, 4))])
@@ -299,7 +299,7 @@ def test_autoguidance_leads_away_from_the_weaker_network(probability):
     def images(network, scale=1.0, weaker=None, of=system):
         settings = SampleConfig(sampler=Ddim(num_steps=4), guidance=Guidance(guidance_scale=scale))
         codec = Rgb().build(None, None, torch.device("cpu"), torch.float32)
-        return Generator(network, of, SPEC, codec, settings, weaker)(torch.arange(3), torch.arange(3))
+        return Generator(network, of.reading, SPEC, codec, settings, weaker)(torch.arange(3), torch.arange(3))
 
     assert torch.equal(images(strong, 1.0, weak), images(strong))
     alone = images(weak, of=rin(self_conditioning=SelfConditioning(probability=0)))

@@ -7,18 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 
-from image_diffusion import export, sample
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.arrays import read_arrays, save_samples
-from image_diffusion.core.config import dump, to_yaml
-from image_diffusion.core.files import atomic_write, write_json
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.config.base import dump, to_yaml
+from image_diffusion.core.files.atomic import atomic_write, write_json
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.files.npz import read_arrays, save_samples
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.journal.reader import read_journal
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.verify import describe
-from image_diffusion.core.weights import save_weights
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
@@ -26,8 +24,9 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.samplers import Ddim, Ddpm
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig, requested_labels
-from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.stages import export, sample
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=4)
 NETWORK = DiTConfig(depth=2, width=16, num_heads=2, patch=2)
@@ -55,7 +54,7 @@ def settings(**changes: object) -> SampleConfig:
 @pytest.mark.parametrize("guidance_scale", [1.0, 2.0])
 def test_an_image_is_the_same_in_any_batch(guidance_scale: float) -> None:
     chosen = settings(guidance={"guidance_scale": guidance_scale})
-    generator = Generator(random_network(system()), system(), SPEC, Rgb(), chosen)
+    generator = Generator(random_network(system()), system().reading, SPEC, Rgb(), chosen)
     seeds, labels = torch.arange(7), torch.arange(7) % 4
     whole = generator(seeds, labels)
     for rows in (slice(0, 1), slice(1, 4), slice(4, 7)):
@@ -69,12 +68,14 @@ def test_autoguidance_leads_away_from_the_weaker_network() -> None:
     strong, weak = random_network(system(0.0), seed=0), random_network(system(0.0), seed=1)
     seeds, labels = torch.arange(3), torch.zeros(3, dtype=torch.int64)
     make = {
-        scale: Generator(strong, system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": scale}), weak)(
+        scale: Generator(strong, system(0.0).reading, SPEC, Rgb(), settings(guidance={"guidance_scale": scale}), weak)(
             seeds, labels
         )
         for scale in (0.0, 1.0, 2.0)
     }
-    alone = {each: Generator(each, system(0.0), SPEC, Rgb(), settings())(seeds, labels) for each in (strong, weak)}
+    alone = {
+        each: Generator(each, system(0.0).reading, SPEC, Rgb(), settings())(seeds, labels) for each in (strong, weak)
+    }
     assert (make[0.0].int() - alone[weak].int()).abs().max() <= 1
     assert torch.equal(make[1.0], alone[strong])
     assert not torch.equal(make[2.0], make[1.0])
@@ -99,13 +100,15 @@ def test_random_labels_belong_to_the_seed_and_no_classes_give_none() -> None:
 
 @pytest.mark.parametrize("label", ["d", 3, -1])
 def test_a_class_that_does_not_exist_is_named(label: int | str) -> None:
-    with pytest.raises(ValueError, match="the model knows 0 to 2: a, b, c"):
+    with pytest.raises(ValueError, match="the classes are 0 to 2: a, b, c"):
         requested_labels([label], 1, ["a", "b", "c"], torch.arange(1))
 
 
 def test_guidance_of_a_network_that_never_dropped_labels_is_refused() -> None:
-    with pytest.raises(ValueError, match="never learnt to do without a label"):
-        Generator(random_network(system(0.0)), system(0.0), SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0}))
+    with pytest.raises(ValueError, match="no labels were dropped in training"):
+        Generator(
+            random_network(system(0.0)), system(0.0).reading, SPEC, Rgb(), settings(guidance={"guidance_scale": 2.0})
+        )
 
 
 def test_the_variance_of_the_objective_decides_the_steps() -> None:
@@ -114,7 +117,11 @@ def test_the_variance_of_the_objective_decides_the_steps() -> None:
     network, seeds, labels = random_network(of), torch.arange(4), torch.zeros(4, dtype=torch.int64)
     images = {
         variance: Generator(
-            network, of, SPEC, Rgb(), SampleConfig.model_validate({"sampler": {"type": "ddpm", "num_steps": 4} | named})
+            network,
+            of.reading,
+            SPEC,
+            Rgb(),
+            SampleConfig.model_validate({"sampler": {"type": "ddpm", "num_steps": 4} | named}),
         )(seeds, labels)
         for variance, named in {
             "unset": {},
@@ -133,6 +140,8 @@ def run(monkeypatch: pytest.MonkeyPatch, module: object, *arguments: object) -> 
 
 
 def test_foreign_weights_are_sampled_without_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
     vae = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -212,7 +221,7 @@ def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp
     for each in halfway:
         (each / "0").mkdir(parents=True)
     with atomic_write(tmp_path / "part-5-of-7.npz") as file:
-        sample.remove_left(tmp_path / "part-1-of-2.npz", (1, 2), [])
+        sample.remove_stale_parts(tmp_path / "part-1-of-2.npz", (1, 2), [])
         held = {each.name for each in tmp_path.glob(".part-5*")}
         assert {path.name for path in tmp_path.iterdir()} == {
             *others,
@@ -221,7 +230,7 @@ def test_what_killed_runs_left_is_removed_and_parts_that_will_be_joined_stay(tmp
             halfway[0].name,
         }
         file.write(b"whole")
-    sample.remove_left(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
+    sample.remove_stale_parts(tmp_path / "samples.npz", None, [tmp_path / "part-0-of-2.npz"])
     assert {path.name for path in tmp_path.iterdir()} == {*others, "part-0-of-2.npz"}
 
 
@@ -232,7 +241,9 @@ def test_a_damaged_part_is_told_and_removed(tmp_path: Path) -> None:
     data = bytearray(parts[1].read_bytes())
     data[len(data) // 2] ^= 1
     parts[1].write_bytes(data)
-    with pytest.raises(ValueError, match=r"part-1-of-2\.npz is not a whole .* It is removed: run the same"):
+    with pytest.raises(
+        ValueError, match=r"part-1-of-2\.npz is damaged or not an \.npz file: .* It is removed: run the same"
+    ):
         list(sample.joined(parts, settings(num_samples=8)))
     assert list(tmp_path.iterdir()) == parts[:1]
 
@@ -259,7 +270,7 @@ def test_a_flipped_bit_in_samples_is_found(tmp_path: Path, name: str) -> None:
     data = bytearray((tmp_path / f"{name}.npz").read_bytes())
     data[2000] ^= 4
     (tmp_path / f"{name}.npz").write_bytes(data)
-    with pytest.raises(ValueError, match=rf"{name}\.npz is not a whole \.npz file: .*\. Write it again\."):
+    with pytest.raises(ValueError, match=rf"{name}\.npz is damaged or not an \.npz file: .*\. Write it again\."):
         read_arrays(tmp_path / f"{name}.npz")
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from image_diffusion import sample
-from image_diffusion.core.arrays import read_arrays
-from image_diffusion.core.files import write_json
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.stages import sample
+from image_diffusion.workflow.inputs import TrainedFiles, find_trained
 from image_diffusion.workflow.plans import plan_file
-from image_diffusion.workflow.trained import TrainedFiles, find_trained
 from plans import a_plan
 from tiny_models import write_model
 
@@ -61,7 +61,10 @@ def test_a_weights_folder_is_drawn_with_the_defaults_of_its_system(results: Path
         (["other"], " Trained: mine. Train it, or name another one."),
         ([], "Name a trained experiment, or give --config, --weights and --output."),
         (["mine", "--set", "sample.stpes=1"], "results/mine/config/sample.yaml --set sample.num_samples=16 --set samp"),
-        (["mine", "--set", "sample.num_samples"], "--set 'sample.num_samples' sets nothing. Write KEY=VALUE, such as"),
+        (
+            ["mine", "--set", "sample.num_samples"],
+            "--set 'sample.num_samples' is not a setting. Write KEY=VALUE",
+        ),
         (["mine", "--set", "sample.labels=[1"], "--set sample.labels=[1: the value is not valid YAML: line 1"),
         (["mine", "--num", "none"], "num_samples is 'none': input should be a valid integer"),
     ],
@@ -82,4 +85,5 @@ def test_the_files_of_the_experiments_it_builds_on_are_found(results: Path) -> N
         results / "mine/config/sample.yaml",
         results / "vae/train/weights.safetensors",
         results / "small/samples/samples.npz",
+        crop=results / "datasets/dots-16/config/crop.yaml",
     )

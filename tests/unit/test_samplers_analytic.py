@@ -9,16 +9,15 @@ from typing import Literal
 
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, Sde, UniPc, image_streams, initial_noise
-from image_diffusion.samplers.multistep import run_scheduler
-from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import SamplerConfig, initial_scale
+from image_diffusion.samplers.base import SamplerConfig, initial_scale
+from image_diffusion.samplers.diffusers_multistep import run_scheduler
+from image_diffusion.samplers.image_noise import step_noise
 from image_diffusion.samplers.sde import FORMS, Form
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -143,6 +142,8 @@ def test_multistep_solvers_start_where_alpha_is_zero(sampler: SamplerConfig) -> 
 
 def test_a_scheduler_runs_on_the_levels_of_the_grid_and_starts_where_they_have_a_logarithm() -> None:
     """alpha / sigma of the straight path at sigma = 1 has none; diffusers' UniPC, too, then starts at 1 - 1e-6."""
+    from diffusers import DPMSolverMultistepScheduler
+
     scheduler = DPMSolverMultistepScheduler(prediction_type="sample", use_flow_sigmas=True)
     grid = straight(4)
     steps = run_scheduler(scheduler, GaussianDenoiser(grid, COVARIANCE), grid, torch.ones(1, 3, dtype=F64))

@@ -152,7 +152,7 @@ def test_mistakes_are_told_in_one_line(inputs: tuple[Tensor, Tensor, dict[str, T
     x, t, cond = inputs
     with pytest.raises(ValueError, match=r"guidance_scale is 2\.0, but the network has no condition to leave out"):
         guided(Recorder(), 2.0, {})
-    with pytest.raises(ValueError, match=r"leaves out the condition 'text'.*Given: label, low_res\."):
+    with pytest.raises(ValueError, match=r"leaves out 'text', which is not a condition.*Known: label, low_res\."):
         guided(Recorder(), 2.0, {"text": torch.zeros(())})(x, t, **cond)
     with pytest.raises(ValueError, match=r"first_three guides three channels, but x has 2"):
         guided(Recorder(), 2.0, NULL, "first_three")(x[:, :2], t, **cond)

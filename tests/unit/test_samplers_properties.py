@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from image_diffusion.core.config import Config, dump, parse
+from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.process import Process
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.discrete import Discrete
@@ -31,8 +31,8 @@ from image_diffusion.samplers import (
     image_streams,
     initial_noise,
 )
-from image_diffusion.samplers.sampler import SamplerConfig, StepsFurther, clipped
-from image_diffusion.systems.diffusion.sampling import SampleConfig
+from image_diffusion.samplers.base import SamplerConfig, StepsFurther, clipped
+from image_diffusion.systems.diffusion.generator import SampleConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
 
@@ -209,9 +209,9 @@ def test_mistakes_are_told_in_one_line() -> None:
         Ddim(eta=0.5).encode(toy_denoiser(grid), grid, torch.zeros(1, *SHAPE))
     with pytest.raises(ValueError, match=r"takes a number of steps, at least 1; got 'ddim50'"):
         Euler(num_steps="ddim50").grid(Flow())
-    with pytest.raises(ValueError, match=r"shift is 3, but in the process discrete no times are shifted"):
+    with pytest.raises(ValueError, match=r"shift is 3, but the process is discrete: only flow's times shift"):
         Euler(shift=3.0).grid(Discrete())
-    with pytest.raises(ValueError, match=r"last_step_size is 0\.1, but the process discrete says where noise ends"):
+    with pytest.raises(ValueError, match=r"last_step_size is 0\.1, but the process discrete defines where noise ends"):
         Sde(last_step_size=0.1).grid(Discrete())
 
 

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
-from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.discrete import Discrete
@@ -20,7 +17,7 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.process.schedules import Cosine, Jsd
 from image_diffusion.samplers import DpmSolver, Euler, Heun, Sde, UniPc
-from image_diffusion.samplers.sampler import SpacedByNoise
+from image_diffusion.samplers.base import SpacedByNoise
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
 
@@ -28,16 +25,26 @@ KARRAS: dict[str, Any] = {"spacing": "karras", "num_steps": 11}
 EVERY = [DpmSolver(**KARRAS), DpmSolver(adds_noise=True, **KARRAS), UniPc(**KARRAS), Sde(**KARRAS), Euler(**KARRAS)]
 EVERY = [*EVERY, Heun(**KARRAS)]
 LINEAR: dict[str, Any] = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear", "use_karras_sigmas": True}
-SCHEDULERS = {
-    "dpm_solver": lambda: DPMSolverMultistepScheduler(prediction_type="sample", **LINEAR),
-    "unipc": lambda: UniPCMultistepScheduler(prediction_type="sample", **LINEAR),
-}
+
+
+def scheduler_of_diffusers(name: str) -> Any:
+    """Return the scheduler of diffusers that takes the steps of one of our samplers."""
+    import diffusers
+
+    match name:
+        case "dpm_solver":
+            return diffusers.DPMSolverMultistepScheduler(prediction_type="sample", **LINEAR)
+        case "unipc":
+            return diffusers.UniPCMultistepScheduler(prediction_type="sample", **LINEAR)
+        case "euler":
+            return diffusers.EulerDiscreteScheduler(**LINEAR)
+    raise ValueError(name)
 
 
 @pytest.mark.parametrize("num_steps", [4, 20, 50])
 def test_sigmas_and_timesteps_are_those_of_diffusers(num_steps: int) -> None:
     grid = DpmSolver(spacing="karras", num_steps=num_steps).grid(Discrete())
-    for scheduler in (*(make() for make in SCHEDULERS.values()), EulerDiscreteScheduler(**LINEAR)):
+    for scheduler in map(scheduler_of_diffusers, ["dpm_solver", "unipc", "euler"]):
         scheduler.set_timesteps(num_steps)
         sigmas = scheduler.sigmas.double()
         torch.testing.assert_close((grid.sigma / grid.alpha)[:-1], sigmas[:num_steps], rtol=1e-4, atol=1e-5)
@@ -49,7 +56,11 @@ def test_sigmas_and_timesteps_are_those_of_diffusers(num_steps: int) -> None:
 @pytest.mark.parametrize("sampler", [DpmSolver(**KARRAS), UniPc(**KARRAS)], ids=lambda each: each.type)
 def test_samples_are_those_of_diffusers(sampler: SpacedByNoise) -> None:
     torch.manual_seed(0)
-    grid, noise, scheduler = sampler.grid(Discrete()), torch.randn(2, 3, 4, 4).double(), SCHEDULERS[sampler.type]()
+    grid, noise, scheduler = (
+        sampler.grid(Discrete()),
+        torch.randn(2, 3, 4, 4).double(),
+        scheduler_of_diffusers(sampler.type),
+    )
     assert isinstance(grid, Grid)
 
     def x0(x: Tensor, t: float) -> Tensor:
@@ -78,7 +89,7 @@ def test_every_such_sampler_takes_it_and_tells_where_it_does_not_go(sampler: Spa
     assert not torch.allclose(spaced.sigma, plain.sigma, rtol=0.01)
     processes: list[Process] = [Continuous(), Flow(), Edm()]
     for process in processes:
-        with pytest.raises(ValueError, match=f"karras, which is for the process discrete, not {process.type}"):
+        with pytest.raises(ValueError, match=f"karras, but the process is {process.type}: only discrete"):
             sampler.grid(process)
     with pytest.raises(ValueError, match="ends without any signal"):
         sampler.grid(Discrete(schedule=Jsd()))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from image_diffusion.configure import load_all
-from image_diffusion.experiment import experiment_of, parse_experiment
+from image_diffusion.experiments.experiment import experiment_of, parse_experiment
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.systems import SYSTEMS
+from image_diffusion.systems.base import System
 
 DATA = {"name": "digits", "source": {"type": "digits"}, "resolution": 16}
 SMALL_DIT = {"type": "dit", "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
@@ -24,6 +26,14 @@ EMBEDDED = {
     "pairs": {"type": "hashed"},
     "data": DATA | {"validation_fraction": 0.2},
 }
+AUGMENTED = {"train": {"steps": 1, "augment": {}}}
+GREY = DIT | {"data": DATA | {"channels": 1}}
+LATENT = {"codec": {"type": "diffusers", "weights": "vae"}}
+SMALL_IMAGES = {
+    "system": {"type": "iddpm", "network": {"channels": 32, "multipliers": [1, 1], "low_resolution": 4}},
+    "sample": {"small_images": "small.npz"},
+}
+ALIGNED = {"system": SMALL_DIT | {"alignment": {"block": 1}}, "pairs": {"type": "features"}}
 TEXT = {
     "system": SMALL_DIT | {"condition": {"type": "text"}},
     "pairs": {"type": "captions"},
@@ -50,6 +60,14 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (RIN | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type rin"),
         (DVAE | {"export": {"format": "diffusers"}}, "export.format is diffusers, but a system of type dvae"),
         (DIT | {"export": {"format": "diffusers"}}, "works on latents, but this model works on pixels"),
+        (PRIOR | {"train": PRIOR["train"] | AUGMENTED["train"]}, "the network of a system of type prior is not told"),
+        (AUGMENTED | DVAE, "train.augment is set, but the network of a system of type dvae is not told of it"),
+        (AUGMENTED | DIT | LATENT, "augment.probability is 0.12, but latents allow the stored mirror image alone"),
+        (AUGMENTED | SMALL_IMAGES, "train.augment is set, but system.network.low_resolution is 4: small images do not"),
+        (AUGMENTED | ALIGNED, "train.augment is set, but so is system.alignment, whose features do not move"),
+        (GREY | {"train": {"steps": 1, "augment": {"saturation": 1}}}, "is 1, but the images have 1 channels"),
+        (DIT | {"train": {"steps": 1, "flip_probability": 0, "augment": {"probability": 0}}}, "no image is augmented"),
+        (DIT | {"train": {"steps": 1, "augment": {"rotate": 1}}}, "train.augment.rotate is not a known key"),
         (DIT | {"resources": {"one_job": True}}, "one_job puts stages that need a GPU and others into one job"),
         (DIT | {"resources": {"one_job": True, "gpus_per_node": 0, "nodes": 2}}, "Set nodes: 1 and gpus_per_node: 0"),
         (PRIOR | {"sweep": {"num_steps": [5]}}, "sweep is set, but a system of type prior has no use for it"),
@@ -64,21 +82,21 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (DIT | {"sample": {"prompts": ["a seven"]}}, "sample.prompts or sample.negative_prompt is set, but"),
         (
             DIT | {"system": SMALL_DIT | {"condition": {"type": "text"}}},
-            "system.condition.type is text, but pairs is missing: where are the captions?",
+            "system.condition.type is text, but pairs is missing. It needs captions",
         ),
         (
             TEXT | {"pairs": {"type": "hashed"}},
-            "system.condition.type is text, but pairs.type is hashed: where are the captions?",
+            "system.condition.type is text, but pairs.type is hashed. It needs captions",
         ),
         (
             TEXT | {"pairs": {"type": "files"}},
             "Unknown pairs 'files'. Known: captions, features, hashed, contrastive, clip.",
         ),
-        (TEXT | {"sample": {}}, "sample.prompts is missing: the network is told words"),
+        (TEXT | {"sample": {}}, "sample.prompts is missing: the network takes words"),
         (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),
-        (TEXT | {"sample": TEXT["sample"] | {"labels": ["3"]}}, "sample.labels is set, but the network is told words"),
+        (TEXT | {"sample": TEXT["sample"] | {"labels": ["3"]}}, "sample.labels is set, but the network takes words"),
         (TEXT | {"preview": {"num_samples": 4}}, "preview.prompts is missing"),
-        (TEXT | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not measured"),
+        (TEXT | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not available with text or"),
         (
             TEXT | {"system": TEXT["system"] | {"condition": {"type": "text", "caption_weights": [0, 0]}}},
             "would draw no caption",
@@ -90,15 +108,15 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (RIN | {"sample": {"prompts": ["a seven"]}}, "sample.prompts is set, but a system of type rin"),
         (
             DIT | {"system": EMBEDDED["system"]},
-            "system.condition.type is embedding, but pairs is missing: where are the pairs? Add a section, such as",
+            "system.condition.type is embedding, but pairs is missing. It needs pairs: add a section, such as",
         ),
-        (EMBEDDED | {"data": DATA}, "sample.embeddings is unset, so that images are made of the embeddings of"),
+        (EMBEDDED | {"data": DATA}, "sample.embeddings is unset, so held-out images provide the embeddings"),
         (EMBEDDED | {"sample": {"prompts": ["a seven"]}}, "Write prompts for a prior, and name that"),
-        (EMBEDDED | {"sample": {"labels": ["3"]}}, "sample.labels is set, but the network is told embeddings"),
+        (EMBEDDED | {"sample": {"labels": ["3"]}}, "sample.labels is set, but the network takes embeddings"),
         (EMBEDDED | {"preview": {"embeddings": "x"}}, "preview.embeddings is set, but a system of type dit has no use"),
-        (EMBEDDED | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not measured"),
+        (EMBEDDED | {"evaluate": {"likelihood": {}}}, "evaluate.likelihood is set, but is not available with text or"),
         (EMBEDDED | {"sample": {"embeddings": {"experiment": "mine"}}}, "experiment makes no embeddings. Name one"),
-        (DIT | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but the network is told no embeddings"),
+        (DIT | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but the network takes no embeddings"),
         (RIN | {"sample": {"embeddings": "x"}}, "sample.embeddings is set, but a system of type rin has no use for it"),
         (DVAE | {"sample": {"num_samples": 4}}, "sample is set, but a system of type dvae has no use for it"),
         (DVAE | {"preview": {"num_samples": 4}}, "preview.num_samples is set, but a system of type dvae"),
@@ -125,15 +143,15 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
             {"system": PLAIN_DIT, "preview": {"guidance": {"guidance_scale": 2.0}}},
             "preview.guidance.guidance_scale is 2, but the network never learns to do without a label",
         ),
-        (DIT | {"sample": {"labels": ["seven"]}}, "sample.labels names the class 'seven'; the model knows 0 to 9"),
-        (DIT | {"preview": {"labels": [10]}}, "preview.labels names the class 10; the model knows 0 to 9"),
+        (DIT | {"sample": {"labels": ["seven"]}}, "sample.labels names the class 'seven', but the classes are 0 to 9"),
+        (DIT | {"preview": {"labels": [10]}}, "preview.labels names the class 10, but the classes are 0 to 9"),
         (
             {
                 "system": SMALL_DIT
                 | {"network": SMALL_DIT["network"] | {"null_label": False}}
                 | {"objective": {"type": "denoising", "label_drop_probability": 0.1}}
             },
-            "system.network.null_label is false: no label stands for none",
+            "system.network.null_label is false: the network has no null label",
         ),
         (
             {"system": RIN["system"] | {"objective": {"prediction": "previous_x", "weighting": {"type": "uniform"}}}},
@@ -174,7 +192,7 @@ def test_classes_of_a_folder_are_known_before_any_work(tmp_path: Path) -> None:
         (tmp_path / "images" / name / "1.png").touch()
     data = DATA | {"source": {"type": "folder", "path": str(tmp_path / "images")}}
     assert told(tmp_path, DIT | {"data": data, "sample": {"labels": ["bee", 0]}}) == ""
-    assert "names the class 'empty'; the model knows 0 to 1: ant, bee" in told(
+    assert "names the class 'empty', but the classes are 0 to 1: ant, bee" in told(
         tmp_path, DIT | {"data": data, "sample": {"labels": ["empty"]}}
     )
     flat = DATA | {"source": {"type": "folder", "path": str(tmp_path / "images" / "ant")}}
@@ -188,8 +206,18 @@ def test_a_system_names_only_keys_that_its_sections_have(system: Any) -> None:
     for section in system.sections.values():
         if section.keys is not None:
             assert section.keys < set(section.kind.model_fields)
-    assert set(system.judged_by) <= set(system.sections)
+    assert system().evaluation().section in system.sections
     assert experiment_of(system) is experiment_of(system)
+
+
+def test_a_system_answers_few_questions() -> None:
+    """What a stage asks about samples or metrics belongs to `Sampling` or `Evaluation`."""
+    questions = [
+        name
+        for name, value in vars(System).items()
+        if (isfunction(value) or isinstance(value, property)) and not name.startswith(("_", "model_"))
+    ]
+    assert len(questions) <= 10 and len(questions) + len(System.__class_vars__) <= 15
 
 
 def test_an_unknown_system_is_told_with_those_that_are_known() -> None:

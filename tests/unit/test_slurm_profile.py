@@ -35,7 +35,7 @@ def test_nothing_is_asked_for_where_nothing_is_said() -> None:
 def test_every_stage_is_every_rule_and_one_stage_goes_before_it() -> None:
     asked = profile({"every_stage": {"mem_mb": 1, "qos": "long"}, "stages": {"crop": {"mem_mb": 2}}})["set-resources"]
     text = "".join(path.read_text() for path in (ROOT / "workflow/rules").glob("*.smk"))
-    assert sorted(asked) == sorted(re.findall(r"^rule (\w+):", text, re.MULTILINE))
+    assert sorted(asked) == sorted(re.findall(r"^(?:use rule \w+ as|rule) (\w+)", text, re.MULTILINE))
     assert asked.pop("crop") == {"mem_mb": 2, "qos": "long"}
     assert all(each == {"mem_mb": 1, "qos": "long"} for each in asked.values())
 

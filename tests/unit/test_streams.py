@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from image_diffusion.core import streams as module
-from image_diffusion.core.streams import Streams, philox4x32
+from image_diffusion.core.random import streams as module
+from image_diffusion.core.random.streams import Streams, philox4x32
 
 
 def streams(seed: int = 0, epoch: int = 0, samples: int | range = 8) -> Streams:
@@ -67,7 +67,7 @@ def test_the_numbers_have_the_right_distribution() -> None:
 def test_without_triton_pytorch_draws_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "image_diffusion.core.draws", None)
+    monkeypatch.setitem(sys.modules, "image_diffusion.core.random.philox_gpu", None)
     assert module._by_kernel.__wrapped__() is module._by_pytorch
     said = capsys.readouterr()
-    assert said.out == "" and "warning: random numbers are drawn slowly, without Triton: import of" in said.err
+    assert said.out == "" and "warning: Triton is not available" in said.err

@@ -11,13 +11,13 @@ import torch
 import yaml
 from PIL import Image
 
-from image_diffusion.configure import load_all, write_stages
-from image_diffusion.core.weights import save_weights
-from image_diffusion.experiment import Experiment
-from image_diffusion.metrics.sweep import plot_sweep, reading, sweep_curve
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.experiments.experiment import Experiment
+from image_diffusion.experiments.resolve import load_all, write_stages
+from image_diffusion.metrics.sweep_curve import plot_sweep, reading, sweep_curve
 from image_diffusion.systems.diffusion.sweep import SweepConfig
-from image_diffusion.training.checkpoint import Checkpoint, folder_name, write_checkpoint
-from image_diffusion.training.kept import weights_at
+from image_diffusion.training.checkpoint.averaged_weights import weights_at
+from image_diffusion.training.checkpoint.checkpoint import Checkpoint, folder_name, write_checkpoint
 
 TEXT: dict[str, Any] = {
     "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 16},
@@ -119,7 +119,7 @@ def test_averages_are_points_by_their_numbers(tmp_path: Path) -> None:
 
 def test_another_experiment_to_compare_with_is_found_and_must_make_images_of_the_same_size(tmp_path: Path) -> None:
     against = {"evaluate": {"against": {"experiment": "other"}}}
-    with pytest.raises(ValueError, match="evaluate.against.experiment is other, but .*other.yaml is missing"):
+    with pytest.raises(ValueError, match="evaluate.against.experiment is other, but .*other.yaml does not exist"):
         experiment(tmp_path, **against)
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(TEXT))
     found = experiment(tmp_path, **against)

@@ -12,31 +12,32 @@ import numpy as np
 import pytest
 import torch
 
-from image_diffusion.codecs.hashing import HashingText
-from image_diffusion.codecs.text.encoder import encode_captions
-from image_diffusion.core.config import dump, load, parse, to_yaml
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump, load, parse, to_yaml
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data import captions as captions_module
-from image_diffusion.data.captions import BesideCaptions, ClassCaptions, TableCaptions
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.pairs import write_pairs
-from image_diffusion.data.records import Sample
-from image_diffusion.data.shards import open_shards
-from image_diffusion.data.sources.huggingface import HuggingFace
-from image_diffusion.experiment import TrainStage
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded import captions as captions_module
+from image_diffusion.data.encoded.captions import BesideCaptions, ClassCaptions, TableCaptions
+from image_diffusion.data.encoded.pairs import write_pairs
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import Sample
+from image_diffusion.data.sources.image_tables import HuggingFace
+from image_diffusion.experiments.experiment import TrainStage
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.objectives.labels import LabelDropout
-from image_diffusion.systems.diffusion.conditions import TextCondition
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.conditioning import TextCondition
+from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import classes_named, read_prompts
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.embedding.captions import CaptionPairs
-from image_diffusion.systems.embedding.given import Given
-from image_diffusion.systems.given import ToSample
-from image_diffusion.train import prepare_training
-from image_diffusion.training.model import load_codec, load_model
-from image_diffusion.training.run import run
+from image_diffusion.systems.pairs.captions import CaptionPairs
+from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders.hashing import HashingText
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.session import run
+from saved_data_sets import save_to_disk
 
 CPU = torch.device("cpu")
 WORDS = ("zero", "one", "two", "three")
@@ -44,7 +45,7 @@ WORDS = ("zero", "one", "two", "three")
 
 @pytest.fixture(autouse=True)
 def _read_anew() -> None:
-    captions_module._beside.cache_clear()
+    captions_module._caption_columns.cache_clear()
     captions_module._read.cache_clear()
 
 
@@ -65,16 +66,16 @@ def cropped(tmp_path: Path, **source: Any) -> DataConfig:
 
 
 def encoded(tmp_path: Path, config: DataConfig, max_bad_fraction: float = 0.1, **pairs: Any) -> tuple[Any, int]:
-    captions_module._beside.cache_clear()
+    captions_module._caption_columns.cache_clear()
     settings = parse(CaptionPairs, {"captions": {"type": "beside"}, "num_tokens": 4} | pairs, "pairs")
-    made = settings.build(Given(tmp_path / "crops", config.source, 3, None, CPU))
+    made = settings.build(PairInputs(tmp_path / "crops", config.source, 3, None, CPU))
     output = tmp_path / "captions"
     return write_pairs(made, "x", settings.splits, settings.dtype, output, max_bad_fraction)
 
 
 def captions_of(config: DataConfig, captions: Any, names: list[str]) -> list[list[str]]:
     samples = [Sample("", name, "", i % 2, (1, 1), []) for i, name in enumerate(names)]
-    found: list[list[str]] = captions.of(samples, ["old_man", "dog"], config.source)
+    found: list[list[str]] = captions.read(samples, ["old_man", "dog"], config.source)
     return found
 
 
@@ -95,7 +96,7 @@ def test_several_captions_come_from_classes_files_tars_tables_and_columns(tmp_pa
             tar.add(path, path.name)
     tars = {"type": "webdataset", "path": str(tmp_path / "a.tar"), "labels": False}
     in_tar = parse(DataConfig, dump(config) | {"source": tars}, "x")
-    captions_module._beside.cache_clear()
+    captions_module._caption_columns.cache_clear()
     assert captions_of(in_tar, BesideCaptions(), [f"a.tar/{name[:2]}" for name in names]) == expected
 
     table = tmp_path / "table.csv"
@@ -106,18 +107,12 @@ def test_several_captions_come_from_classes_files_tars_tables_and_columns(tmp_pa
     assert captions_of(config, of_table, names) == [["short", "long", "third"], [], []]
     source = {"type": "table", "path": str(table), "label_column": None}
     in_table = parse(DataConfig, dump(config) | {"source": source}, "x")
-    captions_module._beside.cache_clear()
+    captions_module._caption_columns.cache_clear()
     assert captions_of(in_table, BesideCaptions(column=("more", "caption")), names)[0] == ["long", "short", "third"]
 
-    class Columns(dict[str, Any]):
-        features = ("image", "caption")
-
-        def with_format(self, kind: None) -> Columns:
-            return self
-
-    columns = Columns(caption=[["first", "second"], "alone", None])
-    monkeypatch.setattr(HuggingFace, "_dataset", lambda self: columns)
-    found = HuggingFace(path="x").captions_beside(("caption",))
+    columns = {"image": [b"", b"", b""], "caption": [["first", "second"], ["alone"], None]}
+    save_to_disk(tmp_path / "saved", columns)
+    found = HuggingFace(path=str(tmp_path / "saved")).captions_beside(("caption",))
     assert found == {"000000000": ["first", "second"], "000000001": ["alone"], "000000002": []}
 
 
@@ -186,7 +181,7 @@ def test_a_caption_is_drawn_by_weight_among_those_that_there_are():
     streams = Streams(0, torch.zeros_like(number), number)
 
     def shares(weights: tuple[float, ...] | None, rows: slice, streams: Streams = streams) -> list[float]:
-        drawn = TextCondition(caption_weights=weights).told(stored, streams)["text"][rows, 0, 0]
+        drawn = TextCondition(caption_weights=weights).training_conditions(stored, streams)["text"][rows, 0, 0]
         return [(drawn == value).float().mean().item() for value in (1, 2, 3)]
 
     assert shares(None, slice(0, None, 2)) == pytest.approx([1 / 3] * 3, abs=0.05)
@@ -194,7 +189,7 @@ def test_a_caption_is_drawn_by_weight_among_those_that_there_are():
     assert shares((1, 3, 4), slice(1, None, 2)) == pytest.approx([1 / 4, 3 / 4, 0], abs=0.05)
     assert shares((0, 0, 1), slice(1, None, 2)) == pytest.approx([1 / 2, 1 / 2, 0], abs=0.05)
     later = Streams(0, torch.ones_like(number), number)
-    told = [TextCondition().told(stored, each)["text"] for each in (streams, streams, later)]
+    told = [TextCondition().training_conditions(stored, each)["text"] for each in (streams, streams, later)]
     assert torch.equal(told[0], told[1]) and not torch.equal(told[0], told[2])
 
 
@@ -228,9 +223,9 @@ def test_the_network_reads_the_words_that_there_are(settings):
     )
     shorter.load_state_dict(network.state_dict())
     torch.testing.assert_close(shorter.eval()(x[:1], t[:1], text=text[:1, :3]), seen[:1])
-    with pytest.raises(ValueError, match="built to be told text of 5 x 6, but was called with text of 4 x 6"):
+    with pytest.raises(ValueError, match="built for the conditions text of 5 x 6, but was called with text of 4 x 6"):
         network(x, t, text=text[:, :4])
-    with pytest.raises(ValueError, match="but was called with nothing more"):
+    with pytest.raises(ValueError, match="but was called with none"):
         network(x, t)
 
 
@@ -303,7 +298,7 @@ def test_a_training_resumes_to_the_same_bytes_and_draws_what_prompts_ask_for(tmp
     def images(**settings: Any) -> tuple[torch.Tensor, Any]:
         given = {"num_samples": 4, "sampler": {"type": "euler", "num_steps": 2}} | settings
         config = parse(SampleConfig, given, "sample")
-        made = model.system.maker(ToSample(model, config, load_codec(model, None, CPU), load_model))
+        made = model.system.sampling().maker(SamplingInputs(model, config, load_codec(model, None, CPU), load_model))
         batches = [made(slice(i, i + 2)) for i in (0, 2)]
         return torch.cat(batches), made
 
@@ -337,4 +332,4 @@ def test_another_text_encoder_refuses_the_old_encodings(tmp_path):
     assert model.pairs is not None
     changed = {**model.pairs, "text": {**model.pairs["text"], "version": 0}}
     with pytest.raises(ValueError, match="Restore the one that encoded them, or train again"):
-        model.system.asked(parse(SampleConfig, {"prompts": ["a"]}, "sample"), changed, 1)  # type: ignore[attr-defined]
+        model.system.conditioning.sampling_request(parse(SampleConfig, {"prompts": ["a"]}, "sample"), changed, 1)  # type: ignore[attr-defined]

@@ -12,20 +12,20 @@ import torch
 import yaml
 from torch import Tensor
 
-from image_diffusion.configure import load_all
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
-from image_diffusion.ledgers import operations_of
+from image_diffusion.experiments.resolve import load_all
+from image_diffusion.experiments.study import operations_of
 from image_diffusion.networks.dit import TEXT
 from image_diffusion.networks.token_transformer import TokenTransformer, TokenTransformerConfig
-from image_diffusion.objectives.masked_tokens import MaskedTokens, hide
-from image_diffusion.objectives.next_token import NextToken
+from image_diffusion.objectives.tokens.masked import MaskedTokens, hide
+from image_diffusion.objectives.tokens.next_token import NextToken
 from image_diffusion.samplers import Autoregressive, Masked, image_streams
-from image_diffusion.samplers.masked import hidden_counts
-from image_diffusion.samplers.token_sampler import Predictor, at_step, cut, drawn
-from image_diffusion.systems.token.evaluation import _bound
-from image_diffusion.systems.token.sampling import TokenGenerator, TokenSampleConfig
-from image_diffusion.systems.tokens import TokensSystem
+from image_diffusion.samplers.tokens.base import Predictor, at_step, cut, drawn
+from image_diffusion.samplers.tokens.maskgit import hidden_counts
+from image_diffusion.systems.tokens.evaluation import _bound
+from image_diffusion.systems.tokens.generator import TokenGenerator, TokenSampleConfig
+from image_diffusion.systems.tokens.tokens import TokensSystem
 
 SMALL = TokenTransformerConfig(depth=2, width=16, num_heads=2, rope=True, dropout=0)
 LABELLED = DataSpec(channels=8, resolution=3, num_classes=4)
@@ -266,9 +266,9 @@ TOKENS = {"type": "tokens", "network": {"depth": 1, "width": 16, "num_heads": 2}
             {"system": TOKENS | {"objective": {"label_drop_probability": 0}}} | OF | {"sweep": {"guidance_scale": [2]}},
             "sweep.guidance_scale 2.guidance.guidance_scale is 2, but the network never",
         ),
-        ({"system": TOKENS} | OF | {"sample": {"prompts": ["a seven"]}}, "told classes, not words"),
+        ({"system": TOKENS} | OF | {"sample": {"prompts": ["a seven"]}}, "takes classes, not words"),
         ({"system": TOKENS} | OF | {"pairs": {"type": "captions"}}, "nothing reads it"),
-        ({"system": TOKENS | {"condition": {"type": "text"}}} | OF, "where are the captions"),
+        ({"system": TOKENS | {"condition": {"type": "text"}}} | OF, "needs captions"),
         (
             {"system": TOKENS | {"objective": {"label_drop_probability": 0}}}
             | OF

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.files import write_json
-from image_diffusion.core.journal import Journal
-from image_diffusion.follow import follow, send_apart
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.journal.writer import Journal
+from image_diffusion.tools.follow import follow, send_apart
 from image_diffusion.tracking.plan import Request, request_of, watched
 
 
@@ -29,7 +29,7 @@ class Store:
     def send(self, requests: Sequence[Request], live: bool) -> None:
         if self.failures > 0:
             self.failures -= 1
-            raise OSError("MLflow at here did not take the history: it is down.")
+            raise OSError("MLflow at here could not store the history: it is down.")
         self.sent.append(live)
         if len(self.sent) == self._enough:
             self._stop.set()
@@ -47,7 +47,7 @@ def test_a_store_that_fails_is_told_of_once(experiment: Path, capsys: pytest.Cap
     store = Store(3, stop, enough=1)
     follow(store.send, [Request(experiment)], 0.01, stop)
     assert store.sent == [True, False]  # live, and the last time not
-    assert capsys.readouterr().err.count("warning: MLflow at here did not take the history") == 1
+    assert capsys.readouterr().err.count("warning: MLflow at here could not store the history") == 1
 
 
 def test_the_last_failure_is_an_error(experiment: Path) -> None:
@@ -76,7 +76,7 @@ FOLLOWER = """
 import sys, threading
 from functools import partial
 from pathlib import Path
-from image_diffusion.follow import follow, send_apart
+from image_diffusion.tools.follow import follow, send_apart
 from image_diffusion.tracking.plan import Request
 
 def main():
@@ -109,7 +109,7 @@ def _killed(*_: object) -> None:
 
 
 def test_a_sender_that_is_killed_is_a_store_that_fails(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.follow._send_and_tell", _killed)
+    monkeypatch.setattr("image_diffusion.tools.follow._send_and_report", _killed)
     with pytest.raises(OSError, match="The process that sends to MLflow was killed"):
         send_apart("sqlite:///mlflow.db", "p", [Request(experiment)], True)
 

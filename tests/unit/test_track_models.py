@@ -16,24 +16,21 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import pandas
 import pytest
 import setuptools
 import torch
-from mlflow.tracking import MlflowClient
 
-from image_diffusion.codecs.text.hashed import HashedText
-from image_diffusion.core.config import dump
-from image_diffusion.core.files import read_json, write_json
-from image_diffusion.core.journal import Journal
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.journal.writer import Journal
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import save_weights
-from image_diffusion.systems.autoencoder import AutoencoderSystem
-from image_diffusion.systems.dit import DiTSystem
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.text_encoders.hashing import HashedText
 from image_diffusion.tracking.models import write_pyfunc, zip_package
 from image_diffusion.tracking.plan import FinalWeights, Request
 from image_diffusion.tracking.pyfunc import _load_pyfunc, usage
-from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 USE = """
@@ -56,6 +53,7 @@ def test_a_model_is_the_same_whatever_was_imported_before(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """setuptools brings packages of its own, whose versions MLflow took for installed once something imported it."""
+
     files = {path.name: path for path in folder.iterdir()}
     taken = usage(folder)
     assert taken is not None
@@ -72,6 +70,8 @@ def test_a_model_is_the_same_whatever_was_imported_before(
 
 
 def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) -> None:
+    import pandas
+
     files = {path.name: path for path in folder.iterdir()}
     taken = usage(folder)
     assert taken is not None
@@ -91,17 +91,23 @@ def test_it_is_loaded_by_mlflow_with_its_own_code(folder: Path, tmp_path: Path) 
 
 
 def test_without_labels_seeds_get_those_of_the_sample_stage(folder: Path) -> None:
+    import pandas
+
     model = _load_pyfunc(str(folder))
     given = model.predict(pandas.DataFrame({"seed": [0, 1], "label": [0, 1]}))  # type: ignore[arg-type]
     assert np.array_equal(model.predict(pandas.DataFrame({"seed": [0, 1]})), given)  # type: ignore[arg-type]
 
 
 def test_a_label_that_is_no_class_is_told(folder: Path) -> None:
-    with pytest.raises(ValueError, match="names the class 2; the model knows 0 to 1: dark, light"):
+    import pandas
+
+    with pytest.raises(ValueError, match="names the class 2, but the classes are 0 to 1: dark, light"):
         _load_pyfunc(str(folder)).predict(pandas.DataFrame({"seed": [0], "label": [2]}))  # type: ignore[arg-type]
 
 
 def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> None:
+    import pandas
+
     model = _load_pyfunc(str(folder))
     numbered = model.predict(pandas.DataFrame({"seed": [3, 4], "label": [1, 0]}))  # type: ignore[arg-type]
     named = pandas.DataFrame({"seed": [3, 4], "class": ["light", "dark"]})
@@ -113,6 +119,8 @@ def test_a_class_has_a_name_too_and_one_of_the_two_is_given(folder: Path) -> Non
 
 
 def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
+    import pandas
+
     system = DiTSystem.model_validate(
         {"condition": {"type": "text"}, "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}}
     )
@@ -136,6 +144,8 @@ def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path) -> None:
+    import pandas
+
     files, taken = {path.name: path for path in folder.iterdir()}, usage(folder)
     assert taken is not None
     write_pyfunc(tmp_path / "model", "m-1", FinalWeights("key", "tiny", "run", 10, 0, {}, files), taken)
@@ -192,6 +202,10 @@ def test_a_network_that_enlarges_is_not_served(folder: Path) -> None:
 
 
 def test_the_checkpoints_of_a_sweep_are_models_with_what_was_measured_of_them(folder: Path, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    from image_diffusion.tracking.tracker import Tracker
+
     for step in (3, 5, 10):  # 3: of a sweep before
         shutil.copytree(folder, tmp_path / f"sweep/checkpoint/{step}/weights")
         content = read_json(folder / "model.json") | {"step": step, "sha256": f"{step:064d}"}
@@ -214,6 +228,7 @@ def test_the_checkpoints_of_a_sweep_are_models_with_what_was_measured_of_them(fo
 
 
 def test_the_same_code_gives_the_same_zip(tmp_path: Path) -> None:
+
     for name in ("a.zip", "b.zip"):
         zip_package(tmp_path / name)
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()

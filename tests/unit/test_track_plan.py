@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 
-from image_diffusion.core import journal as journal_module
-from image_diffusion.core.files import digest, write_json
-from image_diffusion.core.journal import Journal
+from image_diffusion.core.files.atomic import digest, write_json
+from image_diffusion.core.journal import writer as journal_module
+from image_diffusion.core.journal.writer import Journal
 from image_diffusion.tracking.plan import _runs_in, data_sets, plan, used_by
 
 
@@ -96,11 +97,14 @@ def test_between_the_end_of_a_training_and_its_weights_no_journal_is_missed(tmp_
     def damaged() -> list[str]:
         return [line for run in _runs_in(tmp_path) for line in run.history.damaged]
 
-    for fingerprint in ("before", "now"):
-        with Journal.open(tmp_path / "journal", "train", tags={"fingerprint": fingerprint}) as journal:
-            journal.metrics({"loss": 1.0}, step=1)
+    before, now = (Journal.open(tmp_path / "journal", "train", tags={"fingerprint": run}) for run in ("before", "now"))
+    for journal in (before, now):
+        journal.metrics({"loss": 1.0}, step=1)
+        journal.close()
     assert damaged() == []
     (tmp_path / "journal/train/attempt-0001.jsonl").unlink()
+    assert damaged() == [f"attempt {before.id[:8]}"]
+    shutil.rmtree(tmp_path / ".journal")  # a journal of an older version has no receipts
     assert damaged() == ["run before"]
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from image_diffusion.core.config import differing_keys
-from image_diffusion.core.files import atomic_write
-from image_diffusion.core.weights import save_weights
-from image_diffusion.training import checkpoint as written
-from image_diffusion.training.background import Background
-from image_diffusion.training.checkpoint import Checkpoint, Damaged, read_checkpoint, write_checkpoint
+from image_diffusion.core.config.base import differing_keys
+from image_diffusion.core.files.atomic import atomic_write
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.training.checkpoint import checkpoint as written
+from image_diffusion.training.checkpoint.async_writer import Background
+from image_diffusion.training.checkpoint.checkpoint import Checkpoint, Damaged, read_checkpoint, write_checkpoint
+from image_diffusion.training.checkpoint.manager import State, part_writer
 from image_diffusion.training.config import CheckpointConfig
-from image_diffusion.training.state import State, helper
 
 IDENTITY = {"train": {"seed": 1, "optimizer": {"lr": 0.1}}, "system": {"type": "dit"}}
 
@@ -53,7 +53,7 @@ def part(step: int, number: int, count: int) -> Checkpoint:
 
 def save(owned: State, step: int, count: int, hang_s: float = 60.0) -> None:
     """Save a checkpoint by several processes, of whom the first owns the folder; by one alone if there is one."""
-    others = [helper(owned.folder.parent, owned.fingerprint, owned.token, hang_s) for _ in range(1, count)]
+    others = [part_writer(owned.folder.parent, owned.fingerprint, owned.token, hang_s) for _ in range(1, count)]
     for number, other in reversed(list(enumerate(others, start=1))):
         other.save(part(step, number, count))
     owned.save(part(step, 0, count) if count > 1 else checkpoint(step))
@@ -148,7 +148,7 @@ def test_who_is_replaced_while_others_write_ends_at_once(tmp_path: Path) -> None
 
 def test_a_helper_whose_owner_was_replaced_writes_nothing(tmp_path: Path) -> None:
     first = state(tmp_path)
-    orphan = helper(tmp_path, first.fingerprint, first.token, hang_s=0.2)
+    orphan = part_writer(tmp_path, first.fingerprint, first.token, hang_s=0.2)
     second = state(tmp_path)
     orphan.save(part(1, 1, 2))
     save(second, 1, 1)
@@ -158,16 +158,17 @@ def test_a_helper_whose_owner_was_replaced_writes_nothing(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.training.state._SEEN_S", 0.0)
+    monkeypatch.setattr("image_diffusion.training.checkpoint.manager._SEEN_S", 0.0)
     owned = state(tmp_path / "one machine")
     for folder in (tmp_path / "another machine", state(tmp_path / "yet another").folder.parent):
         with pytest.raises(ValueError, match=r"is not the folder that the first process writes, .* all machines share"):
-            helper(folder, owned.fingerprint, owned.token)
+            part_writer(folder, owned.fingerprint, owned.token)
 
 
 def test_who_waits_for_a_part_ends_with_its_training() -> None:
     waits = (
-        "import threading; from pathlib import Path; from image_diffusion.training.background import appears\n"
+        "import threading; from pathlib import Path\n"
+        "from image_diffusion.training.checkpoint.async_writer import appears\n"
         "threading.Thread(target=lambda: print(appears(Path('never'), 600))).start()"
     )
     ended = subprocess.run([sys.executable, "-c", waits], timeout=60, capture_output=True, text=True, check=True)
@@ -396,7 +397,7 @@ def test_a_failed_write_is_told_with_the_last_good_one(tmp_path: Path, monkeypat
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("image_diffusion.training.checkpoint._save", full)
+    monkeypatch.setattr("image_diffusion.training.checkpoint.checkpoint._save", full)
     owned.save(checkpoint(2))
     with pytest.raises(OSError, match=r"step 2 could not be written .*No space left.*State kept in .*step-0000001"):
         owned.wait()

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from crops import crops_of_twelve
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import read_yaml, to_yaml
+from image_diffusion.core.config.base import read_yaml, to_yaml
+from image_diffusion.core.files.weights import read_weights, save_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import read_weights, save_weights
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.train import prepare_training
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.training.checkpoint.averaged_weights import weights_at, weights_in
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.counted import counted
-from image_diffusion.training.flat import Flat
-from image_diffusion.training.kept import weights_at, weights_in
-from image_diffusion.training.lora import Lora, add_adapters, merged
-from image_diffusion.training.model import load_model
-from image_diffusion.training.optimizers.adam import AdamW
-from image_diffusion.training.run import run
-from image_diffusion.training.tuning import check_tuning, tune
+from image_diffusion.training.finetune.lora import Lora, add_adapters, merged
+from image_diffusion.training.finetune.parameter_groups import check_tuning, tune
+from image_diffusion.training.forecast.flops import counted
+from image_diffusion.training.load_model import load_model
+from image_diffusion.training.optim.adam import AdamW
+from image_diffusion.training.parallel.flat_parameters import Flat
+from image_diffusion.training.session import run
 
 ROOT = Path(__file__).parents[2]
 NETWORK = {"depth": 2, "width": 16, "num_heads": 2, "patch": 4}

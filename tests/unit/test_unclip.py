@@ -7,35 +7,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion import sample
-from image_diffusion.codecs.hashing import HashingText
-from image_diffusion.core.config import dump, parse, to_yaml
-from image_diffusion.core.files import write_json
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump, parse, to_yaml
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, Batch, DataSpec
-from image_diffusion.crop import crop_dataset
-from image_diffusion.data.captions import ClassCaptions
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.pairs import Splits, write_pairs
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.captions import ClassCaptions
+from image_diffusion.data.encoded.pairs import Splits, write_pairs
+from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.embeddings import Embeddings, open_rows
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.objectives.labels import LabelDropout
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.embedding import making
-from image_diffusion.systems.embedding.making import PriorSampleConfig, text_encoder
-from image_diffusion.systems.embedding.pairs import CropPairs
-from image_diffusion.systems.given import ToSample
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.stages import sample
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.pairs.config import CropPairs
+from image_diffusion.systems.prior import generation as making
+from image_diffusion.systems.prior.generation import PriorSampleConfig, text_encoder
+from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.text_encoders.hashing import HashingText
 from image_diffusion.tracking.pyfunc import _load_pyfunc, usage
-from image_diffusion.train import prepare_training
-from image_diffusion.training.model import load_codec, load_model
-from image_diffusion.training.run import run
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.session import run
 
 CPU, DIM = torch.device("cpu"), 16
 NETWORK = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
@@ -108,8 +107,8 @@ def images(weights: Path, *embeddings: Path, **settings: Any) -> tuple[Tensor, A
     """What `sample` makes of them, in two batches, and what makes it."""
     model = load_model(weights)
     config = parse(SampleConfig, {"num_samples": 4, "sampler": SAMPLER} | settings, "sample")
-    given = ToSample(model, config, load_codec(model, None, CPU), load_model, embeddings=embeddings)
-    made = model.system.maker(given)
+    given = SamplingInputs(model, config, load_codec(model, None, CPU), load_model, embeddings=embeddings)
+    made = model.system.sampling().maker(given)
     return torch.cat([made(slice(i, i + 2)) for i in (0, 2)]), made
 
 
@@ -134,7 +133,7 @@ def test_an_embedding_goes_where_the_time_goes_and_becomes_tokens():
                 dict(network.named_parameters())[name].data.fill_(rest)
         same = network(x, t, embedding=told.flip(0))
         torch.testing.assert_close(network(x, t, embedding=told), same, msg="there is no third way")
-        with pytest.raises(ValueError, match="built to be told embedding of 16, but was called with nothing more"):
+        with pytest.raises(ValueError, match="built for the conditions embedding of 16, but was called with none"):
             network(x, t)
 
 
@@ -248,6 +247,8 @@ def test_a_decoder_draws_what_a_prior_has_made(data, prior, tmp_path):
 
 
 def test_a_served_decoder_takes_captions_through_the_prior_and_draws_what_sample_does(data, prior, tmp_path):
+    import pandas
+
     trained(data, DECODER, tmp_path / "decoder", grid_every_steps=None)
     (tmp_path / "made").mkdir()
     folder = embedded(prior, tmp_path / "made" / "embeddings.json", first_seed=0)
@@ -269,7 +270,7 @@ def test_a_served_decoder_takes_captions_through_the_prior_and_draws_what_sample
     np.testing.assert_allclose(model.predict(rows).astype(int), expected, atol=1)
     np.testing.assert_allclose(model.predict(rows[2:3]).astype(int), expected[2:3], atol=1)
     with pytest.raises(ValueError, match="makes no embeddings. Name an experiment with a prior"):
-        load_model(served).system.embedder(load_model(served), None)
+        load_model(served).system.sampling().embedder(load_model(served), None)
 
 
 def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):
@@ -277,7 +278,7 @@ def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):
     folder = embedded(prior, tmp_path / "made" / "embeddings.json")
     write_data(tmp_path / "other", "another")
     trained(tmp_path / "other", DECODER, tmp_path / "decoder", grid_every_steps=None)
-    with pytest.raises(ValueError, match="makes embeddings of .*brightness.* learnt from those of .*another"):
+    with pytest.raises(ValueError, match="predicts embeddings of .*brightness.* trained on those of .*another"):
         images(tmp_path / "decoder", embeddings=str(folder))
     path = folder / "embeddings.json"
     said = json.loads(path.read_text())
@@ -290,7 +291,7 @@ def test_prompts_are_embedded_as_the_captions_were(prior):
     pairs = load_model(prior).pairs
     assert pairs is not None and pairs["text"] == text_encoder(pairs, None).identity == HashingText(DIM, 3).identity
     for unknown in (None, {"text": {"type": "files"}}):
-        with pytest.raises(ValueError, match=r"does not say what embedded the captions of its pairs. Set sample.clip"):
+        with pytest.raises(ValueError, match=r"does not record the encoder of its captions. Set sample.clip"):
             text_encoder(unknown, None)
     with pytest.raises(ValueError, match="the text encoder is now"):
         text_encoder({"text": pairs["text"] | {"version": 0}}, None)

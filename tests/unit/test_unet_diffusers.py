@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.configure import load_all
-from image_diffusion.core.config import dump, merged, read_yaml, to_yaml
+from image_diffusion.core.config.base import dump, merged, read_yaml, to_yaml
 from image_diffusion.core.types import DataSpec
-from image_diffusion.export import write_model
+from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.unet import UNetConfig
-from image_diffusion.networks.unet_diffusers import to_diffusers_unet
+from image_diffusion.networks.weights.unet_diffusers import to_diffusers_unet
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine, Linear
-from image_diffusion.samplers.noise import image_streams, initial_noise, step_noise
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.given import Model
-from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.samplers.image_noise import image_streams, initial_noise, step_noise
+from image_diffusion.stages.export import write_model
+from image_diffusion.systems.base import Model
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 
 ROOT = Path(__file__).parents[2]
 SPEC = DataSpec(channels=3, resolution=16)
@@ -82,13 +82,13 @@ def test_the_pipeline_makes_the_same_images_of_the_same_noise(
     torch.manual_seed(0)
     network = randomised(system.build_network(SPEC))
     codec = {"config": dump(Rgb()), "identity": Rgb().identity, "scale": None}
-    model = Model(network, system, SPEC, codec, [], 1, 1, "0" * 64, num_steps=1, fingerprint="")
+    model = Model(network, SPEC, codec, [], 1, 1, "0" * 64, num_steps=1, fingerprint="", system=system)
     use = write_model(model, "diffusers", None, tmp_path / "out")
     assert use.pipeline == "DDPMPipeline"
     seeds = torch.tensor([3, 11])
     settings = SampleConfig(sampler={"type": "ddpm", "num_steps": 20}, precision="float32")  # type: ignore[arg-type]
     rgb = Rgb().build(None, None, torch.device("cpu"), torch.float32)
-    ours = Generator(network, system, SPEC, rgb, settings)(seeds, None)
+    ours = Generator(network, system.reading, SPEC, rgb, settings)(seeds, None)
 
     def noise() -> Iterator[Tensor]:
         streams = image_streams(seeds, settings.seed)

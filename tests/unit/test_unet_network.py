@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import dump, parse
+from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import Attention, UNet, UNetConfig
 
@@ -202,7 +202,7 @@ def test_a_configuration_returns_from_plain_data(config):
 @pytest.mark.parametrize(
     ("changes", "resolution", "message"),
     [
-        ({"multipliers": None}, 48, "no published multipliers for images of 48 x 48 pixels, only for 32, 64, 128"),
+        ({"multipliers": None}, 48, "published multipliers for images of 48 x 48 pixels, only for 32, 64, 128"),
         ({"multipliers": (1, 1, 1, 1)}, 12, "12 x 12 pixels cannot be halved 3 times.*a multiple of 8 pixels"),
         ({"channels": 48}, 8, "channels 48 gives a level 48 channels, but features are normalised in 32 groups"),
         ({"multipliers": (0.5, 1)}, 8, "channels 32 gives a level 16 channels"),
@@ -223,8 +223,8 @@ def test_what_does_not_fit_the_data_is_told(changes, resolution, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"multipliers": []}, r"\[\] are no multipliers. Give a positive number for each level"),
-        ({"multipliers": [1, 0]}, "are no multipliers"),
+        ({"multipliers": []}, r"\[\] are not multipliers. Use a positive number for each level"),
+        ({"multipliers": [1, 0]}, "are not multipliers"),
         ({"channels": 0}, "channels is 0: input should be greater than 0"),
         ({"dropout": 1.0}, "dropout is 1.0: input should be less than 1"),
         ({"attention_order": "old"}, "Unknown attention_order 'old'. Known: legacy or new"),

@@ -13,11 +13,12 @@ import torch
 import yaml
 from torch import nn
 
-import image_diffusion.configure
-import image_diffusion.crop
-import image_diffusion.evaluate
-import image_diffusion.export
-import image_diffusion.sample
+import image_diffusion.experiments.resolve
+import image_diffusion.stages.configure
+import image_diffusion.stages.crop
+import image_diffusion.stages.evaluate
+import image_diffusion.stages.export
+import image_diffusion.stages.sample
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import UNetConfig
 
@@ -38,7 +39,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "crop.yaml"
     config.write_text(yaml.safe_dump(DATA))
     command(
-        image_diffusion.crop.main, "--config", config, "--output", folder / "crops/manifest.json", "--processes", "1"
+        image_diffusion.stages.crop.main,
+        "--config",
+        config,
+        "--output",
+        folder / "crops/manifest.json",
+        "--processes",
+        "1",
     )
     torch.manual_seed(0)
     network = UNetConfig(channels=128, num_res_blocks=3).build(
@@ -46,7 +53,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     nn.init.normal_(network.out[2].weight, std=0.01)
     torch.save(network.state_dict(), folder / "cifar10_uncond_50M_500K.pt")
-    command(image_diffusion.export.main, "--read", folder / "cifar10_uncond_50M_500K.pt", "--output", folder / "train")
+    command(
+        image_diffusion.stages.export.main,
+        "--read",
+        folder / "cifar10_uncond_50M_500K.pt",
+        "--output",
+        folder / "train",
+    )
     return folder
 
 
@@ -56,7 +69,7 @@ def test_images_straight_from_the_published_file(published: Path, tmp_path: Path
     config.write_text(yaml.safe_dump({"sample": {"num_samples": 2, "sampler": sampler}}))
     output = tmp_path / "samples.npz"
     weights = published / "train/weights.safetensors"
-    command(image_diffusion.sample.main, "--config", config, "--weights", weights, "--output", output)
+    command(image_diffusion.stages.sample.main, "--config", config, "--weights", weights, "--output", output)
     with np.load(output) as arrays:
         assert arrays["arr_0"].shape == (2, 32, 32, 3) and "arr_1" not in arrays
 
@@ -65,7 +78,7 @@ def test_bits_per_dimension_straight_from_the_published_file(published: Path, tm
     config, output = tmp_path / "evaluate.yaml", tmp_path / "metrics.json"
     config.write_text(yaml.safe_dump({"evaluate": {"likelihood": {"num_samples": 3, "timesteps": 3}}}))
     command(
-        image_diffusion.evaluate.main,
+        image_diffusion.stages.evaluate.main,
         "--config", config, "--weights", published / "train/weights.safetensors", "--data", published / "crops",
         "--report", tmp_path / "evaluation", "--output", output,
     )  # fmt: skip
@@ -84,16 +97,22 @@ def test_a_network_of_other_images_is_told(published: Path, tmp_path: Path) -> N
     crop.write_text(yaml.safe_dump({**DATA, "resolution": 16}))
     config.write_text(yaml.safe_dump({"evaluate": {"likelihood": {}}}))
     command(
-        image_diffusion.crop.main, "--config", crop, "--output", tmp_path / "crops/manifest.json", "--processes", "1"
+        image_diffusion.stages.crop.main,
+        "--config",
+        crop,
+        "--output",
+        tmp_path / "crops/manifest.json",
+        "--processes",
+        "1",
     )
     weights, output = published / "train/weights.safetensors", tmp_path / "metrics.json"
     with pytest.raises(ValueError, match=r"trained on images of \[3, 32, 32\], but --data holds \[3, 16, 16\]\."):
         command(
-            image_diffusion.evaluate.main,
+            image_diffusion.stages.evaluate.main,
             "--config", config, "--weights", weights, "--data", tmp_path / "crops", "--output", output,
         )  # fmt: skip
     with pytest.raises(ValueError, match="needs the network"):
         command(
-            image_diffusion.evaluate.main,
+            image_diffusion.stages.evaluate.main,
             "--config", config, "--data", tmp_path / "crops", "--output", output,
         )  # fmt: skip

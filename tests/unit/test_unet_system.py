@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import dump, parse
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import dump, parse
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.systems.iddpm import IddpmSystem
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
 
 SPEC = DataSpec(channels=3, resolution=8, num_classes=3)
 NETWORK = {"channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attention_resolutions": [4], "dropout": 0.1}
@@ -84,7 +84,7 @@ def test_images_do_not_depend_on_their_batch(sampler):
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     settings = parse(SampleConfig, {"sampler": {"type": sampler, "num_steps": 4, "clip_denoised": True}}, "sample")
-    generator = Generator(network, small, SPEC, Rgb(), settings)
+    generator = Generator(network, small.reading, SPEC, Rgb(), settings)
     seeds, labels = torch.arange(4), torch.tensor([0, 1, 2, 0])
     images = generator(seeds, labels)
     assert images.shape == (4, 3, 8, 8) and images.dtype == torch.uint8

@@ -11,14 +11,14 @@ import yaml
 from torch import Tensor, nn
 
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.config import parse
+from image_diffusion.core.config.base import parse
 from image_diffusion.core.types import DataSpec
-from image_diffusion.export import read_foreign
+from image_diffusion.foreign.iddpm import PUBLISHED
 from image_diffusion.networks.unet import UNet, UNetConfig
-from image_diffusion.networks.unet_weights import is_unet, unet_of_shapes
-from image_diffusion.systems.diffusion.iddpm_published import PUBLISHED
-from image_diffusion.systems.diffusion.sampling import Generator, SampleConfig
-from image_diffusion.training.model import load_codec, load_model
+from image_diffusion.networks.weights.unet import is_unet, unet_of_shapes
+from image_diffusion.stages.export import read_foreign
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.training.load_model import load_codec, load_model
 
 SMALL = {"channels": 32, "num_res_blocks": 1}
 SPEC = DataSpec(channels=3, resolution=32)
@@ -101,7 +101,9 @@ def test_images_come_straight_from_foreign_weights(tmp_path):
     codec = load_codec(model, None, torch.device("cpu"))
     assert isinstance(codec, Rgb)
     settings = parse(SampleConfig, {"sampler": {"type": "ddim", "num_steps": 2, "clip_denoised": True}}, "sample")
-    images = Generator(model.network, model.system, model.spec, codec, settings)(torch.arange(2), torch.tensor([0, 4]))
+    images = Generator(model.network, model.system.reading, model.spec, codec, settings)(
+        torch.arange(2), torch.tensor([0, 4])
+    )
     assert images.shape == (2, 3, 64, 64) and images.dtype == torch.uint8
 
 
@@ -129,7 +131,9 @@ def test_every_published_recipe_is_known_with_its_noise_and_its_heads():
 
 
 def test_a_file_of_no_published_name_needs_an_experiment(tmp_path):
-    with pytest.raises(ValueError, match=r"mine\.pt is a U-Net, but of no published name.*Give --experiment"):
+    with pytest.raises(
+        ValueError, match=r"mine\.pt is a U-Net without a published name.*Give an experiment .*--experiment"
+    ):
         read(random_unet().state_dict(), tmp_path / "mine.pt")
 
 
@@ -138,7 +142,7 @@ def test_what_is_missing_is_told(tmp_path):
     del tensors["middle_block.1.qkv.bias"]
     with pytest.raises(ValueError, match=r"does not fit.* missing: middle_block\.1\.qkv\.bias\. Use weights"):
         read(tensors, tmp_path / CIFAR)
-    with pytest.raises(ValueError, match=r"not a whole U-Net: time_embed\.0\.weight, out\.2\.weight missing"):
+    with pytest.raises(ValueError, match=r"not a complete U-Net: time_embed\.0\.weight, out\.2\.weight missing"):
         read({n: t for n, t in tensors.items() if not n.startswith(("time", "out."))}, tmp_path / CIFAR)
 
 
@@ -156,7 +160,7 @@ def test_what_is_of_another_shape_is_told(tmp_path):
 
 def test_levels_of_no_published_network_are_told(tmp_path):
     tensors = random_unet(multipliers=(1, 1, 2), attention_resolutions=(16,)).state_dict()
-    with pytest.raises(ValueError, match=r"32, 32, 64 channels from level to level, which is no published network's"):
+    with pytest.raises(ValueError, match=r"32, 32, 64 channels from level to level, as no published network"):
         read(tensors, tmp_path / CIFAR)
 
 
@@ -171,7 +175,5 @@ def test_an_experiment_of_another_system_is_told(tmp_path):
     sections = yaml.safe_load(experiment.read_text())
     sections["system"] = {"type": "dit", "network": {"size": "DiT-S/8"}}
     experiment.write_text(yaml.safe_dump(sections))
-    with pytest.raises(
-        ValueError, match=r"of a system of type iddpm, but .*mine\.yaml has system\.type dit\. Use iddpm"
-    ):
+    with pytest.raises(ValueError, match=r"system of type iddpm, but .*mine\.yaml has system\.type dit\. Use iddpm\."):
         read(random_unet().state_dict(), tmp_path / "mine.pt", experiment)

@@ -1,11 +1,13 @@
 """The digest of a stage's code: what runs counts, how it is worded does not."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from image_diffusion.workflow.code import code_digest
+from image_diffusion.core import native
+from image_diffusion.workflow.code_digest import code_digest, package_digest, scripts_digest, stage_digests
 
 
 def package(folder: Path, **files: str) -> Path:
@@ -53,14 +55,98 @@ def test_a_missing_module_is_a_mistake(tmp_path: Path) -> None:
         code_digest("image_diffusion.nothing", package(tmp_path))
 
 
+def with_data(folder: Path, **data: str) -> str:
+    """The digest of a stage whose module `part` uses compiled code and has a table."""
+    package(folder, part='LIBRARY = "fast.compiled"')
+    for name, text in data.items():
+        (folder / "image_diffusion" / name.replace("_", ".")).write_text(text)
+    return code_digest("image_diffusion.verb", folder)
+
+
+@pytest.mark.parametrize("changed", ["fast_c", "part_csv"])
+def test_code_that_is_not_python_counts(tmp_path: Path, changed: str) -> None:
+    data = {"fast_c": "int f;", "part_csv": "a,b"}
+    before = with_data(tmp_path / "a", **data)
+    assert before == with_data(tmp_path / "b", **data)
+    whole = package_digest(tmp_path / "b")
+    assert before != with_data(tmp_path / "b", **(data | {changed: "other"}))
+    assert package_digest(tmp_path / "b") != whole
+    (tmp_path / "b/image_diffusion" / changed.replace("_", ".")).unlink()
+    assert before != code_digest("image_diffusion.verb", tmp_path / "b")
+
+
+def test_what_a_compiler_made_and_data_of_nobody_do_not_count(tmp_path: Path) -> None:
+    before = with_data(tmp_path / "a", fast_c="int f;")
+    assert before == with_data(tmp_path / "b", fast_c="int f;", fast_compiled="ELF", other_csv="x", verb_pyc="x")
+
+
+@pytest.mark.parametrize(
+    ("file", "stages"),
+    [
+        ("core/random/philox.c", {"train", "sample", "evaluate"}),
+        ("data/crop/resize.c", {"crop"}),
+        ("core/journal/metric_definitions.csv", {"pages"}),
+        ("tracking/runs.py", {"track"}),
+    ],
+)
+def test_files_of_this_package_belong_to_their_stages(tmp_path: Path, file: str, stages: set[str]) -> None:
+    root = Path(__file__).parents[2]
+
+    def digests(source: Path) -> dict[str, str]:
+        return {**stage_digests(source), "pages": scripts_digest(root / "workflow/scripts", source)}
+
+    shutil.copytree(root / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    before = digests(tmp_path / "src")
+    with (tmp_path / "src/image_diffusion" / file).open("a") as opened:
+        opened.write("\nCHANGED = 1\n")
+    after = digests(tmp_path / "src")
+    assert stages <= {stage for stage in before if before[stage] != after[stage]} < before.keys()
+
+
+def test_a_compiled_file_that_is_damaged_or_of_another_source_is_not_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built, source = tmp_path / "fast.compiled", tmp_path / "fast.c"
+    source.write_text("int f;")
+    built.write_bytes(b"compiled" * 100)
+    assert "is damaged" in str(native.fault_of(built))
+    native.seal(built, source)
+    whole = built.read_bytes()
+    native.seal(built, source)
+    assert built.read_bytes() == whole and native.fault_of(built) is None
+    for place in range(len(whole)):
+        built.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert "is damaged" in str(native.fault_of(built))
+        assert native.load(built) is None
+    for size in (0, 1, 100, len(whole) - 1):
+        built.write_bytes(whole[:size])
+        assert "is damaged" in str(native.fault_of(built))
+    assert f"note: {built} is damaged and is not used" in capsys.readouterr().err
+    built.write_bytes(whole)
+    source.write_text("int g;")
+    assert "was compiled from another fast.c" in str(native.fault_of(built))
+    source.unlink()  # where the package was installed without it
+    assert native.fault_of(built) is None
+
+
+def test_what_was_compiled_here_is_sealed() -> None:
+    for built in (Path(__file__).parents[2] / "src").rglob("*.compiled"):
+        assert native.fault_of(built) is None
+
+
 RULES = sorted((Path(__file__).parents[2] / "workflow/rules").glob("*.smk"))
 
 
 def test_every_rule_of_a_stage_that_is_made_again_carries_the_digest_of_its_code() -> None:
-    again = {"sample", "evaluate", "sweep", "ema", "export", "detect", "reference", "datasheet"}
+    again = {"sample", "evaluate", "sweep", "ema", "export", "detect", "reference", "datasheet", "track"}
     commands = []
     for rule in "\n".join(path.read_text() for path in RULES).split("\nrule ")[1:]:
-        for stage in again & {*re.findall(r"python -m image_diffusion\.(\w+) ", rule)}:
+        for stage in again & {*re.findall(r"python -m image_diffusion (\w+) ", rule)}:
             assert f'code=code["{stage}"]' in rule, rule.split(":")[0]
             commands.append(stage)
     assert again == set(commands)
+
+
+def test_rules_are_short() -> None:
+    lines = [line for path in RULES for line in path.read_text().splitlines()]
+    assert len(lines) <= 900 and max(map(len, lines)) <= 120

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core import verify
-from image_diffusion.core.files import sha256_file, write_bytes, write_json, write_page
-from image_diffusion.core.verify import describe, write_checksums, write_listing
-from image_diffusion.workflow import healing
-from image_diffusion.workflow.healing import Damage
+from image_diffusion.core.files import checksums
+from image_diffusion.core.files.atomic import sha256_file, write_bytes, write_json, write_page
+from image_diffusion.core.files.checksums import describe, write_checksums, write_listing
+from image_diffusion.workflow.integrity import damage
+from image_diffusion.workflow.integrity.damage import Damage
 
 STORE = "sqlite:///mlflow.db"
 
@@ -82,8 +82,8 @@ def test_a_server_is_not_asked() -> None:
 def test_a_start_hashes_so_much_and_the_next_start_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
-    monkeypatch.setattr(healing, "AT_ONCE_BYTES", 10)
+    monkeypatch.setattr(checksums, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(damage, "AT_ONCE_BYTES", 10)
     for name in "abc":
         write_bytes(Path("big") / name, name.encode() * 8)
     files = {name: sha256_file(Path("big") / name) for name in "abc"}
@@ -96,10 +96,10 @@ def test_a_start_hashes_so_much_and_the_next_start_goes_on(
 
 
 def test_nothing_is_hashed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(checksums, "_SETTLED_S", -1.0)
     for path in RESULTS:
         Damage(STORE).fault_of(Path(path))
-    monkeypatch.setattr(verify, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
+    monkeypatch.setattr(checksums, "sha256_file", lambda path: pytest.fail(f"{path} is hashed again"))
     assert [Damage(STORE).fault_of(Path(path)) for path in RESULTS] == [None] * len(RESULTS)
 
 
@@ -111,9 +111,7 @@ def test_a_preview_that_is_damaged_is_told_and_trains_nothing_again(capsys: pyte
     assert Damage(STORE).fault_of(Path("train/model.json")) is None and not capsys.readouterr().err
     (folder / "step-0000001.npz").write_bytes(b"x")
     assert Damage(STORE).fault_of(Path("train/model.json")) is None
-    assert (
-        f"note: the previews in {folder} are not as they were drawn: step-0000001.npz is not" in capsys.readouterr().err
-    )
+    assert f"the previews in {folder} have changed since they were drawn: step-0000001.npz" in capsys.readouterr().err
     (folder / "listing.json").write_bytes(b"x")
     assert Damage(STORE).fault_of(Path("train/model.json")) is None and "is damaged" in capsys.readouterr().err
 
@@ -128,4 +126,6 @@ def test_a_listing_that_was_damaged_is_told_from_then_on_whatever_is_added(capsy
     write_bytes(folder / "step-0000008.npz", b"x")
     write_listing(folder, "step-0000008*")
     assert Damage(STORE).fault_of(Path("train/model.json")) is None
-    assert f"note: the previews in {folder} are not as they were drawn: {listing} is damaged" in capsys.readouterr().err
+    assert (
+        f"the previews in {folder} have changed since they were drawn: {listing} is damaged" in capsys.readouterr().err
+    )

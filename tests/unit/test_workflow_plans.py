@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.configure import load_all, write_stages
+from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.workflow.plans import Plan, Plans, plan_file, read_plan
 from plans import a_plan, plans_of, write_plans
 
@@ -40,16 +40,16 @@ def test_a_job_finds_its_plan_by_what_it_is_about() -> None:
     latent = a_plan("latent", codec="vae", codec_experiment="vae")
     paired = a_plan("paired", dataset="faces-32", pairs="hashed")
     plans = plans_of(plain, latent, paired)
-    assert plans.of({"experiment": "plain"}) is plain
-    assert plans.of({"dataset": "dots-16"}).dataset == "dots-16"
-    assert plans.of({"dataset": "dots-16", "codec": "vae"}) is latent
-    assert plans.of({"dataset": "faces-32", "pairs": "hashed"}) is paired
+    assert plans.plan_for({"experiment": "plain"}) is plain
+    assert plans.plan_for({"dataset": "dots-16"}).dataset == "dots-16"
+    assert plans.plan_for({"dataset": "dots-16", "codec": "vae"}) is latent
+    assert plans.plan_for({"dataset": "faces-32", "pairs": "hashed"}) is paired
 
 
 def test_the_tokens_of_a_discrete_vae_are_made_with_its_own_weights() -> None:
     configs = {"crop": "crop.yaml", "tokens": "tokens.yaml", "train": "train.yaml"}
     plans = plans_of(a_plan("dvae", tokens="dvae-tokens", configs=configs))
-    of_tokens = plans.of({"dataset": "dots-16", "codec": "dvae-tokens"})
+    of_tokens = plans.plan_for({"dataset": "dots-16", "codec": "dvae-tokens"})
     assert of_tokens.codec_experiment == "dvae"
     assert of_tokens.configs == {"crop": "crop.yaml", "encode": "tokens.yaml"}
 

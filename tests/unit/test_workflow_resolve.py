@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_diffusion.core.files import write_text
+from image_diffusion.core.files.atomic import write_text
 from image_diffusion.workflow import resolve as module
 from image_diffusion.workflow.plans import STAGES
-from image_diffusion.workflow.resolve import resolve, resolved, wanted
+from image_diffusion.workflow.resolve import configure, requested, resolve, resolved
 from plans import a_plan, write_plans
 
 SCHEMA = Path(__file__).resolve().parents[2] / "workflow" / "schemas" / "config.schema.json"
@@ -27,14 +28,14 @@ class Place:
         self.root, self.done = folder / "workflow", list[str]()
         (folder / "mine").mkdir()
         monkeypatch.chdir(folder / "mine")
-        for stage in (*STAGES, "datasheet", "detect", "reference", "sweep", "ema"):
-            write_text(self.root / "src" / "image_diffusion" / f"{stage}.py", f"name = '{stage}'")
+        for stage in (*STAGES, "datasheet", "detect", "reference", "sweep", "ema", "track"):
+            write_text(self.root / "src" / "image_diffusion" / "stages" / f"{stage}.py", f"name = '{stage}'")
         (self.root / "workflow" / "schemas").mkdir(parents=True)
         shutil.copy(SCHEMA, self.root / "workflow" / "schemas")
         write_text(Path("config/experiments/one.yaml"), "a: 1")
         write_text(Path("config/experiments/unrelated.yaml"), "a: 1")
 
-        def configure(experiments: list[Path], results: Path, source: Path, ledgers: list[Path]) -> None:
+        def configure(experiments: list[Path], results: Path, source: Path, studies: list[Path]) -> None:
             self.done.append("configure")
             plan = a_plan("one", sweep={"guidance_scale": {"1": "results/one/config/sweep/guidance_scale-1.yaml"}})
             for path in (*plan.configs.values(), *plan.references.values(), *plan.sweep["guidance_scale"].values()):
@@ -101,7 +102,7 @@ def test_settings_that_no_experiment_reads_are_checked_alone(place: Place) -> No
 
 def test_code_that_has_changed_may_resolve_otherwise(place: Place) -> None:
     code = resolve(place.root, CONFIG)
-    (place.root / "src/image_diffusion/train.py").write_text("name = 'other'")
+    (place.root / "src/image_diffusion/stages/train.py").write_text("name = 'other'")
     assert place.does() == {"digest", "configure"}
     now = resolve(place.root, CONFIG)
     assert [stage for stage in code if code[stage] != now[stage]] == ["train"]
@@ -122,7 +123,7 @@ def test_a_damaged_cache_is_none(place: Place, text: str) -> None:
 
 def test_a_job_on_another_machine_takes_what_was_found(place: Place) -> None:
     code = resolve(place.root, CONFIG)
-    assert resolved(Path("results")) == (code, {"experiments": ["one"], "ledger": []})
+    assert resolved(Path("results")) == (code, {"experiments": ["one"], "study": []})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_an_edited_base_is_configured_again(place: Place) -> None:
 def test_experiments_are_those_that_the_command_names_or_else_the_setting(
     place: Place, arguments: list[str], listed: Any, found: Any
 ) -> None:
-    assert wanted({"experiments": listed}, arguments) == {"experiments": found, "ledger": []}
+    assert requested({"experiments": listed}, arguments) == {"experiments": found, "study": []}
 
 
 def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +173,12 @@ def test_what_configure_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError) as caught:
         module.configure([Path("config/experiments/x.yaml")], Path("results"), SCHEMA.parents[2] / "src")
     assert str(caught.value) == "config/experiments/x.yaml does not exist."
+
+
+def test_warnings_of_configure_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = subprocess.CompletedProcess([], 0, "", "warning: one\nnoise of a library\nwarning: two\n")
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: done)
+    configure([], tmp_path, tmp_path)
+    assert capsys.readouterr().err == "warning: one\nwarning: two\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from image_diffusion.workflow.settings import check_settings
+from image_diffusion.workflow.resolve import check_settings
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path, changes: dict[str, Any]) -> None:
-    check_settings(GOOD | changes, SCHEMA, folder / "config.yaml", folder / "experiments", folder / "ledgers")
+    check_settings(GOOD | changes, SCHEMA, folder / "config.yaml", folder / "experiments", folder / "studies")
 
 
 def test_good_settings_are_taken(folder: Path) -> None:
@@ -56,5 +56,5 @@ def test_a_mistake_is_one_line(folder: Path, changes: dict[str, Any], message: s
 
 def test_a_key_that_stands_twice_is_told(folder: Path) -> None:
     (folder / "config.yaml").write_text("experiments: [mine]\nresults: a\nresults: b\n")
-    with pytest.raises(ValueError, match="line 3, column 1: the key results stands here and in line 2; keep one of"):
+    with pytest.raises(ValueError, match="line 3, column 1: the key results occurs here and in line 2; keep one of"):
         check(folder, {})

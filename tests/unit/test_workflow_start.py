@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from image_diffusion.core.files import read_json, write_json, write_text
-from image_diffusion.workflow.code import note_code
+from image_diffusion.core.files.atomic import read_json, write_json, write_text
+from image_diffusion.workflow.code_digest import note_code
 from image_diffusion.workflow.environment import search_path, with_package
-from image_diffusion.workflow.following import LOG, Following
-from image_diffusion.workflow.sources import look_at_sources
+from image_diffusion.workflow.jobs.live_tracking import LOG, Following
+from image_diffusion.workflow.parts import look_at_sources
 from image_diffusion.workflow.start import start
 from plans import a_plan, plans_of, write_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"experiments": ["one"], "results": "results", "tracking": {"uri": "sqlite:///mlflow.db", "project": "x"}}
-CODE = dict.fromkeys(("crop", "encode", "embed", "train"), "new")
+CODE = dict.fromkeys(("crop", "encode", "embed", "train", "pages"), "new")
 
 
 @pytest.fixture
@@ -32,7 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    modules = [f"image_diffusion.workflow.{path.stem}" for path in (ROOT / "src/image_diffusion/workflow").glob("*.py")]
+    source = ROOT / "src"
+    paths = (source / "image_diffusion/workflow").rglob("*.py")
+    modules = [".".join(path.relative_to(source).with_suffix("").parts) for path in paths]
     code = (
         f"import importlib, sys; [importlib.import_module(name) for name in {modules}];"
         "print({'torch', 'numpy', 'PIL', 'mlflow', 'jsonschema'} & sys.modules.keys())"
@@ -103,10 +105,15 @@ def test_a_job_on_another_machine_reads_plans_and_looks_at_nothing(
 ) -> None:
     monkeypatch.setenv("PATH", "/bin")
     write_plans(Path("results"), a_plan())
-    write_json(Path("results/.resolved.json"), {"code": {"train": "x"}, "experiments": ["one"], "ledgers": []})
+    write_json(
+        Path("results/.resolved.json"), {"code": {"train": "x", "pages": "y"}, "experiments": ["one"], "studies": []}
+    )
     known = start(ROOT, CONFIG, queued=True, remote=True)
-    assert (known.results, dict(known.code), list(known.plans.by_name)) == ("results", {"train": "x"}, ["one"])
-    assert known.machine.attempts(2) == 0
+    assert (known.results, dict(known.code), list(known.plans.by_name)) == (
+        "results",
+        {"train": "x", "pages": "y"},
+        ["one"],
+    )
     assert len(known.pages) == 64
     assert not Path("results/datasets").exists()
     assert os.environ["PATH"].endswith(":/bin")
@@ -137,7 +144,7 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
 ) -> None:
     stand_in = "import sys; print(sys.argv[1:], flush=True); sys.stdin.read()"
     write_text(folder / "src/image_diffusion/__init__.py", "")
-    write_text(folder / "src/image_diffusion/follow.py", stand_in)
+    write_text(folder / "src/image_diffusion/__main__.py", stand_in)
     quiet = Following({"every_s": None, "uri": "u", "project": "p"}, folder / "src", "results", ["one"])
     quiet.start()
     quiet.end()
@@ -152,10 +159,10 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     assert second.process is None and process.poll() is None
     following.end()
     assert process.poll() is not None
-    asked = ["--results", "results", "--every", "5", "--project", "p", "--experiments", "one"]
+    asked = ["follow", "--results", "results", "--every", "5", "--project", "p", "--experiments", "one"]
     assert str(asked) in LOG.read_text()
     assert capsys.readouterr().err == ""
     following.start()
-    write_text(folder / "src/image_diffusion/follow.py", "raise SystemExit(1)")
+    write_text(folder / "src/image_diffusion/__main__.py", "raise SystemExit(1)")
     following.end()
     assert capsys.readouterr().err.startswith("warning: MLflow did not take everything yet, as logs/follow.log says")

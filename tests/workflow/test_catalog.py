@@ -13,7 +13,7 @@ import pytest
 import yaml
 from projects import ROOT, Project
 
-from image_diffusion.experiment import parse_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 
 
 def test_every_rule_says_what_it_makes() -> None:

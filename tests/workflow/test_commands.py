@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from projects import ROOT, Project, warm_python
 
 from image_diffusion.core.types import DataSpec
@@ -52,7 +53,7 @@ OF_OTHERS = {
 ELSEWHERE = {
     "snakemake --cores all gallery.html": ("tests/workflow/test_workflow_elsewhere.py", "gallery.html"),
     "snakemake --cores all diffusion_all": ("tests/workflow/test_workflow_elsewhere.py", "diffusion_all"),
-    "snakemake --cores all --config ledger=digits": ("tests/workflow/test_workflow_ledger.py", '"ledger=digits"'),
+    "snakemake --cores all --config study=digits": ("tests/workflow/test_workflow_study.py", '"study=digits"'),
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),
 }
@@ -66,7 +67,7 @@ PLANNED = {
 """Commands of which a dry run is enough, and why."""
 
 REFUSED = {
-    "python -m image_diffusion.export --read prior_aes_finetune.pth --output results/laion/train": (
+    "python -m image_diffusion export --read prior_aes_finetune.pth --output results/laion/train": (
         "error: prior_aes_finetune.pth does not exist"
     )
 }
@@ -143,6 +144,11 @@ def project(made: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
     published = yaml.safe_load((ROOT / "config/published/dit_xl2_imagenet256.yaml").read_text())
     published["codec"] = str(folder / "vae")
     published["sample"] |= {"num_samples": 2, "sampler": {"type": "ddpm", "num_steps": 2}}
+    (folder / "holes").mkdir()
+    Image.new("RGB", (20, 16), "teal").save(folder / "holes/a.png")
+    mask = Image.new("L", (20, 16))
+    mask.paste(255, (0, 0, 10, 16))
+    mask.save(folder / "mask.png")
     path = folder / "config/published/dit_xl2_imagenet256.yaml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(published))

@@ -22,12 +22,11 @@ import pytest
 from browser import CHROMIUM, Browser
 from PIL import Image
 
-from image_diffusion.core.files import read_json, write_json
-from image_diffusion.core.journal import Journal
-from image_diffusion.data.records import content_digest
-from image_diffusion.tracking import views
+from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.journal.writer import Journal
+from image_diffusion.data.shards.records import content_digest
+from image_diffusion.tracking import run_table
 from image_diffusion.tracking.plan import Request
-from image_diffusion.tracking.tracker import Tracker
 from tiny_models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +74,8 @@ def make_experiment(results: Path, name: str, decay: float) -> Path:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The user interface as `make ui` starts it, showing two experiments."""
+    from image_diffusion.tracking.tracker import Tracker
+
     folder = tmp_path_factory.mktemp("ui")
     data = folder / "results/datasets/shapes-64"
     write_json(data / "crops/manifest.json", MANIFEST)
@@ -123,12 +124,12 @@ def api(address: str, path: str, **body: Any) -> dict[str, Any]:
 
 def test_runs_table(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1?workflowType=machine_learning")
-    browser.wait_for("shapes", "small", "large", "image_diffusion.train")
+    browser.wait_for("shapes", "small", "large", "image_diffusion.stages.train")
     browser.screenshot(shots / "1-runs.png")
 
 
 def test_the_view_that_is_shipped_has_a_column_for_the_headline(address: str, browser: Browser, shots: Path) -> None:
-    browser.open(f"{address}/#/experiments/1/runs{views.LINK}")
+    browser.open(f"{address}/#/experiments/1/runs{run_table.LINK}")
     browser.wait_for("shapes", "small", "large", "evaluate/fid", "train.steps", "250", "500")
     browser.screenshot(shots / "1-view.png")
 
@@ -164,7 +165,7 @@ def test_the_best_run_its_samples_by_step_and_its_data_are_three_clicks_away(
     address: str, browser: Browser, shots: Path
 ) -> None:
     """From the link that `make ui` prints: the smaller distance in the table is that of `large`."""
-    browser.open(f"{address}/#/experiments/1/runs{views.LINK}")
+    browser.open(f"{address}/#/experiments/1/runs{run_table.LINK}")
     seen = browser.wait_for("small", "large", "evaluate/fid", "250", "500", "shapes-64")
     assert seen.index("evaluate/fid") < seen.index("250"), "a column that says which is better"
     browser.click("large")
@@ -181,7 +182,7 @@ def test_the_best_run_its_samples_by_step_and_its_data_are_three_clicks_away(
 
 def test_models_and_the_best_one(address: str, browser: Browser, shots: Path) -> None:
     browser.open(f"{address}/#/experiments/1/models?workflowType=machine_learning")
-    browser.wait_for("small", "large", "fid", "250", "500", "shapes.shapes-64.fid", "image_diffusion.train")
+    browser.wait_for("small", "large", "fid", "250", "500", "shapes.shapes-64.fid", "image_diffusion.stages.train")
     browser.screenshot(shots / "7-models.png")
     browser.open(f"{address}/#/models/shapes.shapes-64.fid?workflowType=machine_learning")
     browser.wait_for("Version 1", "Version 2", "best")

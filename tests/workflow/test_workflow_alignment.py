@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from projects import Project
 
-from image_diffusion.core.weights import read_weights
-from image_diffusion.data.shards import open_shards
+from image_diffusion.core.files.weights import read_weights
+from image_diffusion.data.shards.reader import open_shards
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from projects import ROOT, Project, make_project
 
-from image_diffusion.data.shards import open_shards
+from image_diffusion.data.shards.reader import open_shards
 
 pytestmark = pytest.mark.slow
 

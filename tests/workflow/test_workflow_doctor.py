@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from projects import Project
 
-from image_diffusion.doctor import duration
+from image_diffusion.core.devices import REQUESTED
+from image_diffusion.stages.doctor import duration
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +22,10 @@ def test_what_does_not_fit_is_refused_and_what_fits_is_told(fresh: Project, monk
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # PyTorch here has neither
     fresh.edit(lambda experiment: experiment["resources"].update(memory_mb=8000, gpus_per_node=1))
+    if not torch.cuda.is_available():
+        without = fresh.snakemake("results/micro/doctor.json")
+        assert without.returncode != 0 and "1 GPU requested (resources.gpus_per_node)" in without.stdout
+    monkeypatch.setenv(REQUESTED, "")  # the CPU stands in
     told = fresh.run("results/micro/doctor.json")
     forecast = json.loads((fresh / "results" / "micro" / "doctor.json").read_text())
     assert "images/s" in told and f"{forecast['parameters']:,} parameters" in told

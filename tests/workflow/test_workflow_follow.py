@@ -57,7 +57,7 @@ def followers(project: Project) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             mine = (process / "cwd").resolve() == project.folder.resolve()
-            if mine and b"image_diffusion.follow" in (process / "cmdline").read_bytes():
+            if mine and b"image_diffusion\0follow" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
         except OSError:  # it has ended
             continue
@@ -160,9 +160,9 @@ def test_a_password_is_in_no_command_line_and_in_no_file(finished: Project) -> N
                 time.sleep(0.05)
         server.shutdown()
     told = (finished / "told.txt").read_text()
-    assert running.returncode == 1 and "did not take the history" in told
+    assert running.returncode == 1 and "could not store the history" in told
     assert "Basic " + b64encode(b"me:s3cr3t").decode() in Refuses.asked
-    assert any(b"image_diffusion.track" in line for line in seen)
+    assert any(b"image_diffusion\0track" in line for line in seen)
     assert "s3cr3t" not in told and not any(b"s3cr3t" in line for line in seen)
     files = [path for path in finished.folder.rglob("*") if path.is_file() and path != settings]
     assert [path for path in files if b"s3cr3t" in path.read_bytes()] == []

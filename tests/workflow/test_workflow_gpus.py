@@ -11,6 +11,10 @@ import pytest
 from projects import Project
 from test_workflow_latents import write_project
 
+from image_diffusion.core.devices import REQUESTED
+
+pytestmark = pytest.mark.slow
+
 SAMPLES = "results/micro/samples"
 EIGHT = ",".join(map(str, range(8)))
 
@@ -18,7 +22,7 @@ STAND_IN = """
 import os, sys, time
 from pathlib import Path
 
-if sys.orig_argv[1:3] == ["-m", "image_diffusion.sample"]:
+if sys.orig_argv[1:4] == ["-m", "image_diffusion", "sample"]:
     begun = Path("begun", os.environ["CUDA_VISIBLE_DEVICES"])
     begun.parent.mkdir(exist_ok=True)
     begun.touch(exist_ok=False)
@@ -38,6 +42,7 @@ def shared(finished: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """A project in which everything has been made, one job after the other; from now on it asks for a GPU."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(REQUESTED, "")  # the CPU stands in
     finished.edit(lambda experiment: experiment["resources"].update(gpus_per_node=1))
     return finished
 
@@ -89,6 +94,7 @@ def test_latents_that_several_gpus_encode_are_those_of_one_and_are_not_made_agai
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(REQUESTED, "")
     project, latents = write_project(tmp_path / "project", "fastdit"), "results/datasets/given-16/vae"
     project.edit(lambda experiment: experiment["resources"].update(gpus_per_node=1))
     manifest = f"{latents}/manifest.json"

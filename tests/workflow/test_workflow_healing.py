@@ -10,7 +10,10 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from projects import Project
+
+pytestmark = pytest.mark.slow
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 AFTER_TRAIN = {"train", *AFTER_SAMPLE}
@@ -94,6 +97,7 @@ def test_each_damage_is_seen(finished: Project) -> None:
     assert finished.planned() == set()
 
 
+@pytest.mark.smoke
 def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Project) -> None:
     cut(finished / "results/datasets/dots-16/.source-cache.json")
     for name, damage, _ in DAMAGES.values():
@@ -114,7 +118,16 @@ def test_everything_damaged_at_once_ends_as_it_was(finished: Project, made: Proj
 def results(project: Project) -> dict[str, bytes]:
     """What the workflow promises to be the same: everything but what holds times, paths or runs of MLflow."""
     root = project / "results"
-    told = {"journal", "tracked.json", ".verified.json", "source.json", ".source-cache.json", "owner.json", ".owner"}
-    told |= {"summary.html", "index.html"}
+    told = {
+        "journal",
+        ".journal",
+        "tracked.json",
+        ".verified.json",
+        "source.json",
+        ".source-cache.json",
+        "owner.json",
+        ".owner",
+    }
+    told |= {"summary.html", "index.html", ".journal"}
     files = (path for path in root.rglob("*") if path.is_file() and not told & {*path.relative_to(root).parts})
     return {str(path.relative_to(root)): path.read_bytes() for path in files}

@@ -15,8 +15,10 @@ import pytest
 import yaml
 from projects import Project, make_project
 
-from image_diffusion.core.files import read_json, write_json
-from image_diffusion.core.halfway import halfway_of
+from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.files.partial_results import partial_folder
+
+pytestmark = pytest.mark.slow
 
 RESULTS = ["results/micro/train/weights.safetensors", "results/micro/samples/samples.npz", "results/micro/metrics.json"]
 
@@ -39,7 +41,13 @@ def wait_for(path: Path, running: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("instant", ["results/datasets/dots-16/crops/shard-00000.tar", "results/micro/train/state"])
+@pytest.mark.parametrize(
+    "instant",
+    [
+        "results/datasets/dots-16/crops/shard-00000.tar",
+        pytest.param("results/micro/train/state", marks=pytest.mark.smoke),
+    ],
+)
 def test_the_same_command_goes_on(fresh: Project, made: Project, instant: str) -> None:
     with started(fresh) as running:
         wait_for(fresh / instant, running)
@@ -104,7 +112,7 @@ def test_a_stage_that_fails_in_the_middle_goes_on_there(
     )
     finished.run("results/micro/metrics.json")
     path = finished / "results/micro" / output
-    undisturbed, halfway = path.read_bytes(), halfway_of(path)
+    undisturbed, halfway = path.read_bytes(), partial_folder(path)
     path.unlink()
     with started(finished, f"results/micro/{output}") as running:
         while len(list(halfway.glob("*/*.npz"))) < files:
@@ -120,7 +128,7 @@ def test_a_stage_that_fails_in_the_middle_goes_on_there(
     finished.run(f"results/micro/{output}")
     assert path.read_bytes() == undisturbed and not halfway.exists()
     logged = "".join(log.read_text() for log in (finished / "logs/micro").glob("*.log"))
-    assert re.search(rf"{path.name}: {there} of \d+ batches of work were there from an earlier start", logged)
+    assert re.search(rf"{path.name}: {there} of \d+ batches are reused from an earlier run", logged)
 
 
 def test_a_second_snakemake_is_told_to_wait(fresh: Project) -> None:

@@ -11,6 +11,8 @@ import pytest
 from projects import Project
 from test_workflow_kills import processes_in, started
 
+pytestmark = pytest.mark.slow
+
 CROPS = "results/datasets/dots-16/crops"
 
 

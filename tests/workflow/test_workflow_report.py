@@ -15,14 +15,18 @@ import pytest
 from browser import CHROMIUM, Browser
 from projects import ROOT, Project
 
+pytestmark = pytest.mark.slow
+
 PAGE = "results/micro/report/index.html"
 
 
+@pytest.mark.smoke
 def test_the_page_needs_no_other_file(made: Project) -> None:
     page = re.sub("<script>.*?</script>", "", (made / PAGE).read_text(), flags=re.DOTALL)
     assert set(re.findall(r'(?:src|href)="([a-z]+)', page)) == {"data"}
 
 
+@pytest.mark.smoke
 def test_the_page_shows_what_was_found(made: Project) -> None:
     page = (made / PAGE).read_text()
     shown = ["<h1>micro</h1>", "Samples", "inpipe_fd", "train/loss", "num_samples", "global_batch"]

@@ -6,13 +6,17 @@ import os
 import shutil
 
 import numpy as np
+import pytest
 from projects import Project
 
-from image_diffusion.core.files import read_json, write_json
+from image_diffusion.core.files.atomic import read_json, write_json
+
+pytestmark = pytest.mark.slow
 
 AFTER_SAMPLE = {"sample", "evaluate", "track", "report", "summary"}
 
 
+@pytest.mark.smoke
 def test_a_second_run_has_nothing_to_do(finished: Project) -> None:
     assert "Nothing to be done" in finished.run()
 
@@ -29,6 +33,7 @@ def test_touching_the_source_makes_nothing_again(finished: Project) -> None:
     assert finished.planned() == set()
 
 
+@pytest.mark.smoke
 def test_editing_sample_makes_sample_and_what_follows_again(finished: Project) -> None:
     finished.edit(lambda experiment: experiment["sample"].update(num_samples=8))
     assert finished.planned() == AFTER_SAMPLE

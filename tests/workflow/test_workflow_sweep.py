@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from projects import Project, make_project
 
-from image_diffusion.core.history import read_journal
+from image_diffusion.core.journal.reader import read_journal
 
 pytestmark = pytest.mark.slow
 

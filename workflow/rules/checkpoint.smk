@@ -5,7 +5,7 @@
 # Snakemake that runs it notices.
 
 
-rule checkpoint_weights:
+use rule sweep_weights as checkpoint_weights with:
     "Weights of a checkpoint of a training, which may go on meanwhile."
     input:
         config=files.config("train"),
@@ -14,23 +14,13 @@ rule checkpoint_weights:
         model=f"{results}/{{experiment}}/checkpoints/{{step}}/model.json",
     log:
         "logs/{experiment}/checkpoints/weights-{step}.log",
-    conda:
-        "../../envs/image-diffusion.yaml"
-    resources:
-        cpus_per_task=1,
-        mem_mb=machine.memory_mb,
-        runtime=30,
     params:
-        code=code["ema"],
-        state=f"{results}/{{experiment}}/train/state",
-        which=files.checkpoint_option,
+        which=lambda wildcards: [] if wildcards.step == "latest" else ["--step", wildcards.step],
         newest=files.newest_checkpoint,
-    shell:
-        "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} --trained-by {input.config:q}"
-        " {params.which:q} --output {output.weights:q}"
+        training=files.options("trained_by")["trained_by"],
 
 
-rule checkpoint_sample:
+use rule sample as checkpoint_sample with:
     "Images of that checkpoint: results/EXPERIMENT/checkpoints/latest/grid.png."
     input:
         config=files.config("sample"),
@@ -44,21 +34,12 @@ rule checkpoint_sample:
         steps=f"{results}/{{experiment}}/checkpoints/{{step}}/steps.png",
     log:
         "logs/{experiment}/checkpoints/sample-{step}.log",
-    conda:
-        "../../envs/image-diffusion.yaml"
-    threads: machine.threads
+    benchmark:
+        "benchmarks/{experiment}/checkpoints/sample-{step}.tsv"
     resources:
-        gres=machine.one_gpu,
-        devices=machine.one_device,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
+        **machine.one_process(),
     params:
-        devices=machine.devices_option,
-        code=code["sample"],
-        codec=files.codec_option,
-        small_images=files.small_images_option,
-        embeddings=files.embeddings_option,
-    shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
-        " {params.codec:q} {params.small_images:q} {params.embeddings:q} --shown --output {output.samples:q}"
+        trained_by=[],
+        parts=[],
+        part=["--shown"],
+        journal=[],

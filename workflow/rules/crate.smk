@@ -1,12 +1,9 @@
-# An experiment as an RO-Crate, on request: snakemake results/EXPERIMENT/ro-crate-metadata.json
-
-
 rule crate:
     "An experiment as a Workflow Run RO-Crate: results/EXPERIMENT/ro-crate-metadata.json."
     input:
-        results=files.made,
+        results=files.outputs,
         report=f"{results}/{{experiment}}/report/index.html",
-        given=files.given,
+        given=files.configurations,
     output:
         metadata=f"{results}/{{experiment}}/ro-crate-metadata.json",
         copies=directory(f"{results}/{{experiment}}/crate"),
@@ -19,5 +16,5 @@ rule crate:
         experiment=subpath(output.metadata, parent=True),
         snakefile=root / "workflow" / "Snakefile",
     shell:
-        "exec logged {log:q} python -m image_diffusion.crate --experiment {params.experiment:q}"
+        "exec logged {log:q} python -m image_diffusion crate --experiment {params.experiment:q}"
         " --snakefile {params.snakefile:q} --inputs {input.given:q}"

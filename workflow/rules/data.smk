@@ -1,31 +1,4 @@
-# images -> crops -> latents. Shards lie beside their manifest, undeclared: those that are up to date are not made again.
-
-
-# A very large data set is cropped by several jobs, a part each; `crop` then finds every shard in place.
-rule crop_part:
-    "Square images of a part of a data set: a very large one is cropped by several jobs."
-    input:
-        config=files.config("crop"),
-        source=f"{results}/datasets/{{dataset}}/source.json",
-    output:
-        note=f"{results}/datasets/{{dataset}}/crops/part-{{part}}-of-{{parts}}.json",
-    log:
-        "logs/datasets/{dataset}/crop/part-{part}-of-{parts}.log",
-    benchmark:
-        "benchmarks/datasets/{dataset}/crop/part-{part}-of-{parts}.tsv"
-    retries: machine.attempts(2)
-    conda:
-        "../../envs/image-diffusion.yaml"
-    threads: 4
-    resources:
-        cpus_per_task=4,
-        mem_mb=files.crop_memory_mb,
-        runtime=files.crop_runtime_min,
-    shell:
-        "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q}"
-        " --part {wildcards.part}/{wildcards.parts} --output {output.note:q}"
-        # Slurm knows what it gave; Snakemake caps its threads at the cores of the machine it was started on.
-        " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
+# images -> crops -> latents. Shards lie beside their manifest, undeclared: those that are up to date are kept.
 
 
 rule crop:
@@ -33,30 +6,38 @@ rule crop:
     input:
         config=files.config("crop"),
         source=f"{results}/datasets/{{dataset}}/source.json",
-        parts=files.cropped_parts,
+        parts=parts.cropped_parts,
     output:
         manifest=f"{results}/datasets/{{dataset}}/crops/manifest.json",
     log:
         "logs/datasets/{dataset}/crop.log",
     benchmark:
         "benchmarks/datasets/{dataset}/crop.tsv"
-    retries: machine.attempts(2)
     group:
         machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: 4
     resources:
-        cpus_per_task=4,
-        mem_mb=files.crop_memory_mb,
-        runtime=files.crop_runtime_min,
+        **parts.crop_resources(),
     params:
-        journal=f"{results}/datasets/{{dataset}}/journal",
-        parts=files.cropped_option,
+        written=lambda wildcards, output: output[0],
+        whole=parts.crop_whole_option,
+        part=parts.part_option,
     shell:
-        "exec logged {log:q} python -m image_diffusion.crop --config {input.config:q} --source {input.source:q}"
-        " {params.parts:q} --output {output.manifest:q} --journal {params.journal:q}"
-        " --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
+        "exec logged {log:q} python -m image_diffusion crop --config {input.config:q} {params.whole:q} {params.part:q}"
+        # Slurm knows what it gave; Snakemake caps its threads at the cores of the machine it was started on.
+        " --output {params.written:q} --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
+
+
+use rule crop as crop_part with:
+    "Square images of a part of a data set; `crop` then finds every shard in place."
+    output:
+        note=f"{results}/datasets/{{dataset}}/crops/part-{{part}}-of-{{parts}}.json",
+    log:
+        "logs/datasets/{dataset}/crop/part-{part}-of-{parts}.log",
+    benchmark:
+        "benchmarks/datasets/{dataset}/crop/part-{part}-of-{parts}.tsv"
 
 
 rule datasheet:
@@ -66,11 +47,8 @@ rule datasheet:
         data=f"{results}/datasets/{{dataset}}/crops/manifest.json",
     output:
         sheet=f"{results}/datasets/{{dataset}}/datasheet/datasheet.json",
-        page=report(
-            f"{results}/datasets/{{dataset}}/datasheet/index.html",
-            category="Data",
-            labels={"data set": "{dataset}"},
-            caption="../report/datasheet.rst",
+        page=shown(
+            f"{results}/datasets/{{dataset}}/datasheet/index.html", "datasheet", "Data", **{"data set": "{dataset}"}
         ),
     log:
         "logs/datasets/{dataset}/datasheet.log",
@@ -82,83 +60,53 @@ rule datasheet:
         "../../envs/image-diffusion.yaml"
     threads: 4
     resources:
-        cpus_per_task=4,
-        mem_mb=8000,
-        runtime=files.crop_runtime_min,
+        **parts.crop_resources(mem_mb=8000),
     params:
         code=code["datasheet"],
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.datasheet --config {input.config:q} --data {input.data:q}"
+        "exec logged {log:q} python -m image_diffusion datasheet --config {input.config:q} --data {input.data:q}"
         " --output {output.sheet:q} --journal {params.journal:q} --processes ${{SLURM_CPUS_PER_TASK:-{threads}}}"
-
-
-# A large data set is encoded by several jobs, a part each; `encode` then finds every shard in place.
-rule encode_part:
-    "Latents of a part of the crops: a large data set is encoded by several jobs."
-    input:
-        config=files.config("encode"),
-        before=files.configs_before("encode"),
-        data=files.to_encode,
-        codec=files.codec_weights,
-    output:
-        mark=temp(f"{results}/datasets/{{dataset}}/{{codec}}/part-{{part}}-of-{{parts}}.done"),
-    log:
-        "logs/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.log",
-    benchmark:
-        "benchmarks/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.tsv"
-    retries: machine.attempts(2)
-    group:
-        machine.shared_job
-    conda:
-        "../../envs/image-diffusion.yaml"
-    threads: machine.threads
-    resources:
-        gres=machine.one_gpu,
-        devices=machine.one_device,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
-    params:
-        devices=machine.devices_option,
-        codec=files.codec_option,
-        published=files.codec_stamps,
-    shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
-        " {params.codec:q} --part {wildcards.part}/{wildcards.parts} --output {output.mark:q}"
 
 
 rule encode:
     "Latents of the crops, as the codec of the experiment makes them, in shards."
     input:
+        **files.inputs("codec"),
         config=files.config("encode"),
         before=files.configs_before("encode"),
         data=files.to_encode,
-        codec=files.codec_weights,
-        parts=files.encoded_parts,
+        parts=parts.encoded_parts,
     output:
         manifest=f"{results}/datasets/{{dataset}}/{{codec}}/manifest.json",
     log:
         "logs/datasets/{dataset}/encode-{codec}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/encode-{codec}.tsv"
-    retries: machine.attempts(2)
     group:
         machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        gres=machine.one_gpu_to_begin,
-        devices=machine.one_device_to_begin,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
+        **machine.joining(),
     params:
+        **files.options("codec"),
+        written=lambda wildcards, output: output[0],
         devices=machine.devices_option,
-        codec=files.codec_option,
-        published=files.codec_stamps,
-        journal=f"{results}/datasets/{{dataset}}/journal",
+        published=files.stamps("codec_files"),
+        part=parts.part_option,
+        journal=parts.journal_option,
     shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.encode --config {input.config:q} --data {input.data:q}"
-        " {params.codec:q} --output {output.manifest:q} --journal {params.journal:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion encode --config {input.config:q}"
+        " --data {input.data:q} {params.codec:q} {params.part:q} --output {params.written:q} {params.journal:q}"
+
+
+use rule encode as encode_part with:
+    "Latents of a part of the crops; `encode` then finds every shard in place."
+    output:
+        mark=temp(f"{results}/datasets/{{dataset}}/{{codec}}/part-{{part}}-of-{{parts}}.done"),
+    log:
+        "logs/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.log",
+    benchmark:
+        "benchmarks/datasets/{dataset}/encode-{codec}/part-{part}-of-{parts}.tsv"

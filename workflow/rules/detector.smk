@@ -13,22 +13,18 @@ rule detect:
         "logs/datasets/{dataset}/detect.log",
     benchmark:
         "benchmarks/datasets/{dataset}/detect.tsv"
-    retries: machine.attempts(2)
     group:
         machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        gres=machine.one_gpu,
-        devices=machine.one_device,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=60,
+        **machine.one_process(runtime=60),
     params:
         devices=machine.devices_option,
         code=code["detect"],
         data=subpath(input.data, parent=True),
         output=subpath(output.description, parent=True),
     shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.detect --data {params.data:q} --output {params.output:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion detect --data {params.data:q}"
+        " --output {params.output:q}"

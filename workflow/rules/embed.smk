@@ -4,32 +4,27 @@
 rule embed:
     "Pairs of image and text embeddings: what a prior learns from."
     input:
+        **files.inputs("pair_detector"),
         config=files.config("embed"),
         before=files.configs_before("embed"),
         data=files.pair_sources,
-        detector=files.pair_detector,
     output:
         manifest=f"{results}/datasets/{{dataset}}/{{pairs}}/manifest.json",
     log:
         "logs/datasets/{dataset}/embed-{pairs}.log",
     benchmark:
         "benchmarks/datasets/{dataset}/embed-{pairs}.tsv"
-    retries: machine.attempts(2)
     group:
         machine.shared_job
     conda:
         "../../envs/image-diffusion.yaml"
     threads: machine.threads
     resources:
-        gres=machine.one_gpu,
-        devices=machine.one_device,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
+        **machine.one_process(),
     params:
         devices=machine.devices_option,
         options=files.pair_options,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.embed --config {input.config:q} {params.options:q}"
-        " --output {output.manifest:q} --journal {params.journal:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion embed --config {input.config:q}"
+        " {params.options:q} --output {output.manifest:q} --journal {params.journal:q}"

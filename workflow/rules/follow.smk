@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 from image_diffusion.workflow.environment import package_beside
-from image_diffusion.workflow.following import Following
-from image_diffusion.workflow.ledgers import show_what_there_is
-from image_diffusion.workflow.outcome import outcome, remove_left_parts
-from image_diffusion.workflow.ownership import hold
-from image_diffusion.workflow.queue import orphans, settle, tell_of_unseen_jobs
-from image_diffusion.workflow.request import request
+from image_diffusion.workflow.jobs.live_tracking import Following
+from image_diffusion.workflow.parts import remove_left_parts
+from image_diffusion.workflow.studies import write_partial_pages
+from image_diffusion.workflow.integrity.locks import hold
+from image_diffusion.workflow.jobs.slurm_queue import orphans, settle, tell_of_unseen_jobs
+from image_diffusion.workflow.tables import outcome, request
+from image_diffusion.workflow.jobs.slurm_queue import report_failed_jobs
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
 held = []
@@ -24,15 +25,15 @@ onstart:
     if owner.is_ours and (left := orphans(Path())):
         settle(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
     sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}
-    if machine.queued and (asked := request(sent)):
-        print(asked, file=sys.stderr)
+    if machine.queued and (table := request(sent)):
+        print(table, file=sys.stderr)
     following.start()
 
 
 onsuccess:
     following.end()
-    asked = workflow.dag_settings
-    if not (set(asked.targets) - plans.by_name.keys() or asked.until or asked.omit_from):
+    settings = workflow.dag_settings
+    if not (set(settings.targets) - plans.by_name.keys() or settings.until or settings.omit_from):
         remove_left_parts(plans, Path(results))
     print(outcome(plans, Path(results)), file=sys.stderr)
 
@@ -40,5 +41,6 @@ onsuccess:
 # Snakemake knows one block of each kind.
 onerror:
     following.end()
-    show_what_there_is(results, plans.ledgers, root / "workflow" / "scripts" / "ledger.py", package_beside(root))
+    write_partial_pages(results, plans.studies, root / "workflow" / "scripts" / "study.py", package_beside(root))
+    report_failed_jobs(log, machine.since)
     tell_of_unseen_jobs(log)

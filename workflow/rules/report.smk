@@ -1,17 +1,11 @@
-# everything that was found -> one page
-
-
 rule report:
     "Everything that was found about an experiment, on one page."
     input:
-        results=files.made,
-        datasheet=files.datasheet,
+        **files.inputs("datasheet"),
+        results=files.outputs,
     output:
-        page=report(
-            f"{results}/{{experiment}}/report/index.html",
-            category="Experiments",
-            labels={"experiment": "{experiment}"},
-            caption="../report/experiment.rst",
+        page=shown(
+            f"{results}/{{experiment}}/report/index.html", "experiment", "Experiments", experiment="{experiment}"
         ),
     log:
         "logs/{experiment}/report.log",
@@ -19,32 +13,27 @@ rule report:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        pages=known.pages,
+        pages=context.pages,
         experiment=subpath(output.page, ancestor=2),
-        data=files.data_folder,
+        data=lambda wildcards: Path(files.training_data(wildcards)).parent,
     shell:
-        "exec logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q} --benchmarks benchmarks"
-        " --output {output.page:q}"
+        "exec logged {log:q} report.py --experiment {params.experiment:q} --data {params.data:q}"
+        " --benchmarks benchmarks --output {output.page:q}"
 
 
 rule summary:
     "A line for each experiment, on a page and in the terminal."
     input:
-        results=files.made,
+        results=files.outputs,
     output:
-        page=report(
-            f"{results}/summary.html",
-            category="Summary",
-            labels={"page": "all experiments"},
-            caption="../report/summary.rst",
-        ),
+        page=shown(f"{results}/summary.html", "summary", "Summary", page="all experiments"),
     log:
         "logs/summary.log",
     localrule: True
     conda:
         "../../envs/image-diffusion.yaml"
     params:
-        pages=known.pages,
+        pages=context.pages,
         results=subpath(output.page, parent=True),
         experiments=list(plans.by_name),
     shell:

@@ -10,15 +10,17 @@ if not (source / "image_diffusion").is_dir():
 sys.path.insert(0, str(source))
 
 
-include: "owner.smk"
-
-
-from image_diffusion.workflow.attempts import send_again_if_it_helps
-from image_diffusion.workflow.incomplete import count_no_parts
+from image_diffusion.workflow.integrity.damage import Damage
+from image_diffusion.workflow.integrity.locks import take_over
+from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
 from image_diffusion.workflow.start import start
 
+# One Snakemake at a time in a folder. A workflow that uses this one as a module keeps its own ways.
+if workflow.modifier.is_main_snakefile() and not workflow.remote_exec:
+    owner = take_over(Path())
+    count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
 limit = workflow.global_resources.get("devices")
-known = start(
+context = start(
     root,
     config,
     queued=workflow.resource_settings.nodes is not None,
@@ -28,21 +30,21 @@ known = start(
     cores=workflow.global_resources["_cores"].value or 1,
     limit=limit.value if limit else None,
 )
-results, plans, files, machine, code = known.results, known.plans, known.files, known.machine, known.code
-count_no_parts()
+results, plans, machine, code = context.results, context.plans, context.machine, context.code
+files, parts = context.files, context.parts
+ignore_parts_in_records()
 if machine.devices:
     workflow.register_resource("devices", machine.at_once)
-if machine.queued and not machine.remote and workflow.modifier.is_main_snakefile():
-    send_again_if_it_helps(machine)
+
+
+def shown(path, caption, category, **labels):
+    """Have a result appear in Snakemake's report. caption: a file of workflow/report. Pictures are an experiment's."""
+    labels = {"experiment": "{experiment}"} | labels if "picture" in labels else labels
+    return report(path, caption=f"../report/{caption}.rst", category=category, labels=labels)
 
 
 wildcard_constraints:
-    experiment=plans.pattern("experiment"),
-    dataset=plans.pattern("dataset"),
-    codec=plans.pattern("codec"),
-    pairs=plans.pattern("pairs"),
-    judge=plans.pattern("judge"),
-    ledger=plans.pattern("ledger"),
+    **{name: plans.pattern(name) for name in ("experiment", "dataset", "codec", "pairs", "judge", "study")},
     axis=r"\w+",
     value=r"[^/]+",
     step=r"\d+|latest",

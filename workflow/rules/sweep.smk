@@ -1,5 +1,7 @@
 # curves: one point for each value of what is varied, sampled and judged like the experiment's own samples
 
+from image_diffusion.workflow.inputs import OTHER_WEIGHTS
+
 
 rule sweep_weights:
     "Other weights of the training: of an earlier step, or of another average, from the checkpoint that was kept."
@@ -16,28 +18,24 @@ rule sweep_weights:
     conda:
         "../../envs/image-diffusion.yaml"
     resources:
-        cpus_per_task=1,
-        mem_mb=machine.memory_mb,
-        runtime=30,
+        **machine.one_core(),
     params:
         code=code["ema"],
         state=f"{results}/{{experiment}}/train/state",
-        which=files.swept_weights_option,
+        which=lambda wildcards: [OTHER_WEIGHTS[wildcards.axis], wildcards.value],
+        training=lambda wildcards, input: ["--weights", input.weights],
     shell:
-        "exec logged {log:q} python -m image_diffusion.ema --state {params.state:q} {params.which:q}"
-        " --weights {input.weights:q} --output {output.weights:q}"
+        "exec logged {log:q} python -m image_diffusion ema --state {params.state:q} {params.training:q}"
+        " {params.which:q} --output {output.weights:q}"
 
 
-rule sweep_sample:
+use rule sample as sweep_sample with:
     "Images of one point of a curve."
     input:
+        **sampled_with,
         config=files.swept_config,
         before=files.configs_before("sample"),
         weights=files.swept_weights,
-        codec=files.codec_weights,
-        small_images=files.small_images,
-        embeddings=files.embeddings,
-        prompts=files.prompts,
     output:
         samples=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.npz",
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",
@@ -45,34 +43,17 @@ rule sweep_sample:
         "logs/{experiment}/sweep/sample-{axis}-{value}.log",
     benchmark:
         "benchmarks/{experiment}/sweep/sample-{axis}-{value}.tsv"
-    retries: machine.attempts(2)
-    group:
-        machine.shared_job
-    conda:
-        "../../envs/image-diffusion.yaml"
-    threads: machine.threads
     resources:
-        gres=machine.one_gpu,
-        devices=machine.one_device,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
+        **machine.one_process(),
     params:
-        devices=machine.devices_option,
-        code=code["sample"],
-        trained_by=files.trained_by_option,
-        codec=files.codec_option,
-        small_images=files.small_images_option,
-        embeddings=files.embeddings_option,
-    shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.sample --config {input.config:q} --weights {input.weights:q}"
-        " {params.trained_by:q}"
-        " {params.codec:q} {params.small_images:q} {params.embeddings:q} --output {output.samples:q}"
+        parts=[],
+        journal=[],
 
 
-rule sweep_evaluate:
+use rule evaluate as sweep_evaluate with:
     "How good one point of a curve is."
     input:
+        **judges,
         config=f"{results}/{{experiment}}/config/sweep/evaluate.yaml",
         before=files.configs_before("sample"),
         weights=files.swept_weights,
@@ -80,55 +61,25 @@ rule sweep_evaluate:
         protocol=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/samples.json",
         made_with=files.made_with,
         data=files.real_data,
-        detector=files.detector,
-        references=files.references,
-        reference=files.reference,
     output:
         metrics=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/metrics.json",
     log:
         "logs/{experiment}/sweep/evaluate-{axis}-{value}.log",
     benchmark:
         "benchmarks/{experiment}/sweep/evaluate-{axis}-{value}.tsv"
-    retries: machine.attempts(2)
-    group:
-        machine.shared_job
-    conda:
-        "../../envs/image-diffusion.yaml"
-    threads: machine.threads
-    resources:
-        gres=machine.one_gpu,
-        devices=machine.one_device,
-        cpus_per_task=machine.cpus,
-        mem_mb=machine.memory_mb,
-        runtime=machine.runtime_min,
     params:
-        devices=machine.devices_option,
-        code=code["evaluate"],
-        trained_by=files.trained_by_option,
-        making=files.making_option,
-        detector=files.detector_option,
-        references=files.references_option,
-        reference=files.reference_option,
-        data=subpath(input.data, parent=True),
-    shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.evaluate --config {input.config:q} --weights {input.weights:q}"
-        " {params.trained_by:q}"
-        " --samples {input.samples:q} {params.making:q} --data {params.data:q} {params.detector:q}"
-        " {params.references:q} {params.reference:q} --output {output.metrics:q}"
+        samples=lambda wildcards, input: ["--samples", input.samples],
+        encoded=[],
+        page=[],
 
 
 rule sweep:
     "A curve: the metrics against one setting, the best value marked."
     input:
-        points=files.swept_points,
+        points=lambda wildcards: list(files.swept_points(wildcards).values()),
     output:
         curve=f"{results}/{{experiment}}/sweep/{{axis}}/curve.json",
-        plot=report(
-            f"{results}/{{experiment}}/sweep/{{axis}}/curve.png",
-            category="Curves",
-            labels={"experiment": "{experiment}", "picture": "{axis}"},
-            caption="../report/sweep.rst",
-        ),
+        plot=shown(f"{results}/{{experiment}}/sweep/{{axis}}/curve.png", "sweep", "Curves", picture="{axis}"),
     log:
         "logs/{experiment}/sweep/{axis}.log",
     localrule: True
@@ -136,9 +87,9 @@ rule sweep:
         "../../envs/image-diffusion.yaml"
     params:
         code=code["sweep"],
-        points=files.swept_point_options,
-        headline=files.headline,
+        points=lambda wildcards: [f"{value}={path}" for value, path in files.swept_points(wildcards).items()],
+        headline=lambda wildcards: plans.plan_for(wildcards).headline,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {log:q} python -m image_diffusion.sweep --axis {wildcards.axis} --points {params.points:q}"
+        "exec logged {log:q} python -m image_diffusion sweep --axis {wildcards.axis} --points {params.points:q}"
         " --headline {params.headline:q} --output {output.curve:q} --plot {output.plot:q} --journal {params.journal:q}"

@@ -1,13 +1,13 @@
 # journals and results -> MLflow. Stages never wait for it.
 
-from image_diffusion.core.secrets import variable_of
+from image_diffusion.core.process.secrets import variable_of
 
 
 rule track:
     "The history of an experiment in MLflow; sent again, it adds nothing."
     input:
-        before=files.made,
-        datasheet=files.datasheet,
+        **files.inputs("datasheet"),
+        before=files.outputs,
     output:
         summary=f"{results}/{{experiment}}/tracked.json",
     log:
@@ -18,14 +18,16 @@ rule track:
     conda:
         "../../envs/image-diffusion.yaml"
     params:
+        **files.options("codec"),
         # A URI can hold a password, which everybody could read here: the environment has it.
         store=variable_of(config["tracking"]["uri"]),
         project=config["tracking"]["project"],
         experiment=subpath(output.summary, parent=True),
         dataset=files.dataset_folder,
-        codec=files.codec_option,
-        headline=files.headline,
+        headline=lambda wildcards: plans.plan_for(wildcards).headline,
+        code=code["track"],
     shell:
         "export MLFLOW_TRACKING_URI=${params.store};"
-        " exec logged {log:q} python -m image_diffusion.track --project {params.project:q} --experiment {params.experiment:q}"
-        " --dataset {params.dataset:q} {params.codec:q} --best-metric {params.headline:q} --output {output.summary:q}"
+        " exec logged {log:q} python -m image_diffusion track --project {params.project:q}"
+        " --experiment {params.experiment:q} --dataset {params.dataset:q} {params.codec:q}"
+        " --best-metric {params.headline:q} --output {output.summary:q}"

@@ -1,15 +1,13 @@
-# data -> weights. Checkpoints lie in train/state, undeclared: nothing deletes them, every attempt goes on from the last.
+# data -> weights. Checkpoints lie in train/state, undeclared: nothing deletes them, and each attempt continues.
 
 
 rule train:
     "Weights. After any end the next attempt goes on from the last checkpoint."
     input:
+        **files.inputs("codec", "start", "pairs"),
         config=files.config("train"),
         before=files.configs_before("train"),
         data=files.training_data,
-        codec=files.codec_weights,
-        start=files.initial_weights,
-        pairs=files.pairs_beside,
     output:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
@@ -17,7 +15,6 @@ rule train:
         "logs/{experiment}/train.log",
     benchmark:
         "benchmarks/{experiment}/train.tsv"
-    retries: machine.attempts(20)
     group:
         machine.shared_job
     conda:
@@ -42,16 +39,14 @@ rule train:
         # Two minutes before the time is up training is told: it saves and ends, and the next attempt goes on.
         slurm_extra="--signal=TERM@120",
     params:
+        **files.options("codec", "start", "pairs"),
         devices=machine.devices_option,
         logs="logs/{experiment}/train",
-        codec=files.codec_option,
-        start=files.initial_weights_option,
-        pairs=files.pairs_beside_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion.training.launch --nodes {resources.nodes}"
-        " --processes-per-node {resources.processes} --threads-per-process {resources.threads_per_process} --logs {params.logs:q}"
-        " --grace-s {resources.grace_s}"
-        " -- image_diffusion.train --config {input.config:q} --data {input.data:q} {params.codec:q}"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion.training.parallel.launch"
+        " --nodes {resources.nodes} --processes-per-node {resources.processes}"
+        " --threads-per-process {resources.threads_per_process} --logs {params.logs:q} --grace-s {resources.grace_s}"
+        " -- image_diffusion train --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " {params.start:q} {params.pairs:q} --output {output.weights:q} --journal {params.journal:q}"
         " --hang-s {resources.hang_s} --stage-to={resources.stage_to:q}"

@@ -1,7 +1,7 @@
 # All rules but the first. (Snakemake takes no default target from what is included, so both Snakefiles have `all`.)
 from snakemake.utils import min_version
 
-min_version("9.27.0")
+min_version("9.20.0")
 
 
 report: "../report/workflow.rst"
@@ -18,24 +18,24 @@ include: "embed.smk"
 include: "doctor.smk"
 include: "train.smk"
 include: "sample.smk"
-include: "checkpoint.smk"
 include: "evaluate.smk"
 include: "sweep.smk"
+include: "checkpoint.smk"
 include: "export.smk"
 include: "track.smk"
 include: "follow.smk"
 include: "report.smk"
-include: "ledger.smk"
+include: "study.smk"
 include: "crate.smk"
 
 
 # `snakemake NAME` makes an experiment, whatever config.yaml lists. One that is called like a rule needs --config.
-for each in plans.asked:
-    if each not in {"all", *(known_rule.name for known_rule in workflow.rules)}:
+for target in plans.requested:
+    if target not in {"all", *(known_rule.name for known_rule in workflow.rules)}:
 
         rule:
             name:
-                each
+                target
             input:
                 f"{results}/summary.html",
-                list(files.all_of(each)),
+                list(files.all_of(target)),

@@ -17,8 +17,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from PIL import Image
 
-from image_diffusion.core.definitions import definition_of
-from image_diffusion.core.plain_yaml import in_line
+from image_diffusion.core.config.yaml12 import in_line
+from image_diffusion.core.journal.metric_definitions import definition_of
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "pages"
 MOST_POINTS = 1000
@@ -68,20 +68,20 @@ def interval(bounds: Sequence[float] | None) -> str:
 
 def metric(name: str) -> Markup:
     """The name of a metric with the arrow of what is better; what it means shows when one points at it."""
-    found = definition_of(name)
-    if found is None:
+    definition = definition_of(name)
+    if definition is None:
         return escape(name)
-    arrow = ARROWS.get(found.better, "")
-    aim = f" Better: {found.better}." if found.better else ""
-    told = f"{found.meaning.replace('`', '')}.{aim} From: {found.source}."
-    return Markup('<abbr tabindex="0" title="{}">{}</abbr>{}').format(told, name, f" {arrow}" if arrow else "")
+    arrow = ARROWS.get(definition.better, "")
+    aim = f" Better: {definition.better}." if definition.better else ""
+    title = f"{definition.meaning.replace('`', '')}.{aim} From: {definition.source}."
+    return Markup('<abbr tabindex="0" title="{}">{}</abbr>{}').format(title, name, f" {arrow}" if arrow else "")
 
 
 def bar(value: float, bounds: Sequence[float] | None, floor: float | None) -> Markup:
     """A value with its interval, and a line where real images are, from 0 or the least to the most of them."""
     low, high = bounds or (value, value)
-    known = [each for each in (value, low, high, floor, 0.0) if each is not None and math.isfinite(each)]
-    least, most = min(known), max(known)
+    values = [each for each in (value, low, high, floor, 0.0) if each is not None and math.isfinite(each)]
+    least, most = min(values), max(values)
     if least == most:
         return Markup("")
 
@@ -104,12 +104,12 @@ def strips(path: Path, count: int) -> list[str]:
     """A picture of `count` rows of equal height as one source each."""
     with Image.open(path) as picture:
         height = picture.height // count
-        found = []
+        sources = []
         for row in range(count):
             text = io.BytesIO()
             picture.crop((0, row * height, picture.width, (row + 1) * height)).save(text, format="PNG")
-            found.append(_encoded(text.getvalue()))
-    return found
+            sources.append(_encoded(text.getvalue()))
+    return sources
 
 
 def _encoded(png: bytes) -> str:

@@ -19,12 +19,12 @@ import numpy as np
 from markupsafe import Markup
 from pages import curve, render, source_of, strips
 
-from image_diffusion.core import command
-from image_diffusion.core.definitions import definition_of
-from image_diffusion.core.files import digest, read_json, write_page
-from image_diffusion.core.history import History, of_weights, read_journal
-from image_diffusion.data.datasheet import body
-from image_diffusion.tracking.card import headline_of, sentence
+from image_diffusion.core.files.atomic import digest, read_json, write_page
+from image_diffusion.core.journal.metric_definitions import definition_of
+from image_diffusion.core.journal.reader import History, logged_stages, of_weights, read_journal
+from image_diffusion.core.process import command
+from image_diffusion.data.quality.datasheet import body
+from image_diffusion.tracking.run_note import headline_of, sentence
 
 QUARANTINED = 50
 CLASSES = "evaluation/classes.png"
@@ -67,7 +67,7 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         judged=judged,
         beside=beside(judged),
         sweeps=list(sweeps(experiment / "sweep")),
-        training=told(history),
+        training=told(history, (experiment / "train" / "model.json").is_file()),
         charts=charts(history),
         data=examples(data),
         datasheet=datasheet(data.parent / "datasheet"),
@@ -81,18 +81,18 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
 
 def facts(judged: dict[str, Any] | None, history: History | None, benchmarks: Path) -> dict[str, object]:
     """What stands on the card beside the headline."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, entry in (judged or {"metrics": {}})["metrics"].items():
         if name.endswith("agreement") and entry["value"] is not None and not entry.get("doubt"):
-            found[name] = f"{100 * entry['value']:.1f} %"
+            values[name] = f"{100 * entry['value']:.1f} %"
     if history is not None:
         power = history.series("system/gpu_power_usage_watts")[1]
         if power and history.ended:
             watts = sum(power) / len(power)
-            found["energy of the GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
+            values["energy of the GPU"] = f"{watts * (history.ended - history.starts[0]) / 3.6e9:.3g} kWh"
     for stage, cells in measured(benchmarks / "train.tsv"):
-        found[f"time of {stage}"] = cells["h:m:s"]
-    return found
+        values[f"time of {stage}"] = cells["h:m:s"]
+    return values
 
 
 def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
@@ -112,12 +112,12 @@ def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
 
 def class_names(experiment: Path, data: Path) -> list[str]:
     """Of the classes that were drawn, a row each in the picture of classes; none where that cannot be told."""
-    made, known = experiment / "samples" / "samples.npz", data / "manifest.json"
-    if not made.is_file() or not known.is_file():
+    samples, manifest = experiment / "samples" / "samples.npz", data / "manifest.json"
+    if not samples.is_file() or not manifest.is_file():
         return []
-    classes = read_json(known).get("classes") or []
-    with np.load(made) as arrays:
-        if read_json(made.with_suffix(".json"))["num_samples"] != len(arrays["arr_0"]):  # the first ones alone
+    classes = read_json(manifest).get("classes") or []
+    with np.load(samples) as arrays:
+        if read_json(samples.with_suffix(".json"))["num_samples"] != len(arrays["arr_0"]):  # the first ones alone
             return []
         drawn = np.unique(arrays["arr_1"])[:MOST_CLASSES].tolist() if "arr_1" in arrays else []
     return [classes[label] for label in drawn] if all(label < len(classes) for label in drawn) else []
@@ -147,15 +147,15 @@ def beside(judged: dict[str, Any] | None) -> dict[str, Any]:
     """A row for each metric that several detectors measured."""
     by_meaning: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for name, entry in (judged or {"metrics": {}})["metrics"].items():
-        found = definition_of(name)
-        if found is not None and entry.get("floor") is not None:
-            by_meaning.setdefault(found.names, []).append((name, entry))
-    several = {names: each for names, each in by_meaning.items() if len(each) > 1}
+        definition = definition_of(name)
+        if definition is not None and entry.get("floor") is not None:
+            by_meaning.setdefault(definition.names, []).append((name, entry))
+    several = {names: entries for names, entries in by_meaning.items() if len(entries) > 1}
     most = max(map(len, several.values()), default=0)
     lines = [
-        [names, *(f"{name}: {entry['value']:.4g} (real images {entry['floor']:.4g})" for name, entry in each)]
-        + [""] * (most - len(each))
-        for names, each in several.items()
+        [names, *(f"{name}: {entry['value']:.4g} (real images {entry['floor']:.4g})" for name, entry in entries)]
+        + [""] * (most - len(entries))
+        for names, entries in several.items()
     ]
     return {"heads": ["metric", *[""] * most], "rows": lines}
 
@@ -173,21 +173,24 @@ def training(journal: Path, weights: Path) -> History | None:
     return of_weights(history, read_json(weights)) if history is not None and weights.is_file() else history
 
 
-def told(history: History | None) -> dict[str, Any] | None:
-    """What the history is, in words."""
+def told(history: History | None, is_trained: bool) -> dict[str, Any] | None:
+    """What the history is, in words. is_trained: whether there are weights, and so was a journal."""
     if history is None:
-        return None
+        return {"incomplete": "the journal of the training is lost"} if is_trained else None
     damaged = {"damaged or missing in the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
-    return {"attempts": len(history.starts), "status": history.status} | damaged
+    incomplete = {"incomplete": history.loss} if history.loss else {}
+    return {"attempts": len(history.starts), "status": history.status} | incomplete | damaged
 
 
 def charts(history: History | None) -> dict[str, dict[str, Any]]:
     """The curves of training by section, those that one reads first at the top."""
-    found: dict[str, dict[str, Any]] = {title: {} for title in SECTIONS.values()}
+    sections: dict[str, dict[str, Any]] = {title: {} for title in SECTIONS.values()}
     for key in sorted({point.key for point in history.points} if history is not None else ()):
         title = SECTIONS.get(key.partition("/")[0], "Others")
-        found.setdefault(title, {})[key] = curve(*history.series(key))  # type: ignore[union-attr]
-    return {title: {key: {"series": [each]} for key, each in keys.items()} for title, keys in found.items() if keys}
+        sections.setdefault(title, {})[key] = curve(*history.series(key))  # type: ignore[union-attr]
+    return {
+        title: {key: {"series": [series]} for key, series in keys.items()} for title, keys in sections.items() if keys
+    }
 
 
 def examples(folder: Path) -> dict[str, Any] | None:
@@ -220,32 +223,32 @@ def measured(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """What Snakemake measured of each start of a stage."""
     if path.is_file():
         with path.open(encoding="utf-8", newline="") as file:
-            for each in csv.DictReader(file, delimiter="\t"):
-                yield path.stem, each
+            for row in csv.DictReader(file, delimiter="\t"):
+                yield path.stem, row
 
 
 def runtimes(*folders: Path) -> list[list[str]]:
     """What Snakemake measured of every stage."""
-    found = []
+    lines = []
     for folder in folders:
         for path in sorted(folder.rglob("*.tsv")):
             name = str(path.relative_to(folder).with_suffix(""))
             if name != "track":  # it may run after this page is made
-                found += [[name, each["h:m:s"], each["max_rss"], each["mean_load"]] for _, each in measured(path)]
-    return found
+                lines += [[name, row["h:m:s"], row["max_rss"], row["mean_load"]] for _, row in measured(path)]
+    return lines
 
 
 def provenance(*folders: Path) -> list[list[str]]:
     """Where each stage's results come from: when it began, in how many starts, from which code, as which job."""
-    found = []
-    for stage in sorted(path for folder in folders for path in folder.glob("*") if path.is_dir()):
+    lines = []
+    for stage in (path for folder in sorted(folders) for path in logged_stages(folder)):
         history = read_journal(stage)
         if history is not None:
             began = datetime.fromtimestamp(history.starts[0] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
             commit = history.tags.get("git_commit", "")[:12] + (" +" if history.tags.get("git_dirty") == "true" else "")
             job = history.tags.get("slurm_job_id", "")
-            found.append([history.stage, began, str(len(history.starts)), commit, job, digest(history.params)[:12]])
-    return found
+            lines.append([history.stage, began, str(len(history.starts)), commit, job, digest(history.params)[:12]])
+    return lines
 
 
 def plain(path: Path) -> dict[str, Any] | None:
@@ -273,7 +276,7 @@ def marked(text: str, changed: set[str], prefix: tuple[str, ...]) -> Iterator[tu
     for line in text.splitlines():
         indent, key = len(line) - len(line.lstrip(" ")), line.strip().partition(":")[0]
         if not line.strip().startswith("- "):
-            above = [each for each in above if each[0] < indent] + [(indent, key)]
+            above = [parent for parent in above if parent[0] < indent] + [(indent, key)]
         names = [*prefix, *(name for _, name in above)]
         yield line, any(".".join(names[: count + 1]) in changed for count in range(len(names)))
 
@@ -282,10 +285,10 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
     """Nested plain data with dotted names; lists of numbers, an interval for one, in one line."""
     if isinstance(data, dict):
         pairs = list(data.items())
-    elif isinstance(data, list) and any(isinstance(each, dict | list) for each in data):
-        pairs = [(str(number), each) for number, each in enumerate(data)]
+    elif isinstance(data, list) and any(isinstance(item, dict | list) for item in data):
+        pairs = [(str(number), item) for number, item in enumerate(data)]
     elif isinstance(data, list):
-        return {prefix: " to ".join(f"{each:.5g}" if isinstance(each, float) else str(each) for each in data)}
+        return {prefix: " to ".join(f"{item:.5g}" if isinstance(item, float) else str(item) for item in data)}
     else:
         return {prefix: data}
     rows: dict[str, Any] = {}

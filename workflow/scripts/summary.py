@@ -14,8 +14,8 @@ from typing import Any
 
 from pages import interval, render, source_of
 
-from image_diffusion.core import command
-from image_diffusion.core.files import read_json, write_page
+from image_diffusion.core.files.atomic import read_json, write_page
+from image_diffusion.core.process import command
 
 HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % interval", "real images", "training"]
 
@@ -74,32 +74,32 @@ def trained_for(benchmarks: Path) -> str:
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", newline="") as file:
-        return [each["h:m:s"] for each in csv.DictReader(file, delimiter="\t")][-1]
+        return [row["h:m:s"] for row in csv.DictReader(file, delimiter="\t")][-1]
 
 
-def others(results: Path, asked: list[str], ledgers: list[dict[str, Any]]) -> list[str]:
-    """The names of experiments that were made before, without the runs of ledgers."""
-    runs = {run for ledger in ledgers for run in ledger["runs"]}
-    found = (path.parent.name for path in sorted(results.glob("*/metrics.json")))
-    return [name for name in found if name not in runs and name not in asked]
+def others(results: Path, requested: list[str], studies: list[dict[str, Any]]) -> list[str]:
+    """The names of experiments that were made before, without the runs of studies."""
+    runs = {run for study in studies for run in study["runs"]}
+    names = (path.parent.name for path in sorted(results.glob("*/metrics.json")))
+    return [name for name in names if name not in runs and name not in requested]
 
 
-def ledgers_of(results: Path) -> list[dict[str, Any]]:
-    """The tables of ledgers: heads, lines, and the names of their runs."""
-    found = []
-    for path in sorted((results / "ledgers").glob("*/ledger.csv")):
+def studies_of(results: Path) -> list[dict[str, Any]]:
+    """The tables of studies: heads, lines, and the names of their runs."""
+    studies = []
+    for path in sorted((results / "studies").glob("*/study.csv")):
         plan = read_json(path.with_name("plan.json"))
         with path.open(encoding="utf-8", newline="") as file:
             heads, *lines = csv.reader(file)
-        kept = [place for place, head in enumerate(heads) if "_seed_" not in head and "_over_" not in head]
-        found.append({
+        shown = [place for place, head in enumerate(heads) if not head.startswith("seed_")]
+        studies.append({
             "name": path.parent.name,
-            "page": f"ledgers/{path.parent.name}/index.html",
-            "runs": {run for row in plan["rows"] for run in row["runs"]},
-            "heads": [heads[place].replace("_", " ") for place in kept],
-            "lines": [[_number(cells[place]) for place in kept] for cells in lines],
+            "page": f"studies/{path.parent.name}/index.html",
+            "runs": {run for variant in plan["variants"] for run in variant["runs"]},
+            "heads": [heads[place].replace("_", " ") for place in shown],
+            "lines": [[_number(cells[place]) for place in shown] for cells in lines],
         })  # fmt: skip
-    return found
+    return studies
 
 
 def _number(text: str) -> float | str:
@@ -116,27 +116,30 @@ def main() -> None:
     parser.add_argument("--experiments", nargs="+", required=True, help="names of those that were asked for")
     parser.add_argument("--output", type=Path, required=True, help="the page to write")
     arguments = parser.parse_args()
-    asked = [line(name, arguments.results, arguments.benchmarks) for name in arguments.experiments]
-    ledgers, before = ledgers_of(arguments.results), []
-    for name in others(arguments.results, arguments.experiments, ledgers):
+    requested = [line(name, arguments.results, arguments.benchmarks) for name in arguments.experiments]
+    studies, before = studies_of(arguments.results), []
+    for name in others(arguments.results, arguments.experiments, studies):
         try:
             before.append(line(name, arguments.results, arguments.benchmarks))
         except (ValueError, KeyError):  # being made again, or damaged: its own command tells
             continue
-    experiments = [asdict(each) for each in (*asked, *before)]
-    measured = {each["name"]: each["metrics"] for each in experiments}
+    experiments = [asdict(experiment) for experiment in (*requested, *before)]
+    measured = {experiment["name"]: experiment["metrics"] for experiment in experiments}
     write_page(
         arguments.output,
-        render("summary.html", heads=HEADS, experiments=experiments, ledgers=ledgers, measured=measured),
+        render("summary.html", heads=HEADS, experiments=experiments, studies=studies, measured=measured),
     )
-    for each in asked:
+    for experiment in requested:
         shown = "not measured"
-        if each.doubt:
-            shown = f"no headline: {each.doubt}"
-        elif each.value is not None:
-            shown = f"{each.metric} {each.metrics[each.metric]}"
-        report = arguments.results / each.name / "report"
-        print(f"{each.name}: {each.system} on {each.data}, {each.steps:,} steps, {shown}; {report}")
+        if experiment.doubt:
+            shown = f"no headline: {experiment.doubt}"
+        elif experiment.value is not None:
+            shown = f"{experiment.metric} {experiment.metrics[experiment.metric]}"
+        report = arguments.results / experiment.name / "report"
+        print(
+            f"{experiment.name}: {experiment.system} on {experiment.data}, {experiment.steps:,} steps, "
+            f"{shown}; {report}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Pixels <-> the space a network works in. One codec, one file; its name in `CodecConfig`."""
+"""Codecs: pixels <-> the space a network works in. One codec, one file; its name in `CodecConfig`."""
 
 from typing import Annotated
 
 from pydantic import Field
 
-from image_diffusion.codecs.published import Diffusers
+from image_diffusion.codecs.diffusers import Diffusers
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.stability_vae import StabilityVae
 from image_diffusion.codecs.tokens import TokensOf

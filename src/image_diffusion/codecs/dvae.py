@@ -10,8 +10,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import Packed, from_uint8, to_uint8
-from image_diffusion.core.streams import Streams
+from image_diffusion.codecs.base import Packed, from_uint8, to_uint8
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.networks.dvae import DVAE
 
 
@@ -34,7 +34,7 @@ class DVAECodec:
 
     @property
     def bounded(self) -> bool:
-        """Latents have no range."""
+        """Return False: latents have no range."""
         return False
 
     def compile_encoder(self) -> None:
@@ -52,8 +52,8 @@ class DVAECodec:
         return latent * self.scale
 
     def with_decoder(self, weights: str, device: torch.device) -> DVAECodec:
-        """A discrete VAE has one decoder. Raises ValueError."""
-        raise ValueError(f"A discrete VAE has no decoder that {weights} could replace. Leave sample.decoder out.")
+        """Raise ValueError: a discrete VAE has one decoder."""
+        raise ValueError(f"sample.decoder is {weights}, but a discrete VAE has one decoder only. Leave it out.")
 
     def packed(self) -> Packed:
         return Packed({"identity": self.identity, "scale": self.scale}, self.network)
@@ -68,14 +68,14 @@ class DVAECodec:
         return to_uint8(self.network.decode((x / self.scale).to(weight.device, weight.dtype)))
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> what the network is given."""
+        """Convert uint8 [B, C, H, W] -> the input of the network."""
         weight = self.network.codebook.weight
         return from_uint8(images.to(weight.device)).to(weight.dtype)
 
 
 @dataclass(frozen=True)
 class DVAETokens:
-    """The most probable tokens of a discrete VAE, in place of latents.
+    """Most probable tokens of a discrete VAE, in place of latents.
 
     codec: the discrete VAE. num_tokens: in its codebook.
     """
@@ -85,7 +85,7 @@ class DVAETokens:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Plain data that tells these tokens from all others."""
+        """Return plain data that distinguishes these tokens from all others."""
         return {**self.codec.identity, "type": "dvae_tokens", "num_tokens": self.num_tokens}
 
     def compile_encoder(self) -> None:
@@ -93,11 +93,11 @@ class DVAETokens:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        """Encode uint8 [B, C, H, W] -> int64 [B, h, w]."""
         return self.codec.network.indices(self.codec.pixels(images))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
         network = self.codec.network
         return to_uint8(network.decode(network.hard_latent(tokens.to(network.codebook.weight.device).long())))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import Packed, from_uint8, in_slices, to_uint8
-from image_diffusion.codecs.decoder import Decoder
-from image_diffusion.core.streams import Streams
+from image_diffusion.codecs.base import Packed, from_uint8, in_slices, to_uint8
+from image_diffusion.codecs.diffusers_families import Decoder
+from image_diffusion.core.random.streams import Streams
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and training on stored latents needs none of it
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -41,7 +41,7 @@ class KlCodec:
 
     @property
     def bounded(self) -> bool:
-        """Latents have no range."""
+        """Return False: latents have no range."""
         return False
 
     def compile_encoder(self) -> None:

@@ -8,24 +8,24 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, from_uint8, to_uint8
-from image_diffusion.core.streams import Streams
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, from_uint8, to_uint8
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 
 
 class Rgb(CodecSettings):
-    """Pixels. The codec and its configuration are one thing, since there is nothing to load."""
+    """Codec of pixels. The codec and its configuration are one thing, since it has nothing to load."""
 
     type: Literal["rgb"] = "rgb"
     """Pixels, scaled to [-1, 1]."""
 
     @property
     def name(self) -> None:
-        """There is no folder of latents."""
+        """Return None: pixels have no folder of latents."""
         return None
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """The codec: there is nothing to load."""
+        """Build the codec, which has no weights to load."""
         return self
 
     @property
@@ -37,15 +37,15 @@ class Rgb(CodecSettings):
         return {"type": "rgb"}
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """What the data fix about a network: pixels stay what they are."""
+        """Return the shapes that the data fix for a network: pixels stay unchanged."""
         return images
 
     def compile_encoder(self) -> None:
-        """There is none."""
+        """Do nothing: pixels have no encoder."""
 
     def encode(self, images: Tensor) -> Tensor:
-        """Pixels are stored as they are: there is nothing to encode. Raises ValueError."""
-        raise ValueError("Codec rgb has no latents. Train on the crops themselves, or set codec.type to stability_vae.")
+        """Raise ValueError: pixels are stored unencoded."""
+        raise ValueError("The codec rgb has no latents. Train on the crops, or set codec.type to stability_vae.")
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
         return from_uint8(stored)
@@ -57,8 +57,8 @@ class Rgb(CodecSettings):
         return to_uint8(x)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
-        """Pixels are not decoded. Raises ValueError."""
-        raise ValueError(f"Codec rgb has no decoder that {weights} could replace. Leave sample.decoder out.")
+        """Raise ValueError: pixels are not decoded."""
+        raise ValueError(f"sample.decoder is {weights}, but the codec rgb decodes nothing. Leave it out.")
 
     def packed(self) -> Packed:
         return Packed()

@@ -1,4 +1,4 @@
-"""The pretrained autoencoder of Stable Diffusion 1, from the Hub or from a local folder."""
+"""Pretrained autoencoder of Stable Diffusion 1, from the Hub or from a local folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from image_diffusion.codecs.autoencoders import Factors, Kl, as_declared, far_off, kind_of
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec
-from image_diffusion.codecs.decoder import check_decoder
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, latent_spec
+from image_diffusion.codecs.diffusers_families import Factors, Kl, as_declared, check_decoder, far_off, kind_of
+from image_diffusion.codecs.hub_files import content_of, files_of, folder_of, load_pretrained, settings_of
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.codecs.pretrained import content_of, files_of, folder_of, load_pretrained, settings_of
 from image_diffusion.core.types import DataSpec
 
 _CHANNELS, _DOWNSAMPLING = 4, 8
@@ -28,11 +27,11 @@ class StabilityVae(CodecSettings):
     weights: str = "stabilityai/sd-vae-ft-ema"
     """Name on the Hugging Face Hub, or path of a local folder in diffusers' layout."""
     scale: float = Field(0.18215, gt=0)
-    """What latents are multiplied with, so that their standard deviation is near 1."""
+    """Factor that latents are multiplied with, so that their standard deviation is near 1."""
 
     @property
     def name(self) -> str:
-        """The folder of the latents."""
+        """Return the name of the folder of the latents."""
         return Path(self.weights).name
 
     @property
@@ -40,8 +39,8 @@ class StabilityVae(CodecSettings):
         return files_of(self.weights)
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """What the data fix about a network on these latents. Raises ValueError when the images do not fit, or a local
-        folder holds another autoencoder than Stable Diffusion 1's."""
+        """Return the shapes that the data fix for a network on these latents. Raises ValueError when the images do not
+        fit, or a local folder holds another autoencoder than Stable Diffusion 1's."""
         if images.channels != 3:
             raise ValueError(f"data.channels is {images.channels}, but the codec stability_vae reads RGB. Set it to 3.")
         folder = folder_of(self.weights)
@@ -50,7 +49,8 @@ class StabilityVae(CodecSettings):
         return latent_spec(images, _CHANNELS, _DOWNSAMPLING)
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """The codec; its weights are loaded when first used. `weights` and `scale` are its configuration's own."""
+        """Build the codec; its weights are loaded when first used. `weights` and `scale` are its configuration's
+        own."""
 
         def load() -> Any:
             vae = load_pretrained(Kl.network(), self.weights, None, device, dtype, "codec.weights")

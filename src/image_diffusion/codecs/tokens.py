@@ -1,4 +1,4 @@
-"""The tokens of a discrete codec, as the space that a network works in."""
+"""Tokens of a discrete codec, as the space that a network works in."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.codecs.autoencoders import Vq
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, Packed, Tokens, TokenShape, latent_spec
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, Tokens, TokenShape, latent_spec
+from image_diffusion.codecs.diffusers import Diffusers, DiffusersCodec, VqTokens
+from image_diffusion.codecs.diffusers_families import Vq
 from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
-from image_diffusion.codecs.published import Diffusers, DiffusersCodec, VqTokens
 from image_diffusion.codecs.trained import Trained
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 
 
 class TokensOf(CodecSettings):
-    """The tokens of a discrete VAE that another experiment trains, or of a published VQModel."""
+    """Tokens of a discrete VAE that another experiment trains, or of a published VQModel."""
 
     type: Literal["tokens"] = "tokens"
     """Tokens, for the system tokens."""
     of: Annotated[Trained | Diffusers, Field(discriminator="type")]
-    """The codec that has them: {type: trained, experiment: …}, a discrete VAE, or {type: diffusers, weights: …}."""
+    """Codec of the tokens: {type: trained, experiment: …}, a discrete VAE, or {type: diffusers, weights: …}."""
 
     @property
     def name(self) -> str:
-        """The folder of the tokens: that in which a discrete VAE's own experiment leaves them (encode.tokens)."""
+        """Return the name of the folder of the tokens: that in which a discrete VAE's own experiment leaves them
+        (encode.tokens)."""
         return tokens_of(self.of.name)
 
     @property
@@ -45,7 +46,8 @@ class TokensOf(CodecSettings):
         return self.of.files
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """Tokens have as many channels as there are of them. Raises ValueError for a codec that has none."""
+        """Return the shapes that the data fix for a network: tokens have as many channels as there are different
+        tokens. Raises ValueError for a codec without tokens."""
         match self.of:
             case Trained():
                 if not isinstance(autoencoder, TokenShape):
@@ -69,31 +71,31 @@ class TokensOf(CodecSettings):
         return self.of.tokens(weights, device, dtype)
 
     def encoded_by(self) -> Any:
-        """The codec itself: who asks it for its tokens gets the same."""
+        """Return the codec itself: an experiment that asks it for its tokens gets the same."""
         return self.of.encoded_by()
 
 
 @dataclass(frozen=True)
 class TokenCodec:
-    """Tokens as a codec: x is int64 [B, h, w], and nothing is drawn."""
+    """Codec of tokens: x is int64 [B, h, w], and nothing is drawn."""
 
     tokens: Tokens
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Plain data that tells these tokens from all others."""
+        """Return plain data that distinguishes these tokens from all others."""
         return self.tokens.identity
 
     @property
     def bounded(self) -> bool:
-        """Tokens have no range."""
+        """Return False: tokens have no range."""
         return False
 
     def compile_encoder(self) -> None:
         self.tokens.compile_encoder()
 
     def encode(self, images: Tensor) -> Tensor:
-        """Uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        """Encode uint8 [B, C, H, W] -> int64 [B, h, w]."""
         return self.tokens.encode(images)
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
@@ -103,12 +105,12 @@ class TokenCodec:
         return latent
 
     def decode(self, x: Tensor) -> Tensor:
-        """Tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
         return self.tokens.decode(x)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
-        """Raises ValueError: tokens have one decoder."""
-        raise ValueError(f"Tokens have no decoder that {weights} could replace. Leave sample.decoder out.")
+        """Raise ValueError: tokens have one decoder."""
+        raise ValueError(f"sample.decoder is {weights}, but tokens have one decoder only. Leave it out.")
 
     def packed(self) -> Packed:
         of_codec = self.tokens.codec.packed()
@@ -124,5 +126,5 @@ class TokenCodec:
 
 
 def tokens_of(codec: str) -> str:
-    """The folder of the tokens of a codec whose latents lie in a folder of this name."""
+    """Return the name of the folder of the tokens of a codec whose latents lie in a folder of this name."""
     return f"{codec}-tokens"

@@ -9,29 +9,29 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from image_diffusion.codecs.codec import Codec, CodecSettings, LatentShape, latent_spec, placed
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, latent_spec, placed
 from image_diffusion.codecs.dvae import DVAECodec, DVAETokens
 from image_diffusion.codecs.kl import KlCodec
-from image_diffusion.core.config import parse
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.files.weights import read_model, read_weights
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import read_model, read_weights
 from image_diffusion.networks.autoencoder import Autoencoder, AutoencoderConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig
 
 
 class Trained(CodecSettings):
-    """The codec trained by an experiment whose system is an autoencoder."""
+    """Codec trained by an experiment whose system is an autoencoder."""
 
     type: Literal["trained"] = "trained"
     """A codec trained by another experiment."""
     experiment: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of that experiment."""
     scale: float | None = Field(None, gt=0)
-    """What latents are multiplied with; unset: one over the standard deviation of the encoded data set."""
+    """Factor that latents are multiplied with; unset: one over the standard deviation of the encoded data set."""
 
     @property
     def name(self) -> str:
-        """The folder of the latents."""
+        """Return the name of the folder of the latents."""
         return self.experiment
 
     @property
@@ -39,7 +39,8 @@ class Trained(CodecSettings):
         return self.experiment
 
     def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
-        """What the data fix about a network on these latents. Raises ValueError when the images do not fit."""
+        """Return the shapes that the data fix for a network on these latents. Raises ValueError when the images do not
+        fit."""
         if autoencoder is None:
             raise ValueError(
                 f"codec.experiment is {self.experiment}, which trains no autoencoder. Name an experiment that does."
@@ -47,7 +48,8 @@ class Trained(CodecSettings):
         return latent_spec(images, autoencoder.latent_channels, autoencoder.downsampling)
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """The codec in a weights folder. Raises ValueError when it holds something else than an autoencoder.
+        """Build the codec in a weights folder. Raises ValueError when the folder holds something else than an
+        autoencoder.
 
         scale: of the encoded data set, used when the configuration names none; None while encoding.
         """
@@ -71,12 +73,12 @@ class Trained(CodecSettings):
             identity = {"type": "dvae", "sha256": model["sha256"]}
             return DVAECodec(identity, lambda: cast("DVAE", load(DVAEConfig)), scale)
         raise ValueError(
-            f"{weights} was trained by a {kind}, which is no codec. Set codec.experiment to an experiment whose system "
-            f"is an autoencoder or a dvae."
+            f"{weights} was trained by a {kind}, which is not a codec. Set codec.experiment to one whose system is "
+            f"an autoencoder or a dvae."
         )
 
     def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> DVAETokens:
-        """The tokens of the discrete VAE in a weights folder. Raises ValueError when it holds something else."""
+        """Return the tokens of the discrete VAE in a weights folder. Raises ValueError when it holds something else."""
         codec = self.build(weights, None, device, dtype)
         if weights is None or not isinstance(codec, DVAECodec):
             raise ValueError(

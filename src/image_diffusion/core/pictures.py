@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from image_diffusion.core.files import atomic_write
+from image_diffusion.core.files.atomic import atomic_write
 
 _SMALLEST = 64  # pixels along an edge of an image in a grid, at least
 _GAP = 2  # pixels between images
@@ -19,13 +19,14 @@ _TITLED, _LINE, _LETTER, _LINES = 112, 15, 6, 4  # pixels of a titled image, a l
 
 
 def grid_columns(num_images: int, num_classes: int) -> int:
-    """A column for each class while that makes a picture one can look at; else as many columns as rows."""
+    """Return the number of columns of a grid: one for each class while the image is not too wide; else as many as
+    rows."""
     return num_classes if 1 < num_classes <= 12 else math.ceil(num_images**0.5)
 
 
 def image_grid(images: Tensor, columns: int, titles: list[str] | None = None) -> Image.Image:
-    """Uint8 [N, C, H, W] side by side, `columns` in a row; small images are enlarged by a whole number. titles: what
-    stands under each of them."""
+    """Draw uint8 [N, C, H, W] side by side, `columns` in a row; small images are enlarged by a whole number. titles:
+    text below each of them."""
     if titles:
         return _titled(images, columns, titles)
     count, channels, height, width = images.shape
@@ -41,7 +42,7 @@ def image_grid(images: Tensor, columns: int, titles: list[str] | None = None) ->
 
 
 def _titled(images: Tensor, columns: int, titles: list[str]) -> Image.Image:
-    """The same with room for words below each image."""
+    """Draw images side by side, each with its title below."""
     pictures = [image_grid(image[None], 1) for image in images]
     width, height = pictures[0].size
     wide = max(width, _TITLED)

@@ -1,20 +1,21 @@
-"""The records that travel between the stages of a training step."""
+"""Records that the stages of a training step exchange."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
-from torch import Tensor
+from torch import Tensor, nn
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
 
 TEXT = "text"
-"""The name of a caption among what a network is told: its embedding and its tokens, [1 + L, dim]."""
+"""Name of a caption among the conditions of a network: its embedding and its tokens, [1 + L, dim]."""
 EMBEDDING = "embedding"
-"""The name of an image's embedding among what a network is told, [dim]."""
+"""Name of an image's embedding among the conditions of a network, [dim]."""
 
 
 class SamplesOf(Config):
@@ -32,7 +33,7 @@ class WeightsOf(Config):
 
 
 class DataSpec(Config):
-    """What the data fix about a network, apart from what its user chose."""
+    """Properties of a network that the data fix, apart from what its user chose."""
 
     channels: int
     """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding; the size of a codebook."""
@@ -41,9 +42,10 @@ class DataSpec(Config):
     num_classes: int = 0
     """Number of classes; 0 for unconditional data."""
     conditions: dict[str, tuple[int, ...]] = Field({})
-    """Shapes of what a network is told of an image beside its class, by name. Zeros stand for nothing told."""
+    """Shapes of the conditions of an image beside its class, by name. Zeros stand for the absence of a condition."""
     features: tuple[int, int, int] | None = None
-    """Shape [D, h, w] of what a teacher sees in an image, with which training is aligned; unset: there is none."""
+    """Shape [D, h, w] of the reference features of an image from a teacher, with which training is aligned; unset:
+    there is none."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -53,13 +55,13 @@ class DataSpec(Config):
 
 @dataclass(frozen=True)
 class Batch:
-    """What an objective is given.
+    """Inputs of an objective.
 
     x: float32 [B, C, H, W] in the space the network works in; of tokens int64 [B, N]. cond: what the network is
     conditioned on, by name: "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim],
     "embedding" float32 [B, dim], … . streams: the random numbers of these samples. step: the number of the update that
-    the batch is for, from 1; of the last one done, in validation; 0 outside training. features: what a teacher saw in
-    these images, [B, D, h, w]; None: there is no teacher.
+    the batch is for, from 1; of the last one done, in validation; 0 outside training. features: reference features of
+    these images from a teacher, [B, D, h, w]; None without a teacher.
     """
 
     x: Tensor
@@ -71,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Losses:
-    """What an objective returns.
+    """Results of an objective.
 
     loss: [B], what is averaged and differentiated. parts: detached [B] tensors to log by name, e.g. "mse", "vb".
     time: [B] in [0, 1), where on the noise scale each sample was drawn, for the loss by quartile; None: no meaning.
@@ -86,24 +88,49 @@ class Losses:
 
 
 class Network(Protocol):
-    """A function of its inputs: network(x_t [B, C, H, W], t [B], **cond) -> [B, C', H, W]."""
+    """Function of its inputs: network(x_t [B, C, H, W], t [B], **cond) -> [B, C', H, W]."""
 
     def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor: ...
 
 
-class Objective(Protocol):
-    """A batch -> one loss per example. It is given the network, never imports one.
+class Objective(ABC):
+    """Base class of an objective: a batch -> one loss per example. It is given the network, and never imports one.
 
-    network: a `Network` for the diffusion objectives; others say themselves how they call it.
+    network: a `Network` for the diffusion objectives; others document how they call it.
     """
 
+    observes: bool = False
+    """True if it learns from the losses of each step (`observe`)."""
+    has_layers: bool = False
+    """True if it has layers of its own (`add_layers`)."""
+    has_teacher: bool = False
+    """True if it learns from the network as it is when training begins (`learn_from`)."""
+    pairs_samples: bool = False
+    """True if the loss of a sample depends on its neighbour: rows 0 and 1 of a batch, 2 and 3, and so on."""
+
+    @abstractmethod
     def __call__(self, network: Any, batch: Batch) -> Losses: ...
 
-
-@runtime_checkable
-class ChoosesTimes(Protocol):
-    """An objective that may train at some times more often than at others."""
-
     def uniform(self) -> Objective:
-        """The same loss, unweighted, at times uniform over the noise scale: what runs and steps are compared by."""
-        ...
+        """Return the objective unweighted, at times uniform over the noise scale, by which runs and steps are
+        compared."""
+        return self
+
+    def add_layers(self, network: nn.Module) -> None:
+        """Add its own layers to the network. They learn with it, and are not part of its weights."""
+        raise NotImplementedError
+
+    def learn_from(self, teacher: Network) -> None:
+        """Set the teacher: a network that stays as it is."""
+        raise NotImplementedError
+
+    def observe(self, losses: Losses) -> None:
+        """Take in the losses of one step's whole global batch, in the order of the batch."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state that a checkpoint needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
+        """Load what `state_dict` returned. Raises ValueError where it does not fit."""

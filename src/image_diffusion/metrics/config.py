@@ -1,4 +1,4 @@
-"""How samples are judged."""
+"""Settings of the evaluation of samples."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import SamplesOf
 from image_diffusion.metrics import DetectorConfig
-from image_diffusion.metrics.cited import Cited
-from image_diffusion.metrics.detector import InPipe
-from image_diffusion.metrics.likelihood import LikelihoodConfig
-from image_diffusion.metrics.lpips import LpipsConfig
-from image_diffusion.metrics.prompted import PromptJudge
+from image_diffusion.metrics.features.classifier import InPipe
+from image_diffusion.metrics.images.likelihood import LikelihoodConfig
+from image_diffusion.metrics.images.lpips import LpipsConfig
+from image_diffusion.metrics.images.prompt_alignment import PromptJudge
+from image_diffusion.metrics.published_results import PublishedResult
 
 
 def _by_type(value: Any) -> Any:
@@ -28,18 +28,18 @@ NamedDetector = Annotated[
 
 
 class EvaluateConfig(Config):
-    """The detector, the reference, and what is measured."""
+    """Detectors, reference and metrics of an evaluation."""
 
     detectors: tuple[NamedDetector, ...] = Field((InPipe(),), min_length=1)
-    """What looks at the images, each by its section or, with its defaults, by its type alone. The names of the metrics
-    say which it was; the first gives the headline."""
+    """Detectors, each as a section or, with default settings, as its type. Metrics are named after their detector; the
+    first detector gives the headline."""
     reference: Literal["train", "validation"] = "train"
-    """The split that samples are compared with; the other split gives the real-against-real floor."""
+    """Split that samples are compared with; the other split gives the real-against-real floor."""
     against: SamplesOf | str | None = None
-    """What samples are compared with in place of that split: the path of an .npz, of statistics (ADM's or EDM's layout)
-    or of samples; or {experiment: name}, another experiment's samples. There is then no real-against-real floor."""
+    """Reference instead of that split: the path of an .npz with statistics (ADM's or EDM's layout) or samples, or
+    {experiment: name} for another experiment's samples. The metrics then have no floor."""
     neighbours: int = Field(3, ge=1, le=50)
-    """k of precision, recall, density and coverage."""
+    """Number k of neighbours of precision, recall, density and coverage."""
     neighbour_references: int = Field(10_000, ge=10)
     """Reference images used at most for precision and recall, and on either side for kd, cmmd and mind; samples and
     held-out images at most for a detector's copies (ADM: 10,000)."""
@@ -50,26 +50,26 @@ class EvaluateConfig(Config):
     cmmd: bool = False
     """Also measure CMMD, the kernel distance of embeddings of norm 1; meant for CLIP's (type: transformers)."""
     two_sample: bool = True
-    """Also test how well samples can be told from real images."""
+    """Also run a two-sample test: how well samples can be distinguished from real images."""
     copies: bool = True
-    """Also search for each sample's nearest training images, in pixels and as each detector sees them."""
+    """Also search for each sample's nearest training images, in pixels and in the features of each detector."""
     likelihood: LikelihoodConfig | None = None
     """Also measure the bits per dimension that the network gives to real images; unset: not."""
     attributes: Literal["painted_digits"] | None = None
-    """Also measure whether images have what their prompts name: painted_digits, for digits of that source; unset:
-    not."""
+    """Also measure whether images have the attributes that their prompts name: painted_digits, for data of that source;
+    unset: no."""
     prompts: PromptJudge | None = None
-    """Also measure how well images agree with their prompts, by a model that embeds both: {type: transformers, weights:
-    FOLDER, name: siglip}, say; unset: not."""
-    published: tuple[Cited, ...] = ()
-    """Figures that others published, to stand beside ours in metrics.json and on the page."""
+    """Also measure how well images agree with their prompts, with a model that embeds both, such as {type:
+    transformers, weights: FOLDER, name: siglip}; unset: no."""
+    published: tuple[PublishedResult, ...] = ()
+    """Published results, to compare with the measured ones in metrics.json and on the page."""
     lpips: LpipsConfig | None = None
-    """Also measure how different a codec's reconstructions look, where the weights are at hand; unset: not."""
+    """Also measure LPIPS of a codec's reconstructions, with local weights; unset: no."""
 
     @field_validator("detectors")
     @classmethod
     def _apart(cls, detectors: tuple[DetectorConfig, ...]) -> tuple[DetectorConfig, ...]:
-        names = [each.metric_name("fd") for each in detectors]
+        names = [detector.metric_name("fd") for detector in detectors]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"Two of them call their Fréchet distance {twice}. Name each detector once.")
         return detectors

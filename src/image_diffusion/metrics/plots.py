@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_diffusion.core.figures import new_figure, save_figure
 from image_diffusion.core.pictures import image_grid, save_picture
-from image_diffusion.metrics.copies import Copies
-from image_diffusion.metrics.features import ImageSet
+from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.metrics.features.base import ImageSet
+from image_diffusion.metrics.images.memorization import Copies
 
 _MOST_CLASSES = 100
 
 
 def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
-    """The share of each class asked for (rows) that was recognised as each class (columns). counts: int64 [K, K]."""
+    """Plot the share of each class requested (rows) that was recognised as each class (columns). counts: int64 [K,
+    K]."""
     shares = (counts / counts.sum(dim=1, keepdim=True).clamp(min=1)).numpy()
     size = min(12.0, 3 + 0.3 * len(classes))
     figure = new_figure(size, size)
@@ -34,19 +35,19 @@ def plot_confusion(counts: Tensor, classes: Sequence[str], path: Path) -> None:
 
 
 def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
-    """The first samples of each class, a row a class, uncurated."""
+    """Plot the first samples of each class, a row a class, uncurated."""
     labels = np.unique(samples.labels)[:_MOST_CLASSES]
     chosen = [np.flatnonzero(samples.labels == label)[:columns] for label in labels]
     rows = np.sort(np.concatenate(chosen))
     images = samples.gather(rows)
     shown = torch.full((len(labels), columns, *images.shape[1:]), 255, dtype=torch.uint8)
-    for line, mine in zip(shown, chosen, strict=True):
-        line[: len(mine)] = images[torch.from_numpy(np.searchsorted(rows, mine))]
+    for line, members in zip(shown, chosen, strict=True):
+        line[: len(members)] = images[torch.from_numpy(np.searchsorted(rows, members))]
     save_picture(image_grid(shown.flatten(0, 1), columns), path)
 
 
 def plot_copies(samples: ImageSet, train: ImageSet, copies: Copies, path: Path, rows: int = 10) -> None:
-    """The most suspicious samples, each followed by its nearest training images, nearest first."""
+    """Plot the most suspicious samples, each followed by its nearest training images, nearest first."""
     worst = copies.distance.argsort()[:rows]
     images = [
         torch.cat([samples.gather(np.array([row])), train.gather(copies.nearest[row].numpy())])

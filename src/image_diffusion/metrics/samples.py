@@ -1,4 +1,4 @@
-"""Generated images: an .npz in ADM's layout, a folder of pictures, or made when they are looked at."""
+"""Generated images: an .npz in ADM's layout, a folder of pictures, or generated when they are read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from image_diffusion.core.arrays import digest_of, digests_of, read_arrays
-from image_diffusion.core.files import read_json, sha256_file
-from image_diffusion.core.halfway import Arrays, batches
-from image_diffusion.core.together import gathered
-from image_diffusion.core.verify import damaged
+from image_diffusion.core.files.atomic import read_json, sha256_file
+from image_diffusion.core.files.checksums import damaged
+from image_diffusion.core.files.npz import digest_of, digests_of, read_arrays
+from image_diffusion.core.files.partial_results import Arrays, batches, gathered
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 class Rows(Protocol):
-    """Images uint8 [N, H, W, C], of which some are asked for at a time: an array, for instance."""
+    """Rows of images uint8 [N, H, W, C], read a few at a time: an array, for instance."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -31,8 +30,8 @@ class Rows(Protocol):
     def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.uint8]: ...
 
 
-class MadeRows:
-    """Images that are made when they are looked at: nowhere are more than a batch of them, always the same batches.
+class GeneratedRows:
+    """Images that are generated when they are read, in the same batches each time; one batch is in memory.
 
     make: rows that follow one another -> uint8 [n, C, H, W], the same at each call. num_samples: of all. batch_size: of
     each call but the last. image_shape: (H, W, C).
@@ -48,41 +47,40 @@ class MadeRows:
         self._once = batches("digests of samples")
 
     def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
-        batch_of_each = rows // self._batch_size
-        for number in np.unique(batch_of_each).tolist():
-            mine = batch_of_each == number
-            found[mine] = self._made(number)[rows[mine] - number * self._batch_size]
-        return found
+        images = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        batch = rows // self._batch_size
+        for number in np.unique(batch).tolist():
+            inside = batch == number
+            images[inside] = self._generated(number)[rows[inside] - number * self._batch_size]
+        return images
 
     @property
     def digest(self) -> str:
-        """That of all images, once the processes that share them have looked at each."""
-        known = {number: each for some in gathered(self._digests) for number, each in some.items()}
+        """Return the digest of all images, once the processes that share them have read each."""
+        digests = {number: arrays for shared in gathered(self._digests) for number, arrays in shared.items()}
         for number in range(-(-self.shape[0] // self._batch_size)):
-            if number not in known:  # an earlier start has looked at it
-                known[number] = self._once(str(number), partial(self._digests_of, number))
-        return digest_of(bytes(each) for number in sorted(known) for each in known[number]["sha256"])
+            if number not in digests:  # an earlier start has read it
+                digests[number] = self._once(str(number), partial(self._digests_of, number))
+        return digest_of(bytes(sha256) for number in sorted(digests) for sha256 in digests[number]["sha256"])
 
     def _digests_of(self, number: int) -> Arrays:
-        return {"sha256": np.array([list(each) for each in digests_of(self._made(number))], np.uint8)}
+        return {"sha256": np.array([list(sha256) for sha256 in digests_of(self._generated(number))], np.uint8)}
 
-    def _made(self, number: int) -> NDArray[np.uint8]:
+    def _generated(self, number: int) -> NDArray[np.uint8]:
         if number != self._number:
             start = number * self._batch_size
             images = self._make(slice(start, min(start + self._batch_size, self.shape[0])))
             self._number, self._batch = number, images.movedim(1, -1).numpy()
-            if number not in self._digests:
+            if number not in self._digests:  # now, while the batch is in memory: a second pass would sample it again
                 self._digests[number] = self._once(str(number), partial(self._digests_of, number))
         return self._batch
 
 
 class Samples:
-    """Images in memory, in a mapped file or made when they are looked at, with the labels that were asked for. An
-    ImageSet.
+    """Images in memory, in a mapped file or generated when they are read, with their requested labels. An ImageSet.
 
-    images: uint8 [N, H, W, C]. labels: int64 [N], or None for samples without classes. digest: of the images, or what
-    tells it once all have been looked at. protocol: how they were made.
+    images: uint8 [N, H, W, C]. labels: int64 [N], or None for samples without classes. digest: of the images, or a
+    function that returns it when all have been generated. protocol: how they were sampled.
     """
 
     def __init__(
@@ -102,11 +100,11 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """Of the images."""
+        """Return the digest of the images."""
         return self._digest if isinstance(self._digest, str) else self._digest()
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
-        """Uint8 [B, C, H, W]."""
+        """Return uint8 [B, C, H, W]."""
         return torch.from_numpy(self._images[indices]).permute(0, 3, 1, 2).contiguous()
 
 
@@ -117,29 +115,29 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
     """
     if path.is_dir():
         return _read_pictures(path, classes or [])
-    found = _read_stored(path, classes)
-    wanted = found.protocol.get("num_samples", found.num_samples)
-    if found.num_samples < wanted:
+    samples = _read_stored(path, classes)
+    total = samples.protocol.get("num_samples", samples.num_samples)
+    if samples.num_samples < total:
         raise ValueError(
-            f"{path} holds {found.num_samples:,} of {wanted:,} samples, since sample.keep is false. Set it to "
+            f"{path} holds {samples.num_samples:,} of {total:,} samples, since sample.keep is false. Set it to "
             f"true, and run sample again."
         )
-    return found
+    return samples
 
 
-def read_made(
+def read_generated(
     make: Callable[[slice], Tensor], labels: Tensor | None, batch_size: int, path: Path, classes: list[str]
 ) -> Samples:
-    """Samples of which samples.npz at `path` holds the first ones, and which are made as they are looked at.
+    """Return samples of which samples.npz at `path` holds the first ones; all are generated when they are read.
 
     make: rows that follow one another -> uint8 [n, C, H, W]. labels: of all, int64 [N], where they have any.
     batch_size: that they are made in. Raises ValueError as `read_samples` does.
     """
     stored = _read_stored(path, classes)
     channels, height, width = stored.shape
-    images = MadeRows(make, int(stored.protocol["num_samples"]), batch_size, (height, width, channels))
-    known = None if labels is None else labels.numpy()
-    return Samples(images, known, classes, lambda: images.digest, stored.protocol)
+    images = GeneratedRows(make, int(stored.protocol["num_samples"]), batch_size, (height, width, channels))
+    requested = None if labels is None else labels.numpy()
+    return Samples(images, requested, classes, lambda: images.digest, stored.protocol)
 
 
 def _read_stored(path: Path, classes: list[str] | None) -> Samples:
@@ -171,7 +169,7 @@ def _read_pictures(folder: Path, classes: list[str]) -> Samples:
         with Image.open(path) as picture:
             images.append(np.asarray(picture.convert("RGB")))
         if images[-1].shape != images[0].shape:
-            sizes = " and ".join("x".join(map(str, each.shape[1::-1])) for each in (images[0], images[-1]))
+            sizes = " and ".join("x".join(map(str, image.shape[1::-1])) for image in (images[0], images[-1]))
             raise ValueError(
                 f"{folder} mixes sizes: {paths[0].name} and {path.name} are {sizes}. Give samples of one size."
             )

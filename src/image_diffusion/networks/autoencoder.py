@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
 
 
@@ -24,7 +24,7 @@ class AutoencoderConfig(Config):
     """Groups of each group normalisation."""
 
     def build(self, spec: DataSpec) -> Autoencoder:
-        """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        """Build the network for images of `spec`. Raises ValueError when the sizes do not fit."""
         self.check(spec)
         return Autoencoder(self, spec)
 
@@ -32,7 +32,8 @@ class AutoencoderConfig(Config):
         """Raise ValueError when the sizes do not fit. To build the network takes diffusers, seconds to import."""
         if any(channels % self.norm_groups for channels in self.block_channels):
             raise ValueError(
-                f"block_channels {list(self.block_channels)} must be multiples of norm_groups {self.norm_groups}."
+                f"block_channels {list(self.block_channels)} must be multiples of norm_groups {self.norm_groups}. "
+                f"Change one of them."
             )
         if spec.resolution % self.downsampling:
             raise ValueError(
@@ -41,18 +42,18 @@ class AutoencoderConfig(Config):
             )
 
     def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:
-        """Shape [c, h, w] of the latent of an image of `spec`."""
+        """Return the shape [c, h, w] of the latent of an image of `spec`."""
         edge = spec.resolution // self.downsampling
         return self.latent_channels, edge, edge
 
     @property
     def downsampling(self) -> int:
-        """Pixels along an edge of the image for each element along an edge of the latent."""
+        """Return the number of pixels along an edge of the image for each element along an edge of the latent."""
         return int(2 ** (len(self.block_channels) - 1))
 
 
 class Autoencoder(nn.Module):
-    """Images [B, C, H, W] in [-1, 1] -> their reconstruction, by way of a sampled latent."""
+    """Autoencoder of images [B, C, H, W] in [-1, 1] -> their reconstruction, by way of a sampled latent."""
 
     def __init__(self, config: AutoencoderConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Autoencoder(nn.Module):
         )
 
     def forward(self, x: Tensor, noise: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
-        """Reconstruction [B, C, H, W], mean and log variance of the posterior [B, c, h, w] each.
+        """Return the reconstruction [B, C, H, W], mean and log variance of the posterior [B, c, h, w] each.
 
         noise: standard normal [B, c, h, w], which draws the latent from the posterior.
         """
@@ -83,9 +84,9 @@ class Autoencoder(nn.Module):
         return self.vae.decode(latent).sample, posterior.mean, posterior.logvar
 
     def images(self, reconstruction: Tensor) -> Tensor:
-        """What the decoder gives, which are images."""
+        """Return the output of the decoder, which is images."""
         return reconstruction
 
     def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
-        """Images [B, C, H, W] -> decoded from the mean of their posterior."""
+        """Reconstruct images [B, C, H, W] from the mean of their posterior."""
         return {"mean": self.vae.decode(self.vae.encode(x).latent_dist.mean).sample}

@@ -9,7 +9,7 @@ as two streams with fewer parameters.
 Told an image's embedding, it takes that where it takes the time, and as a few tokens that every block attends to: what
 the decoder of unCLIP does (Ramesh et al. 2022, arXiv:2204.06125, section 2.1).
 
-Parameters have the names of the published weights (`networks/dit_weights.py` reads and writes those). Off by default:
+Parameters have the names of the published weights (`networks/weights/dit.py` reads and writes those). Off by default:
 normalised queries and keys, RMSNorm and SwiGLU, as in LightningDiT (Yao et al. 2025, arXiv:2501.01423); with these, and
 rotary positions, a bottleneck in the patch embedding and class tokens in the sequence, it is the network of JiT (Li and
 He 2025, "Back to basics: let denoising generative models denoise", arXiv:2511.13720).
@@ -25,16 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
-from image_diffusion.nn.attention import SelfAttention
+from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
-from image_diffusion.nn.feedforward import Mlp, SwiGlu
-from image_diffusion.nn.inputs import check_inputs
+from image_diffusion.nn.inputs import check_inputs, patchify, unpatchify
 from image_diffusion.nn.linear import Linear, linear
-from image_diffusion.nn.patches import patchify, unpatchify
-from image_diffusion.nn.rotary import rotary_angles
-from image_diffusion.nn.sinusoid import grid_positions, sinusoid
+from image_diffusion.nn.positions import grid_positions, rotary_angles, sinusoid
+from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu
 
 TIME_CHANNELS = 256
 
@@ -45,7 +43,7 @@ SizeName = Literal[
 
 
 class Size(NamedTuple):
-    """What a name of the paper's table 1 stands for."""
+    """Sizes that a name of the paper's table 1 stands for."""
 
     depth: int
     width: int
@@ -70,7 +68,7 @@ SIZES: dict[SizeName, Size] = {
 
 
 class DiTConfig(Config):
-    """The network of DiT: a size by name, or depth, width, heads and patch, or a name with some of them changed."""
+    """Network of DiT: a size by name, or depth, width, heads and patch, or a name with some of them changed."""
 
     type: Literal["dit"] = "dit"
 
@@ -91,21 +89,21 @@ class DiTConfig(Config):
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     """LayerNorm without parameters, or RMSNorm with a gain."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    """The MLP of a block. SwiGLU has two thirds of the hidden channels, so that the parameters stay as many."""
+    """MLP of a block. SwiGLU has two thirds of the hidden channels, so that the number of parameters stays the same."""
     rope: bool = False
     """Turn queries and keys by their row and column as well, so that attention sees differences of positions."""
     patch_bottleneck: int | None = Field(None, gt=0)
     """Bring patches to so few channels before they get the width of the network, without a bias; unset: at once."""
     class_tokens: int = Field(0, ge=0)
-    """How many tokens of the class are put before those of the image. They differ by a learned embedding each, and are
-    left out of the output. 0: the class is told by adaLN alone."""
+    """Number of tokens of the class that are put before those of the image. They differ by a learned embedding each,
+    and are left out of the output. 0: the network is conditioned on the class by adaLN alone."""
     class_tokens_from: int = Field(0, ge=0)
-    """The number of blocks before the first that sees the class tokens."""
+    """Number of blocks before the first that sees the class tokens."""
     embedding_tokens: int = Field(4, ge=0)
-    """Of a network that is told an image's embedding: how many tokens it becomes, to which every block attends. 0: it
-    is told by adaLN alone."""
+    """Number of tokens that an image's embedding becomes, to which every block attends, in a network that is
+    conditioned on one. 0: the network is conditioned on it by adaLN alone."""
     null_label: bool = True
-    """The label table has one more row, for no label: what label dropout and guidance need."""
+    """Add one more row to the label table, for no label, which label dropout and guidance need."""
     label_init_std: float = Field(0.02, ge=0)
     """Standard deviation of the label table at the start. Small data learn labels sooner from a larger one."""
     time_frequencies: Literal["diffusers", "dit"] = "diffusers"
@@ -118,17 +116,17 @@ class DiTConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _without_a_size_that_says_nothing(cls, data: Any) -> Any:
-        whole = isinstance(data, dict) and all(data.get(name) is not None for name in Size._fields)
-        return {name: value for name, value in data.items() if name != "size"} if whole else data
+        is_complete = isinstance(data, dict) and all(data.get(name) is not None for name in Size._fields)
+        return {name: value for name, value in data.items() if name != "size"} if is_complete else data
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        given = {name: getattr(self, name) for name in Size._fields}
-        missing = [name for name, value in given.items() if value is None]
+        dimensions = {name: getattr(self, name) for name in Size._fields}
+        missing = [name for name, value in dimensions.items() if value is None]
         if self.size is None and missing:
             raise ValueError(
                 f"a DiT without size needs depth, width, num_heads and patch; missing: {', '.join(missing)}. "
-                f"Give them, or a size such as DiT-S/2."
+                f"Set them, or a size such as DiT-S/2."
             )
         width, num_heads = self.shape.width, self.shape.num_heads
         if width % num_heads or width % 4:
@@ -143,21 +141,21 @@ class DiTConfig(Config):
             )
         if self.class_tokens_from >= self.shape.depth:
             raise ValueError(
-                f"class_tokens_from is {self.class_tokens_from}, but there are {self.shape.depth} blocks. Use fewer "
-                f"than that."
+                f"class_tokens_from is {self.class_tokens_from}, but there are {self.shape.depth} blocks. Use a "
+                f"smaller number."
             )
         return self
 
     @property
     def shape(self) -> Size:
-        """Depth, width, heads and patch: the size's, where none is given."""
+        """Return depth, width, heads and patch: the size's, where none is given."""
         preset = SIZES[self.size] if self.size else None
         values = ((name, getattr(self, name)) for name in Size._fields)
         return Size(*(getattr(preset, name) if value is None else value for name, value in values))
 
     def build(self, spec: DataSpec, learned_variance: bool = False, interval: bool = False) -> DiT:
-        """The network for data of this kind, freshly initialised from torch's global generator. interval: it can be
-        told one (`DiT.forward`).
+        """Build the network for data of this kind, freshly initialised from torch's global generator. interval: whether
+        it can be conditioned on one (`DiT.forward`).
 
         Raises ValueError when the patch does not divide the resolution.
         """
@@ -215,24 +213,25 @@ class DiT(nn.Module):
         text: Tensor | None = None,
         embedding: Tensor | None = None,
         interval: Tensor | None = None,
+        augment: Tensor | None = None,
         tokens_of: int | None = None,
     ) -> Any:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
         [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), embedding float [B, dim] (an image's;
-        zeros: none), interval [B], from t down (none: 0).
+        zeros: none), interval [B], from t down (none: 0), augment [B, L] (labels of an augmentation, in training).
 
         A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; gives (prediction, the
         tokens of the image behind that block [B, N, D]). Raises ValueError when shapes do not fit the network.
         """
-        given = {TEXT: text, EMBEDDING: embedding}
-        check_inputs(self.spec, x, label, **{name: each for name, each in given.items() if each is not None})
+        conditions = {TEXT: text, EMBEDDING: embedding}
+        check_inputs(self.spec, x, label, **{name: tensor for name, tensor in conditions.items() if tensor is not None})
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
         if hasattr(self, "interval_embedder"):
             c = c + self.interval_embedder(torch.zeros_like(t) if interval is None else interval, tokens.dtype)
         elif interval is not None:
             raise ValueError(
-                "The network was not trained to be told an interval, as the sampler flow_map does. Use another one."
+                "The network was trained without intervals, which the sampler flow_map needs. Use another sampler."
             )
         if label is not None:
             y = self.y_embedder(label)  # [B, D]
@@ -245,6 +244,7 @@ class DiT(nn.Module):
         if embedding is not None:
             image, words = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
             c = c + image
+        c = with_augmentation(self, c, augment)
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         num_class_tokens = self.config.class_tokens
@@ -252,26 +252,32 @@ class DiT(nn.Module):
             if num_class_tokens and number == self.config.class_tokens_from:
                 tokens = torch.cat([y[:, None, :] + self.class_tokens, tokens], 1)  # [B, M + N, D]
                 angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these do not turn
-            told = (words, mask, angles)
+            inputs = (words, mask, angles)
             tokens = (
-                checkpoint(block, tokens, c, *told, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(block, tokens, c, *inputs, use_reentrant=False, preserve_rng_state=False)
                 if recompute
-                else block(tokens, c, *told)
+                else block(tokens, c, *inputs)
             )  # [B, M + N, D]
             if number + 1 == tokens_of:
-                seen = tokens[:, -(self.grid_size**2) :]
+                patch_tokens = tokens[:, -(self.grid_size**2) :]
         patches = self.final_layer(tokens[:, num_class_tokens:], c)  # [B, N, p · p · C_out]
         prediction = unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
-        return prediction if tokens_of is None else (prediction, seen)
+        return prediction if tokens_of is None else (prediction, patch_tokens)
+
+    @property
+    def condition_width(self) -> int:
+        """Return the number of channels of the embedding of time and conditions."""
+        return self.config.shape.width
 
     def _angles(self, tokens: Tensor) -> Tensor:
-        """By how much the channels of a head turn at each token: computed anew, so that nothing of it is kept."""
+        """Return the angles by which the channels of a head turn at each token: computed anew, so that no copy is
+        kept."""
         _, width, num_heads, patch = self.config.shape
         return rotary_angles(width // num_heads, self.spec.resolution // patch, tokens.device)
 
     def _initialise(self) -> None:
-        """Xavier for every Linear, N(0, 0.02) for time and class tokens, zero for whatever ends a residual branch: the
-        output is 0. Intervals say nothing at first."""
+        """Initialise every Linear by Xavier, time and class tokens by N(0, 0.02), and the last layer of every residual
+        branch by zero: the output is 0. Intervals have no effect at first."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -317,8 +323,8 @@ class Block(nn.Module):
         mask: `present`; angles: [N, d / 2], `rotary_angles`."""
         modulation: Tensor = self.adaLN_modulation(c)[:, None, :]  # [B, 1, 6D]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)  # each [B, 1, D]
-        seen = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # [B, N, D]
-        x = torch.addcmul(x, gate1, self.attn(seen, words, mask, angles))  # [B, N, D]
+        modulated = torch.addcmul(shift1, self.norm1(x), 1 + scale1)  # [B, N, D]
+        x = torch.addcmul(x, gate1, self.attn(modulated, words, mask, angles))  # [B, N, D]
         return torch.addcmul(x, gate2, self.mlp(torch.addcmul(shift2, self.norm2(x), 1 + scale2)))  # [B, N, D]
 
 
@@ -421,7 +427,8 @@ class ImageEmbedder(nn.Module):
 
 
 def present(text: Tensor, num_patches: int) -> Tensor:
-    """Bool [B, L + N]: which tokens a caption [B, 1 + L, dim] has, and all those of the image."""
+    """Return the mask of tokens, bool [B, L + N]: those that a caption [B, 1 + L, dim] has, and all those of the
+    image."""
     words = text[:, 1:].any(dim=2)
     return torch.cat([words, words.new_ones(len(words), num_patches)], dim=1)
 

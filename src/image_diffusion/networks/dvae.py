@@ -1,4 +1,4 @@
-"""The discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1) in the small form of DALLE-pytorch.
+"""Discrete VAE of DALL-E (Ramesh et al. 2021, section 2.1) in the small form of DALLE-pytorch.
 
 An encoder gives each position of a grid a distribution over tokens, a codebook an embedding to each token, and a
 decoder turns the grid of embeddings back into pixels. Parameters carry the names of the original.
@@ -16,21 +16,20 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
-from image_diffusion.networks import dvae_openai
-from image_diffusion.networks.finite_scalar import FiniteScalars
-from image_diffusion.networks.vector_quantiser import VectorQuantiser, VectorQuantiserConfig
+from image_diffusion.networks.quantizers import FiniteScalars, VectorQuantiser, VectorQuantiserConfig
+from image_diffusion.networks.weights import openai_dvae
 
 Estimator = Literal["gumbel_softmax", "straight_through", "reinmax"]
 
 
 class DVAEConfig(Config):
-    """Size of the network, how a token is drawn in training, and what pixels are scaled to."""
+    """Size of the network, the sampling of a token in training, and the scaling of pixels."""
 
     layout: Literal["dalle_pytorch", "openai"] = "dalle_pytorch"
-    """The layers of encoder and decoder: those of DALLE-pytorch, or OpenAI's, whose channels double with every layer
-    and whose pixels come out of a sigmoid."""
+    """Layers of encoder and decoder: those of DALLE-pytorch, or OpenAI's, whose channels double with every layer and
+    whose pixels come out of a sigmoid."""
     num_tokens: int = Field(8192, ge=2)
     """Tokens in the codebook."""
     codebook_dim: int = Field(512, ge=1)
@@ -50,44 +49,44 @@ class DVAEConfig(Config):
     hidden_dim: int = Field(256, ge=1)
     """Channels inside the encoder and the decoder."""
     estimator: Estimator = "gumbel_softmax"
-    """How a gradient passes the choice of a token. gumbel_softmax: a soft choice. straight_through: a hard choice with
+    """Gradient estimator for the choice of a token. gumbel_softmax: a soft choice. straight_through: a hard choice with
     the gradient of the soft one. reinmax: a hard choice with a gradient of second order."""
     mean: tuple[float, ...] | None = None
-    """What is taken from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel."""
+    """Mean that is subtracted from each channel of pixels in [0, 1]; unset: 0.5, and 0 from an alpha channel."""
     std: tuple[float, ...] | None = None
-    """What each channel is then divided by; unset: 0.5, and 1 for an alpha channel."""
+    """Standard deviation that each channel is then divided by; unset: 0.5, and 1 for an alpha channel."""
 
     @model_validator(mode="before")
     @classmethod
-    def _levels_tell(cls, given: Any) -> Any:
-        levels = given.get("levels") if isinstance(given, Mapping) else None
-        if not levels or not isinstance(levels, list | tuple) or not all(isinstance(each, int) for each in levels):
-            return given
-        told = {"num_tokens": math.prod(levels), "codebook_dim": len(levels), "estimator": "gumbel_softmax"}
-        for key, value in told.items():
-            if given.get(key, value) != value:
+    def _derive_from_levels(cls, data: Any) -> Any:
+        levels = data.get("levels") if isinstance(data, Mapping) else None
+        if not levels or not isinstance(levels, list | tuple) or not all(isinstance(level, int) for level in levels):
+            return data
+        derived = {"num_tokens": math.prod(levels), "codebook_dim": len(levels), "estimator": "gumbel_softmax"}
+        for key, value in derived.items():
+            if data.get(key, value) != value:
                 raise ValueError(
-                    f"{key} is {given[key]}, but levels is {[*levels]}, from which it follows: {value}. Leave it out."
+                    f"{key} is {data[key]}, but levels is {[*levels]}, from which it follows: {value}. Leave it out."
                 )
-        return {**given, **told}
+        return {**data, **derived}
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.vector_quantiser is None:
             return self
         if self.levels is not None:
-            raise ValueError("levels and vector_quantiser are two ways to a token. Leave one of them out.")
+            raise ValueError("levels and vector_quantiser are both set. Leave one of them out.")
         if self.estimator != "gumbel_softmax":
-            raise ValueError(f"estimator is {self.estimator}, but vector_quantiser draws no token. Leave it out.")
+            raise ValueError(f"estimator is {self.estimator}, but vector_quantiser has no estimator. Leave it out.")
         return self
 
     @property
     def without_a_choice(self) -> str | None:
-        """The key by which tokens are not drawn by chance; None: they are."""
+        """Return the key by which tokens are not drawn by chance; None: they are."""
         return next((key for key in ("levels", "vector_quantiser") if getattr(self, key) is not None), None)
 
     def build(self, spec: DataSpec) -> DVAE:
-        """The network for images of `spec`. Raises ValueError when the sizes do not fit."""
+        """Build the network for images of `spec`. Raises ValueError when the sizes do not fit."""
         resolution = spec.resolution
         if resolution & (resolution - 1):
             raise ValueError(
@@ -105,7 +104,7 @@ class DVAEConfig(Config):
             if values is not None and len(values) != spec.channels:
                 raise ValueError(
                     f"{name} has {len(values)} values, but the images have {spec.channels} channels. "
-                    f"Give one for each channel, or leave {name} out."
+                    f"Set one for each channel, or leave {name} out."
                 )
         if self.std is not None and min(self.std) <= 0:
             raise ValueError(f"Every std must be above 0; got {list(self.std)}.")
@@ -113,22 +112,23 @@ class DVAEConfig(Config):
         return kinds[self.without_a_choice](self, spec)
 
     def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
-        """Shape [num_tokens, h, w] of the logits of an image of `spec`."""
+        """Return the shape [num_tokens, h, w] of the logits of an image of `spec`."""
         edge = spec.resolution // self.downsampling
         return self.num_tokens, edge, edge
 
     @property
     def latent_channels(self) -> int:
-        """Channels of a latent: the length of an embedding."""
+        """Return the number of channels of a latent: the length of an embedding."""
         return self.codebook_dim
 
     @property
     def downsampling(self) -> int:
-        """Pixels along an edge of the image for each token along an edge of the grid."""
+        """Return the number of pixels along an edge of the image for each token along an edge of the grid."""
         return int(2**self.num_layers)
 
     def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel, of pixels in [0, 1]. Of 2 or 4 channels the last is alpha."""
+        """Return mean and standard deviation of each channel, of pixels in [0, 1]. Of 2 or 4 channels the last is
+        alpha."""
         colours, alphas = (channels - 1, 1) if channels in (2, 4) else (channels, 0)
         openai = self.layout == "openai"  # 0.8 p + 0.1
         usual_mean, usual_std = (
@@ -142,7 +142,7 @@ class DVAEConfig(Config):
 class DVAE(nn.Module):
     """Images [B, C, H, W] in [-1, 1] <-> tokens [B, h, w], h = H / 2^num_layers.
 
-    Inside, pixels are normalised: (p - mean) / std of p in [0, 1]. What goes in and what `decode` gives is not.
+    Inside, pixels are normalised: (p - mean) / std of p in [0, 1]. The input and the output of `decode` are not.
     """
 
     scale: Tensor
@@ -155,20 +155,20 @@ class DVAE(nn.Module):
         self.image_shape = (spec.channels, spec.resolution, spec.resolution)
         if config.layout == "openai":
             sizes = (config.hidden_dim, config.num_layers + 1, config.num_resnet_blocks)
-            self.encoder = dvae_openai.encoder(spec.channels, self.encoded_channels, *sizes)
+            self.encoder = openai_dvae.encoder(spec.channels, self.encoded_channels, *sizes)
             self.codebook = self.build_codebook()
-            self.decoder = dvae_openai.decoder(spec.channels, config.codebook_dim, *sizes)
+            self.decoder = openai_dvae.decoder(spec.channels, config.codebook_dim, *sizes)
         else:
             self._build_layers(config, spec.channels)
         # Constants, so whole even where the network is built of shapes alone.
-        known = config.normalisation(spec.channels)
-        mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in known)
+        constants = config.normalisation(spec.channels)
+        mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in constants)
         # Of x = 2p - 1: (p - mean) / std = scale x + shift.
         self.register_buffer("scale", 0.5 / std, persistent=False)
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
 
     def _build_layers(self, config: DVAEConfig, channels: int) -> None:
-        """DALLE-pytorch's encoder, codebook and decoder."""
+        """Build DALLE-pytorch's encoder, codebook and decoder."""
         hidden, layers, blocks = config.hidden_dim, config.num_layers, config.num_resnet_blocks
         widths = [channels] + [hidden] * layers
         downs = [
@@ -190,15 +190,15 @@ class DVAE(nn.Module):
 
     @property
     def encoded_channels(self) -> int:
-        """Channels of what the encoder gives."""
+        """Return the number of output channels of the encoder."""
         return self.config.num_tokens
 
     def build_codebook(self) -> nn.Embedding | FiniteScalars | VectorQuantiser:
-        """The embeddings of the tokens."""
+        """Build the embeddings of the tokens."""
         return nn.Embedding(self.config.num_tokens, self.config.codebook_dim)
 
     def forward(self, x: Tensor, gumbel: Tensor, temperature: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
-        """The reconstruction and what it should be, both normalised, [B, C, H, W], and the logits [B, N, h, w].
+        """Return the reconstruction and its target, both normalised, [B, C, H, W], and the logits [B, N, h, w].
 
         gumbel: standard Gumbel noise [B, N, h, w], which draws the tokens. temperature: [], above 0.
         """
@@ -207,11 +207,12 @@ class DVAE(nn.Module):
         return self.decoder(self.embedding(one_hot)), self.normalise(x), logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Log probabilities of the tokens up to a constant, float32 [B, N, h, w]. Raises what `encoded` says."""
+        """Return log probabilities of the tokens up to a constant, float32 [B, N, h, w]. Raises the errors of
+        `encoded`."""
         return self.encoded(x)
 
     def encoded(self, x: Tensor) -> Tensor:
-        """What the encoder gives, float32 [B, `encoded_channels`, h, w].
+        """Return the output of the encoder, float32 [B, `encoded_channels`, h, w].
 
         Raises ValueError for images of another shape than the network was built for.
         """
@@ -224,22 +225,22 @@ class DVAE(nn.Module):
         return encoded
 
     def embedding(self, one_hot: Tensor) -> Tensor:
-        """The mean embedding [B, D, h, w] of tokens weighed by [B, N, h, w]."""
+        """Return the mean embedding [B, D, h, w] of tokens weighed by [B, N, h, w]."""
         return torch.einsum("bnhw,nd->bdhw", one_hot, self.codebook.weight.to(one_hot.dtype))
 
     def indices(self, x: Tensor) -> Tensor:
-        """The most probable tokens of images, int64 [B, h, w]."""
+        """Return the most probable tokens of images, int64 [B, h, w]."""
         return self.logits(x).argmax(dim=1)
 
     def soft_latent(self, x: Tensor) -> Tensor:
-        """The embedding expected under the distribution over tokens, [B, D, h, w].
+        """Return the embedding expected under the distribution over tokens, [B, D, h, w].
 
         Gumbel noise at temperature 0 draws token n with probability softmax(logits)_n, whatever the temperature was.
         """
         return self.embedding(F.softmax(self.logits(x), dim=1))
 
     def hard_latent(self, indices: Tensor) -> Tensor:
-        """The embeddings [B, D, h, w] of tokens [B, h, w]."""
+        """Return the embeddings [B, D, h, w] of tokens [B, h, w]."""
         latent: Tensor = self.codebook(indices).movedim(-1, 1)
         return latent
 
@@ -248,20 +249,21 @@ class DVAE(nn.Module):
         return self.images(self.decoder(latent))
 
     def images(self, normalised: Tensor) -> Tensor:
-        """What the decoder gives -> images, in [-1, 1] where it is right."""
+        """Convert the output of the decoder -> images, in [-1, 1] where it is right."""
         return (normalised - self.shift) / self.scale
 
     def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
-        """Images [B, C, H, W] -> decoded from their expected embeddings, and from their most probable tokens."""
+        """Reconstruct images [B, C, H, W] from their expected embeddings, and from their most probable tokens."""
         return {"soft": self.decode(self.soft_latent(x)), "hard": self.decode(self.hard_latent(self.indices(x)))}
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Pixels in [-1, 1] -> what the network works in."""
+        """Normalise pixels in [-1, 1] -> the range that the network works in."""
         return x * self.scale + self.shift
 
 
 class QuantisedDVAE(DVAE):
-    """One whose encoder gives a number for each channel of the latent, from which the tokens follow: none is drawn."""
+    """Discrete VAE whose encoder gives a number for each channel of the latent, from which the tokens follow: none is
+    drawn."""
 
     codebook: FiniteScalars | VectorQuantiser
 
@@ -270,27 +272,27 @@ class QuantisedDVAE(DVAE):
         return self.config.codebook_dim
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]  # nothing is drawn
-        """The reconstruction and what it should be, both normalised, [B, C, H, W], the tokens [B, h, w], and what the
-        encoder gave, float32 [B, D, h, w]."""
+        """Return the reconstruction and its target, both normalised, [B, C, H, W], the tokens [B, h, w], and the output
+        of the encoder, float32 [B, D, h, w]."""
         encoded = self.encoded(x)
         latent, tokens = self.codebook.quantize(encoded)
         return self.decoder(latent), self.normalise(x), tokens, encoded
 
     def indices(self, x: Tensor) -> Tensor:
-        """The tokens of images, int64 [B, h, w]."""
+        """Return the tokens of images, int64 [B, h, w]."""
         return self.codebook.quantize(self.encoded(x))[1]
 
     def soft_latent(self, x: Tensor) -> Tensor:
-        """The codes of the tokens of images, [B, D, h, w]: there is no distribution over them."""
+        """Return the codes of the tokens of images, [B, D, h, w]: this network has no distribution over them."""
         return self.hard_latent(self.indices(x))
 
     def reconstructions(self, x: Tensor) -> dict[str, Tensor]:
-        """Images [B, C, H, W] -> decoded from their tokens."""
+        """Reconstruct images [B, C, H, W] from their tokens."""
         return {"hard": self.decode(self.hard_latent(self.indices(x)))}
 
 
 class FiniteDVAE(QuantisedDVAE):
-    """One whose tokens are combinations of levels."""
+    """Discrete VAE whose tokens are combinations of levels."""
 
     codebook: FiniteScalars
 
@@ -300,7 +302,7 @@ class FiniteDVAE(QuantisedDVAE):
 
 
 class VectorDVAE(QuantisedDVAE):
-    """One whose tokens are the nearest codes."""
+    """Discrete VAE whose tokens are the nearest codes."""
 
     codebook: VectorQuantiser
 
@@ -310,8 +312,8 @@ class VectorDVAE(QuantisedDVAE):
         return VectorQuantiser(config.num_tokens, config.codebook_dim, config.vector_quantiser)
 
     def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Let the codebook follow the "tokens" [B, P], "encodings" [B, P, D] and "draws" [B, P] of a global batch.
-        Returns what has changed."""
+        """Update the codebook with the "tokens" [B, P], "encodings" [B, P, D] and "draws" [B, P] of a global batch.
+        Returns the tensors that have changed."""
         self.codebook.take_in(*(seen[name].flatten(0, 1) for name in ("tokens", "encodings", "draws")))
         return self.codebook.weight, self.codebook.counts
 
@@ -356,5 +358,5 @@ def relaxed_one_hot(logits: Tensor, gumbel: Tensor, temperature: Tensor, estimat
 
 
 def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
-    """`value`, passing the gradient on to `gradient`."""
+    """Return `value`, passing the gradient on to `gradient`."""
     return value + (gradient - gradient.detach())

@@ -1,4 +1,4 @@
-"""PatchGAN: a convolutional network that says of every patch of an image how real it looks (Isola et al. 2017,
+"""PatchGAN: a convolutional network that rates every patch of an image by how real it looks (Isola et al. 2017,
 "Image-to-image translation with conditional adversarial networks", arXiv:1611.07004).
 
 Groups of channels are normalised in place of the batch, so that no example depends on another.
@@ -32,5 +32,5 @@ class PatchDiscriminator(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x)
-        return found
+        logits: Tensor = self.layers(x)
+        return logits

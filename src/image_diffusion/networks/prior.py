@@ -1,4 +1,4 @@
-"""The diffusion prior of DALL-E 2: a causal transformer over a caption, a time and a noisy image embedding.
+"""Diffusion prior of DALL-E 2: a causal transformer over a caption, a time and a noisy image embedding.
 
 Ramesh et al. 2022, "Hierarchical text-conditional image generation with CLIP latents", section 2.2. Has the parameter
 names of lucidrains' DALLE2-pytorch, from which come multi-query cosine attention, the null key and value, SwiGLU and
@@ -17,9 +17,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
-from image_diffusion.nn.sinusoid import sinusoid
+from image_diffusion.nn.positions import sinusoid
 
 _COSINE_SCALE = 16.0
 _ROTATED = 32  # channels of a head that are rotated at most
@@ -27,7 +27,7 @@ _BUCKETS, _MAX_DISTANCE = 32, 128
 
 
 class PriorConfig(Config):
-    """The network of the prior. Its width is the dimension of the embeddings."""
+    """Network of the prior. Its width is the dimension of the embeddings."""
 
     type: Literal["prior"] = "prior"
 
@@ -69,7 +69,7 @@ class PriorConfig(Config):
     """Dropout inside the feed-forward layers."""
 
     def build(self, spec: DataSpec) -> Prior:
-        """The network for embeddings of this dimension, freshly initialised from torch's global generator."""
+        """Build the network for embeddings of this dimension, freshly initialised from torch's global generator."""
         return Prior(self, spec)
 
 
@@ -102,7 +102,7 @@ class Prior(nn.Module):
     ) -> Tensor:
         """x [B, dim], t [B] in timesteps, text_embed [B, dim] -> the prediction [B, dim].
 
-        text_encodings [B, L, dim]: one a token of the caption; rows of zeros say that there is none. text_keep,
+        text_encodings [B, L, dim]: one a token of the caption; rows of zeros mark missing tokens. text_keep,
         image_keep: bool [B], false where the caption, or x itself, is replaced by learned nulls; absent: true.
         self_cond [B, dim]: an earlier estimate; absent: zeros. Raises ValueError when shapes do not fit the network.
         """
@@ -143,7 +143,7 @@ class Prior(nn.Module):
                     f"Use embeddings of one model."
                 )
         if self_cond is not None and not self.config.self_cond:
-            raise ValueError("The network takes no earlier estimate. Build it with network.self_cond true.")
+            raise ValueError("The network was built without self-conditioning. Set network.self_cond to true.")
 
 
 class CausalTransformer(nn.Module):
@@ -243,7 +243,8 @@ class SwiGlu(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turns pairs of neighbouring channels by an angle that grows with the position; channels past `dim` stay."""
+    """Rotary positions: pairs of neighbouring channels turn by an angle that grows with the position; channels past
+    `dim` stay."""
 
     freqs: Tensor
 
@@ -255,10 +256,10 @@ class Rotary(nn.Module):
         """[B, heads, N, d] -> the same."""
         angle = torch.arange(x.shape[2], device=x.device)[:, None] * self.freqs.float()  # [N, dim / 2]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        turned, kept = x.split([2 * len(self.freqs), x.shape[-1] - 2 * len(self.freqs)], dim=-1)
+        turned, rest = x.split([2 * len(self.freqs), x.shape[-1] - 2 * len(self.freqs)], dim=-1)
         first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)  # [B, heads, N, dim / 2] each
         pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return torch.cat([pairs.flatten(-2), kept], dim=-1)
+        return torch.cat([pairs.flatten(-2), rest], dim=-1)
 
 
 class RelativePositions(nn.Module):
@@ -277,8 +278,8 @@ class RelativePositions(nn.Module):
 
 
 def bucket_of(offset: Tensor) -> Tensor:
-    """The bucket, 0 … 31, of a key `offset` places after the query: 0 for those ahead, each distance below 16 its own,
-    wider and wider ones up to 128."""
+    """Return the bucket, 0 … 31, of a key `offset` places after the query: 0 for those ahead, each distance below 16
+    its own, wider and wider ones up to 128."""
     exact = _BUCKETS // 2
     distance = (-offset).clamp(min=0)
     ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(_MAX_DISTANCE / exact)

@@ -1,9 +1,9 @@
-"""The prior of Karlo and Kandinsky, as diffusers has it: a causal transformer over a caption's tokens, its embedding, a
+"""Prior of Karlo and Kandinsky, as diffusers has it: a causal transformer over a caption's tokens, its embedding, a
 time and a noisy image embedding.
 
 Ramesh et al. 2022, "Hierarchical text-conditional image generation with CLIP latents", section 2.2. Parameters have the
-names of diffusers' `PriorTransformer` (models/transformers/prior_transformer.py), which gives the same numbers. What is
-told not to know its caption or image sees zeros in their place.
+names of diffusers' `PriorTransformer` (models/transformers/prior_transformer.py), which gives the same numbers. A
+sample whose caption or image is dropped sees zeros in their place.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
-from image_diffusion.nn.sinusoid import sinusoid
+from image_diffusion.nn.positions import sinusoid
 
 _BESIDE = 4  # tokens beside the caption's: its embedding, the time, the image, and the one that becomes the prediction
 _HIDDEN = -10_000.0  # added where a token may not look, as there
@@ -30,7 +30,7 @@ class PriorTransformerConfig(Config):
     """diffusers' PriorTransformer, the prior of Karlo and Kandinsky."""
 
     type: Literal["prior_transformer"] = "prior_transformer"
-    """The prior as diffusers has it."""
+    """Prior as diffusers has it."""
     depth: int = Field(20, gt=0)
     """Number of blocks."""
     num_heads: int = Field(32, gt=0)
@@ -50,16 +50,16 @@ class PriorTransformerConfig(Config):
 
     @property
     def self_cond(self) -> bool:
-        """It takes no earlier estimate."""
+        """Return False: the network does not take an earlier estimate."""
         return False
 
     @property
     def num_timesteps(self) -> None:
-        """It has no table of times."""
+        """Return None: the network does not have a table of times."""
         return
 
     def build(self, spec: DataSpec) -> PriorTransformer:
-        """The network for embeddings of this dimension, freshly initialised from torch's global generator."""
+        """Build the network for embeddings of this dimension, freshly initialised from torch's global generator."""
         return PriorTransformer(self, spec)
 
 
@@ -94,7 +94,7 @@ class PriorTransformer(nn.Module):
     ) -> Tensor:
         """x [B, dim], t [B] in timesteps, text_embed [B, dim] -> the prediction [B, dim].
 
-        text_encodings [B, L, dim]: one a token of the caption; rows of zeros say that there is none. text_keep,
+        text_encodings [B, L, dim]: one a token of the caption; rows of zeros mark missing tokens. text_keep,
         image_keep: bool [B], false where the caption, or x itself, is zeros; absent: true. Raises ValueError when
         shapes do not fit the network.
         """
@@ -166,7 +166,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """Tokens [B, N, D], bias [B, 1, N, N] -> [B, N, D]."""
-        q, k, v = (each(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in self._projections())
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in self._projections())
         out = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype)).transpose(1, 2).flatten(2)
         projected: Tensor = self.to_out(out)
         return projected
@@ -195,12 +195,12 @@ class _Gelu(nn.Module):
 
 
 def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTransformerConfig, int]:
-    """The network of a config.json of diffusers' PriorTransformer, and the dimension of its embeddings.
+    """Return the network of a config.json of diffusers' PriorTransformer, and the dimension of its embeddings.
 
     where: to name in messages. Raises ValueError for one that has more parts or fewer than Karlo's and Kandinsky's.
     """
     dim = config["embedding_dim"]
-    wanted: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[Any, ...]] = {
         "encoder_hid_proj_type": ("linear",),
         "added_emb_type": ("prd",),
         "additional_embeddings": (_BESIDE,),
@@ -211,12 +211,12 @@ def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTra
         "clip_embed_dim": (None, dim),
     }
     usual = {"encoder_hid_proj_type": "linear", "added_emb_type": "prd", "time_embed_act_fn": "silu"}
-    for name, allowed in wanted.items():
-        found = config.get(name, usual.get(name))
-        if found not in allowed:
+    for name, allowed in supported.items():
+        value = config.get(name, usual.get(name))
+        if value not in allowed:
             raise ValueError(
-                f"{where} is a PriorTransformer with {name} {found!r}, which is not known here. Known: "
-                f"{', '.join(map(repr, allowed))}, as Karlo's and Kandinsky's have."
+                f"{where} is a PriorTransformer with {name} {value!r}, which is not supported. Supported: "
+                f"{', '.join(map(repr, allowed))}."
             )
     network = PriorTransformerConfig(
         depth=config["num_layers"],
@@ -232,8 +232,8 @@ def config_of_diffusers(config: Mapping[str, Any], where: str) -> tuple[PriorTra
 
 
 def to_diffusers_prior(network: PriorTransformer, mean: Tensor, std: Tensor) -> Any:
-    """The same function as diffusers' PriorTransformer. mean, std: float32 [dim], of the image embeddings: what x was
-    normalised by."""
+    """Return the same function as diffusers' PriorTransformer. mean, std: float32 [dim], of the image embeddings: the
+    statistics that x was normalised by."""
     from diffusers.models.transformers.prior_transformer import PriorTransformer as Theirs
 
     config, dim = network.config, network.spec.channels

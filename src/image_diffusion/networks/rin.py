@@ -16,14 +16,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs
 
 
 class RinConfig(Config):
-    """The network of RIN."""
+    """Network of RIN."""
 
     type: Literal["rin"] = "rin"
 
@@ -57,7 +58,7 @@ class RinConfig(Config):
     """Standard deviation of the label table at the start. Small data learn labels sooner from a larger one."""
 
     def build(self, spec: DataSpec) -> Rin:
-        """The network for data of this kind, freshly initialised from torch's global generator.
+        """Build the network for data of this kind, freshly initialised from torch's global generator.
 
         Raises ValueError when the patch does not divide the resolution.
         """
@@ -78,7 +79,7 @@ class Rin(nn.Module):
         width, latent_width = config.width, config.latent_width or config.width
         self.config, self.spec = config, spec
         self.grid_size = spec.resolution // config.patch
-        condition_width = latent_width if config.time_as_latent else 4 * width
+        condition_width = self.condition_width
         patch_values = spec.channels * config.patch**2
 
         self.time_mlp = nn.Sequential(
@@ -116,19 +117,22 @@ class Rin(nn.Module):
         label: Tensor | None = None,
         self_cond: Tensor | None = None,
         latents: Tensor | None = None,
+        augment: Tensor | None = None,
         return_latents: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [B, C, H, W], t [B] in [0, 1], label int64 [B] (num_classes: no label) -> the prediction [B, C, H, W].
 
         self_cond [B, C, H, W], latents [B, N, D]: an earlier estimate of x0, and the latents that came with it; absent,
-        or zeros in the rows of some samples: there is none. return_latents: give (prediction, latents, norm) instead,
-        norm [B] the root-mean-square of each sample's latents before their last normalisation. A network of unlabelled
-        data takes no label. Raises ValueError when shapes do not fit the network.
+        or zeros in the rows of some samples: there is none. augment [B, L]: labels of an augmentation, in training.
+        return_latents: give (prediction, latents, norm) instead, norm [B] the root-mean-square of each sample's latents
+        before their last normalisation. A network of unlabelled data takes no label. Raises ValueError when shapes do
+        not fit the network.
         """
         check_inputs(self.spec, x, label)
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
             condition = condition + self.label_embedding(label)  # [B, E]
+        condition = with_augmentation(self, condition, augment)
 
         earlier = torch.zeros_like(x) if self_cond is None else self_cond
         patches = self.to_patches(_cut(torch.cat([earlier, x], dim=1), self.config.patch))  # [B, (H/p)(W/p), width]
@@ -150,8 +154,14 @@ class Rin(nn.Module):
         norm = computed.float().square().flatten(1).mean(1).sqrt()  # [B]
         return prediction, held[:, : len(self.latents)], norm
 
+    @property
+    def condition_width(self) -> int:
+        """Return the number of channels of the embedding of time and label."""
+        width, latent_width = self.config.width, self.config.latent_width or self.config.width
+        return latent_width if self.config.time_as_latent else 4 * width
+
     def _positions(self) -> Tensor:
-        """[(H/p)(W/p), width], row by row."""
+        """Return the positions [(H/p)(W/p), width], row by row."""
         line = torch.linspace(0, 1, self.grid_size, device=self.latents.device, dtype=self.latents.dtype)[:, None]
         rows, columns = self.axial_pos_emb_height_mlp(line), self.axial_pos_emb_width_mlp(line)  # [H/p, width] each
         return cast("Tensor", (rows[:, None] + columns[None, :]).flatten(0, 1))
@@ -334,7 +344,8 @@ class LearnedWaves(nn.Module):
 
 
 def _line_positions(width: int) -> nn.Sequential:
-    """Positions [n, 1] along a line -> [n, width]. The original counts the reshaping of its input as number 0."""
+    """Build the layers that map positions [n, 1] along a line -> [n, width]. The original counts the reshaping of its
+    input as number 0."""
     half = width // 2
     return nn.Sequential(
         nn.Identity(), nn.Linear(1, half), nn.SiLU(), nn.Linear(half, half), nn.SiLU(), nn.Linear(half, width)
@@ -342,7 +353,7 @@ def _line_positions(width: int) -> nn.Sequential:
 
 
 def _scale_and_shift(condition_width: int, width: int) -> nn.Sequential:
-    """The condition [B, E] -> scale and shift [B, 2 width]; zero at the start."""
+    """Build the layers that map the condition [B, E] -> scale and shift [B, 2 width]; zero at the start."""
     linear = of_parts(nn.Linear(condition_width, 2 * width), 2)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -350,26 +361,26 @@ def _scale_and_shift(condition_width: int, width: int) -> nn.Sequential:
 
 
 def _modulate(x: Tensor, scale_and_shift: Tensor) -> Tensor:
-    """x [B, N, width] (1 + scale) + shift, from [B, 2 width]."""
+    """Return x [B, N, width] (1 + scale) + shift, from [B, 2 width]."""
     scale, shift = scale_and_shift[:, None, :].chunk(2, dim=-1)
     return x * (1 + scale) + shift
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """[B, N, heads · d] -> [B, heads, N, d]."""
+    """Split heads: [B, N, heads · d] -> [B, heads, N, d]."""
     B, N, inner = x.shape
     return x.view(B, N, num_heads, inner // num_heads).transpose(1, 2)
 
 
 def _cut(x: Tensor, patch: int) -> Tensor:
-    """[B, C, H, W] -> [B, (H/p)(W/p), C · p · p]: patches row by row, each flattened as (channel, row, column)."""
+    """Cut [B, C, H, W] -> [B, (H/p)(W/p), C · p · p]: patches row by row, each flattened as (channel, row, column)."""
     B, C, H, W = x.shape
     x = x.reshape(B, C, H // patch, patch, W // patch, patch).permute(0, 2, 4, 1, 3, 5)  # [B, H/p, W/p, C, p, p]
     return x.reshape(B, (H // patch) * (W // patch), C * patch * patch)
 
 
 def _join(patches: Tensor, patch: int, grid_size: int) -> Tensor:
-    """[B, grid_size², C · p · p] -> [B, C, H, W]: the inverse of `_cut`."""
+    """Join [B, grid_size², C · p · p] -> [B, C, H, W]: the inverse of `_cut`."""
     B = len(patches)
     x = patches.reshape(B, grid_size, grid_size, -1, patch, patch).permute(0, 3, 1, 4, 2, 5)  # [B, C, H/p, p, W/p, p]
     return x.reshape(B, -1, grid_size * patch, grid_size * patch)

@@ -1,7 +1,7 @@
-"""The text tower of a small CLIP: a transformer over the words of a caption.
+"""Text tower of a small CLIP: a transformer over the words of a caption.
 
-As in Radford et al. 2021 (arXiv:2103.00020, section 2.4), what comes out is normalised and projected linearly into the
-space that images share. Here words are whole words, each sees all the others, and their mean is what is projected.
+As in Radford et al. 2021 (arXiv:2103.00020, section 2.4), the output is normalised and projected linearly into the
+space that images share. In this tower words are whole words, each sees all the others, and their mean is projected.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.nn.attention import SelfAttention
-from image_diffusion.nn.feedforward import Mlp
+from image_diffusion.nn.transformer import Mlp, SelfAttention
 
 _DEPTH, _HEADS, _RATIO = 2, 4, 2
 

@@ -16,13 +16,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.networks.dit import LabelEmbedder, TextEmbedder
-from image_diffusion.nn.attention import KeyValues, SelfAttention
-from image_diffusion.nn.feedforward import Mlp
 from image_diffusion.nn.linear import Linear
-from image_diffusion.nn.rotary import rotary_angles
+from image_diffusion.nn.positions import rotary_angles
+from image_diffusion.nn.transformer import KeyValues, Mlp, SelfAttention
 
 
 class TokenTransformerConfig(Config):
@@ -54,18 +53,18 @@ class TokenTransformerConfig(Config):
         return self
 
     def build(self, spec: DataSpec, causal: bool = False) -> TokenTransformer:
-        """The network for tokens of `spec`, whose channels are as many as there are tokens; freshly initialised from
-        torch's global generator."""
+        """Build the network for tokens of `spec`, whose channels are as many as there are tokens; freshly initialised
+        from torch's global generator."""
         return TokenTransformer(self, spec, causal)
 
 
 @dataclass
 class Past:
-    """What a causal network keeps of the tokens so far. blocks: of each block. told: bool [B, P], which tokens of the
-    prefix there are; None: all."""
+    """Cache of a causal network for the tokens so far. blocks: of each block. prefix_mask: bool [B, P], which tokens
+    of the prefix are present; None: all."""
 
     blocks: list[KeyValues]
-    told: Tensor | None
+    prefix_mask: Tensor | None
 
 
 class TokenTransformer(nn.Module):
@@ -96,12 +95,12 @@ class TokenTransformer(nn.Module):
         Raises ValueError when shapes or conditions do not fit the network.
         """
         self._check(tokens, label, text)
-        prefix, told = self._prefix(len(tokens), label, text)  # [B, P, D]
+        prefix, prefix_mask = self._prefix(len(tokens), label, text)  # [B, P, D]
         count = tokens.shape[1] - self.causal
         x = self.x_embedder(tokens[:, :count]) + self.pos_embed[:, :count]
         x = torch.cat([prefix, x], 1)  # [B, P + N (- 1), D]
         P, M = prefix.shape[1], x.shape[1]
-        mask = None if told is None else F.pad(told, (0, M - P), value=True)  # [B, M]
+        mask = None if prefix_mask is None else F.pad(prefix_mask, (0, M - P), value=True)  # [B, M]
         mask = _before(M, mask, x.device) if self.causal else mask
         angles = self._angles(P, 0, count)
         for block in self.blocks:
@@ -109,24 +108,24 @@ class TokenTransformer(nn.Module):
         return self._logits(x[:, P - self.causal :])
 
     def begin(self, label: Tensor | None = None, text: Tensor | None = None, count: int = 1) -> tuple[Tensor, Past]:
-        """Of a causal network: the logits [B, K] of the first token, and what `go_on` needs. count: B, where nothing
-        is told."""
-        given = label if label is not None else text
-        prefix, told = self._prefix(count if given is None else len(given), label, text)
-        past = Past([KeyValues() for _ in self.blocks], told)
+        """Return the logits [B, K] of the first token of a causal network, and the cache that `go_on` needs. count: B,
+        for a network without conditions."""
+        condition = label if label is not None else text
+        prefix, prefix_mask = self._prefix(count if condition is None else len(condition), label, text)
+        past = Past([KeyValues() for _ in self.blocks], prefix_mask)
         P = prefix.shape[1]
-        x, mask, angles = prefix, _before(P, told, prefix.device), self._angles(P, 0, 0)
-        for block, seen in zip(self.blocks, past.blocks, strict=True):
-            x = block(x, mask, angles, seen)
+        x, mask, angles = prefix, _before(P, prefix_mask, prefix.device), self._angles(P, 0, 0)
+        for block, cache in zip(self.blocks, past.blocks, strict=True):
+            x = block(x, mask, angles, cache)
         return self._logits(x[:, -1]), past
 
     def go_on(self, token: Tensor, place: int, past: Past) -> Tensor:
-        """The logits [B, K] of the token behind `token`, int64 [B], which stands at `place`."""
+        """Return the logits [B, K] of the token behind `token`, int64 [B], which stands at `place`."""
         x = (self.x_embedder(token) + self.pos_embed[:, place])[:, None]  # [B, 1, D]
-        mask = None if past.told is None else F.pad(past.told, (0, place + 1), value=True)
+        mask = None if past.prefix_mask is None else F.pad(past.prefix_mask, (0, place + 1), value=True)
         angles = self._angles(0, place, place + 1)
-        for block, seen in zip(self.blocks, past.blocks, strict=True):
-            x = block(x, mask, angles, seen)
+        for block, cache in zip(self.blocks, past.blocks, strict=True):
+            x = block(x, mask, angles, cache)
         return self._logits(x[:, -1])
 
     def _check(self, tokens: Tensor, label: Tensor | None, text: Tensor | None) -> None:
@@ -135,13 +134,18 @@ class TokenTransformer(nn.Module):
                 f"Tokens are {list(tokens.shape)}, but the network was built for {self.spec.resolution} x "
                 f"{self.spec.resolution} of them, [B, {self.spec.resolution**2}]. Use tokens of its own codec."
             )
-        wanted = {"text": hasattr(self, "text_embedder"), "label": hasattr(self, "y_embedder")}
-        for (name, is_wanted), given in zip(wanted.items(), (text, label), strict=True):
-            if is_wanted != (given is not None):
-                raise ValueError(f"The network {'needs a' if is_wanted else 'takes no'} {name} of each image.")
+        expected = {"text": hasattr(self, "text_embedder"), "label": hasattr(self, "y_embedder")}
+        for (name, is_wanted), condition in zip(expected.items(), (text, label), strict=True):
+            if is_wanted != (condition is not None):
+                raise ValueError(
+                    f"The network needs a {name} of each image. Pass it."
+                    if is_wanted
+                    else f"The network takes no {name}. Leave it out."
+                )
 
     def _prefix(self, count: int, label: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What stands before the tokens, [B, P, D], and which of it there is, bool [B, P]; None: all."""
+        """Return the prefix before the tokens, [B, P, D], and which of its tokens are present, bool [B, P]; None:
+        all."""
         if text is not None:
             embedding, words = self.text_embedder(text.to(self.pos_embed.dtype))  # [B, D], [B, L, D]
             is_word = F.pad(text[:, 1:].any(dim=2), (0, 1), value=True)
@@ -151,18 +155,19 @@ class TokenTransformer(nn.Module):
         return self.start.expand(count, -1, -1), None
 
     def _angles(self, prefix: int, first: int, end: int) -> Tensor | None:
-        """By how much channels turn: those of a prefix do not, tokens do by their place, from `first` to `end`."""
+        """Return the angles by which channels turn: those of a prefix do not, tokens do by their place, from `first` to
+        `end`."""
         if not self.config.rope:
             return None
         all_ = rotary_angles(self.config.width // self.config.num_heads, self.spec.resolution, self.pos_embed.device)
         return F.pad(all_[first:end], (0, 0, prefix, 0))
 
     def _logits(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.norm(x))
-        return found
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def _initialise(self) -> None:
-        """N(0, 0.02) for every matrix and embedding, zero for biases and the last layer."""
+        """Initialise every matrix and embedding by N(0, 0.02), biases and the last layer by zero."""
         for name, parameter in self.named_parameters():
             if name == "head.weight" or name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -171,8 +176,8 @@ class TokenTransformer(nn.Module):
 
 
 def _before(count: int, there: Tensor | None, device: torch.device) -> Tensor:
-    """Bool [B or 1, count, count]: each sees itself and what stands before it. there: bool [B, count], which there
-    are; None: all."""
+    """Return the causal mask, bool [B or 1, count, count]: each token sees itself and those before it. there: bool [B,
+    count], which tokens are present; None: all."""
     before = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
     if there is None:
         return before
@@ -189,9 +194,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, seen: KeyValues | None = None
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValues | None = None
     ) -> Tensor:
         """[B, M, D] -> [B, M, D]. mask, angles, seen: of `SelfAttention`."""
-        x = x + self.dropout(self.attn(self.norm1(x), mask=mask, angles=angles, seen=seen))
+        x = x + self.dropout(self.attn(self.norm1(x), mask=mask, angles=angles, cache=cache))
         out: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
         return out

@@ -1,7 +1,7 @@
-"""The U-Net of IDDPM (Nichol and Dhariwal 2021, arXiv:2102.09672) and, with its options, of ADM (Dhariwal and Nichol
-2021, arXiv:2105.05233).
+"""U-Net of IDDPM (Nichol and Dhariwal 2021, arXiv:2102.09672) and, with its options, of ADM (Dhariwal and Nichol 2021,
+arXiv:2105.05233).
 
-Parameters have the names of the published weights (`networks/unet_weights.py` reads those).
+Parameters have the names of the published weights (`networks/weights/unet.py` reads those).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
+from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs, size_of
-from image_diffusion.nn.sinusoid import sinusoid
+from image_diffusion.nn.positions import sinusoid
 
 GROUPS = 32
 
@@ -33,7 +34,7 @@ MULTIPLIERS: dict[int, tuple[float, ...]] = {
 
 
 class UNetConfig(Config):
-    """The network of IDDPM. ADM's has residual_resampling, head_channels 64 and, at 64 x 64, attention_order new."""
+    """Network of IDDPM. ADM's has residual_resampling, head_channels 64 and, at 64 x 64, attention_order new."""
 
     type: Literal["unet"] = "unet"
 
@@ -43,9 +44,9 @@ class UNetConfig(Config):
     """Channels of each level, from the finest to the coarsest, as multiples of `channels`; unset: those published for
     images of 32, 64, 128, 256 or 512 pixels. Each level has half the resolution of the one before."""
     stem: Literal["adm", "iddpm"] = "adm"
-    """Channels that the first convolution makes where the first multiplier is not 1. adm: those of the finest level, as
+    """Output channels of the first convolution where the first multiplier is not 1. adm: those of the finest level, as
     in guided-diffusion. iddpm: `channels`, as in improved-diffusion, whose own network then fails at its last
-    convolution, which expects `channels` too; here that one reads what there is."""
+    convolution, which expects `channels` too; in this network that one takes the channels it is given."""
     num_res_blocks: int = Field(2, gt=0)
     """Residual blocks of a level on the way down; there is one more on the way up."""
     attention_resolutions: tuple[int, ...] = (16, 8)
@@ -57,13 +58,13 @@ class UNetConfig(Config):
     head_channels: int | None = Field(None, gt=0)
     """Channels of a head, in place of a number of heads."""
     attention_order: Literal["legacy", "new"] = "legacy"
-    """How queries, keys and values lie in one tensor: each head's three together, or all heads of each together."""
+    """Order of queries, keys and values in one tensor: each head's three together, or all heads of each together."""
     scale_shift_norm: bool = True
     """Let time and label scale and shift the normalised features of a block; otherwise they are added before."""
     residual_resampling: bool = False
     """Halve and double the resolution inside residual blocks, in place of convolutions."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """How often a feature inside a residual block is left out in training."""
+    """Probability that a feature inside a residual block is left out in training."""
     low_resolution: int | None = Field(None, gt=0)
     """Side of the small images that the network enlarges; unset: it makes images from noise alone."""
     gradient_checkpointing: bool = False
@@ -73,42 +74,43 @@ class UNetConfig(Config):
     @classmethod
     def _positive(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if value is not None and (not value or min(value) <= 0):
-            raise ValueError(f"{list(value)} are no multipliers. Give a positive number for each level.")
+            raise ValueError(f"{list(value)} are not multipliers. Use a positive number for each level.")
         return value
 
     def build(self, spec: DataSpec, learned_variance: bool = False, null_label: bool = False) -> UNet:
-        """The network for data of this kind, freshly initialised from torch's global generator.
+        """Build the network for data of this kind, freshly initialised from torch's global generator.
 
         null_label: whether the label table has one more row, for no label. Raises ValueError when the data do not fit.
         """
         return UNet(self, spec, learned_variance, null_label)
 
     def levels(self, spec: DataSpec) -> dict[int, int]:
-        """Channels by resolution, from the finest level to the coarsest. Raises ValueError when the data do not fit."""
+        """Return channels by resolution, from the finest level to the coarsest. Raises ValueError when the data do not
+        fit."""
         multipliers = self.multipliers or MULTIPLIERS.get(spec.resolution)
         if multipliers is None:
             raise ValueError(
                 f"There are no published multipliers for images of {spec.resolution} x {spec.resolution} pixels, only "
-                f"for {', '.join(str(known) for known in MULTIPLIERS)}. Set network.multipliers, or use one of these."
+                f"for {', '.join(map(str, MULTIPLIERS))}. Set network.multipliers, or use one of these."
             )
         coarsest = 2 ** (len(multipliers) - 1)
         if spec.resolution % coarsest:
             raise ValueError(
                 f"Images of {spec.resolution} x {spec.resolution} pixels cannot be halved {len(multipliers) - 1} "
-                f"times, as {len(multipliers)} multipliers ask for. Give fewer, or use a multiple of {coarsest} pixels."
+                f"times, as {len(multipliers)} multipliers require. Use fewer, or a multiple of {coarsest} pixels."
             )
-        levels = {spec.resolution >> i: int(each * self.channels) for i, each in enumerate(multipliers)}
+        levels = {spec.resolution >> i: int(multiplier * self.channels) for i, multiplier in enumerate(multipliers)}
         self._check_widths([self.stem_channels(levels), *levels.values()])
         self._check_attention(levels)
         self._check_low_resolution(spec.resolution)
         return levels
 
     def stem_channels(self, levels: dict[int, int]) -> int:
-        """What the first convolution makes. levels: as `levels` gives them."""
+        """Return the number of output channels of the first convolution. levels: as `levels` gives them."""
         return self.channels if self.stem == "iddpm" else next(iter(levels.values()))
 
     def heads(self, channels: int, upward: bool) -> int:
-        """The number of heads of attention over some channels. upward: on the way up."""
+        """Return the number of heads of attention over some channels. upward: on the way up."""
         if self.head_channels is not None:
             return channels // self.head_channels
         return self.num_heads_upsample or self.num_heads if upward else self.num_heads
@@ -122,7 +124,7 @@ class UNetConfig(Config):
             )
 
     def _check_attention(self, levels: dict[int, int]) -> None:
-        absent = [each for each in self.attention_resolutions if each not in levels]
+        absent = [edge for edge in self.attention_resolutions if edge not in levels]
         if absent:
             raise ValueError(
                 f"attention_resolutions names {absent[0]}, but the network works at "
@@ -200,16 +202,26 @@ class UNet(nn.Module):
             nn.GroupNorm(GROUPS, channels), nn.SiLU(), zero(nn.Conv2d(channels, out_channels, 3, padding=1))
         )
 
-    def forward(self, x: Tensor, t: Tensor, /, label: Tensor | None = None, low_res: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        /,
+        label: Tensor | None = None,
+        low_res: Tensor | None = None,
+        augment: Tensor | None = None,
+    ) -> Tensor:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label).
 
-        low_res: [B, C, h, w], the small images to enlarge. A network of unlabelled data takes no label, one without
-        low_resolution no low_res. Raises ValueError when shapes do not fit the network.
+        low_res: [B, C, h, w], the small images to enlarge. augment: [B, L], labels of an augmentation, in training. A
+        network of unlabelled data takes no label, one without low_resolution no low_res. Raises ValueError when shapes
+        do not fit the network.
         """
         self._check(x, label, low_res)
         emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
         if label is not None:
             emb = emb + self.label_emb(label)  # [B, E]
+        emb = with_augmentation(self, emb, augment)
         if low_res is not None:
             enlarged = F.interpolate(low_res, x.shape[2:], mode="bilinear")  # [B, C, H, W]
             x = torch.cat([x, enlarged.to(x.dtype)], dim=1)  # [B, 2C, H, W]
@@ -222,6 +234,11 @@ class UNet(nn.Module):
             x = self._run(block, torch.cat([x, skips.pop()], dim=1), emb)
         out: Tensor = self.out(x)
         return out
+
+    @property
+    def condition_width(self) -> int:
+        """Return the number of channels of the embedding of time and label."""
+        return 4 * self.config.channels
 
     def _run(self, block: nn.Module, x: Tensor, emb: Tensor) -> Tensor:
         if self.config.gradient_checkpointing and torch.is_grad_enabled():
@@ -240,7 +257,7 @@ class UNet(nn.Module):
         if low is not None and (low_res is None or tuple(low_res.shape[1:]) != (channels, low, low)):
             raise ValueError(
                 f"The network enlarges images of {channels} x {low} x {low} but was called with "
-                f"{'none' if low_res is None else size_of(low_res.shape[1:])}. Give cond low_res, float "
+                f"{'none' if low_res is None else size_of(low_res.shape[1:])}. Pass low_res, float "
                 f"[B, {channels}, {low}, {low}]."
             )
 
@@ -348,7 +365,7 @@ class Double(nn.Module):
 
 
 def zero(module: nn.Module) -> nn.Module:
-    """The module with all its parameters 0, as whatever ends a residual branch begins."""
+    """Set all parameters of a module to 0, as those of the last layer of a residual branch begin, and return it."""
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module

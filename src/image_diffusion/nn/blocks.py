@@ -1,5 +1,5 @@
-"""A network block by block: what is compiled on its own, what is gathered together when a network is spread, and which
-of its weights are matrices."""
+"""Blocks of a network: the units of compilation and of gathering when a network is spread, and which of its weights are
+matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ L = TypeVar("L", bound=nn.Module)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of modules, lists in lists opened, that have parameters."""
+    """Return the members of the outermost lists of modules, lists in lists opened, that have parameters."""
     if isinstance(module, nn.ModuleList):
         return [block for member in module for block in (blocks(member) if _is_list(member) else [member])]
     return [block for child in module.children() for block in blocks(child)]
@@ -25,8 +25,8 @@ def of_parts(layer: L, count: int) -> L:
 
 
 def inner_matrices(network: nn.Module) -> dict[str, int]:
-    """The weights of the linear and convolutional layers in the network's blocks and between them, by name, and of how
-    many maps each is (`of_parts`).
+    """Return the weights of the linear and convolutional layers in the network's blocks and between them, by name, and
+    of how many maps each is (`of_parts`).
 
     Not among them: what stands before and behind the blocks in the network's definition, embeddings, convolutions of
     each channel on its own, and the blocks that the network names in `ends`, because they are its first or last layer.
@@ -43,7 +43,8 @@ def inner_matrices(network: nn.Module) -> dict[str, int]:
 
 
 def factors(network: nn.Module) -> set[str]:
-    """The weights that their layers use for nothing but products with their inputs, which autocast rounds, by name."""
+    """Return the weights that their layers use for nothing but products with their inputs, which autocast rounds, by
+    name."""
     kinds = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
     return {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, kinds)}
 
@@ -78,7 +79,7 @@ def compile_by_block(network: nn.Module, records: bool = False) -> None:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """The blocks, and whatever else lies beside the lists and consists of several layers."""
+    """Return the blocks, and whatever else lies beside the lists and consists of several layers."""
     parts: list[nn.Module] = []
     for child in module.children():
         if _is_list(child):

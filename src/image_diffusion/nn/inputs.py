@@ -1,4 +1,7 @@
-"""What every network of images asks of its inputs."""
+"""Inputs of networks of images: checks of them, and images as sequences of square patches, and back.
+
+A patch is flattened as (row, column, channel).
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,52 @@ from torch import Tensor
 from image_diffusion.core.types import DataSpec
 
 
-def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **told: Tensor) -> None:
-    """Raise ValueError where x [B, C, H, W], its label or what else is told of it is not what a network was built for.
+def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: Tensor) -> None:
+    """Raise ValueError where x [B, C, H, W], its label or another condition is not what a network was built for.
 
     spec: what it was built for; a network without classes takes no label, one with classes needs it.
     """
-    expected = (spec.channels, spec.resolution, spec.resolution)
-    if tuple(x.shape[1:]) != expected:
+    image_shape = (spec.channels, spec.resolution, spec.resolution)
+    if tuple(x.shape[1:]) != image_shape:
         raise ValueError(
             f"x has {size_of(x.shape[1:])} (channels x height x width) but the network was built for "
-            f"{size_of(expected)}. Use data of the codec and resolution it was trained with."
+            f"{size_of(image_shape)}. Use data of the codec and resolution it was trained with."
         )
     if (label is None) != (spec.num_classes == 0):
         raise ValueError(
             f"The network was built for {spec.num_classes} classes but was called "
             f"{'without' if label is None else 'with'} labels. "
-            f"{'Give cond label, int64 [B].' if label is None else 'Leave them out.'}"
+            f"{'Pass label, int64 [B].' if label is None else 'Leave them out.'}"
         )
 
-    expected_told, given = dict(spec.conditions), {name: tuple(each.shape[1:]) for name, each in told.items()}
-    if given != expected_told:
+    expected, shapes = dict(spec.conditions), {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items()}
+    if shapes != expected:
         raise ValueError(
-            f"The network was built to be told {_told(expected_told)}, but was called with {_told(given)}. Use the "
-            f"text encoder it was trained with."
+            f"The network was built for the conditions {_shapes_in_words(expected)}, but was called with "
+            f"{_shapes_in_words(shapes)}. Use the text encoder it was trained with."
         )
 
 
-def _told(shapes: dict[str, tuple[int, ...]]) -> str:
-    return " and ".join(f"{name} of {size_of(shape)}" for name, shape in sorted(shapes.items())) or "nothing more"
+def _shapes_in_words(shapes: dict[str, tuple[int, ...]]) -> str:
+    return " and ".join(f"{name} of {size_of(shape)}" for name, shape in sorted(shapes.items())) or "none"
 
 
 def size_of(shape: tuple[int, ...]) -> str:
-    """A shape as people write it: 3 x 32 x 32."""
+    """Return a shape as text: 3 x 32 x 32."""
     return " x ".join(str(number) for number in shape)
+
+
+def patchify(x: Tensor, patch: int) -> Tensor:
+    """[B, C, H, W] -> [B, N, patch · patch · C], the N = (H / patch)(W / patch) patches row by row."""
+    B, C, H, W = x.shape
+    x = x.reshape(B, C, H // patch, patch, W // patch, patch)
+    x = x.permute(0, 2, 4, 3, 5, 1)  # [B, H/p, W/p, p, p, C]
+    return x.reshape(B, (H // patch) * (W // patch), patch * patch * C)
+
+
+def unpatchify(tokens: Tensor, patch: int, height: int, width: int) -> Tensor:
+    """[B, N, patch · patch · C] -> [B, C, height, width]: the inverse of `patchify`."""
+    B = tokens.shape[0]
+    x = tokens.reshape(B, height // patch, width // patch, patch, patch, -1)
+    x = x.permute(0, 5, 1, 3, 2, 4)  # [B, C, H/p, p, W/p, p]
+    return x.reshape(B, -1, height, width)

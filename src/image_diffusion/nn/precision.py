@@ -1,4 +1,4 @@
-"""In which numbers a network computes where it is not trained. What is done with its output is float32 always."""
+"""Precision of a network where it is not trained. Computations on its output are always float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ factors have 8 bits, and what lies between the products is bf16 as well."""
 
 
 def use_tf32(allowed: bool) -> None:
-    """Whether a GPU may round the factors of float32 products and convolutions to 10 bits, in the whole process. (What
+    """Allow a GPU to round the factors of float32 products and convolutions to 10 bits, in the whole process. (What
     `torch.set_float32_matmul_precision` says holds for the products of a CPU as well.)"""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
@@ -25,7 +25,7 @@ def use_tf32(allowed: bool) -> None:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """The same meanwhile."""
+    """Set the use of TF32 inside the context."""
     products, convolutions = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     use_tf32(allowed)
     try:
@@ -37,18 +37,18 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def computes_in(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Meanwhile networks compute in a precision."""
+    """Let networks compute in a precision inside the context."""
     with tf32(precision != "float32"), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
         yield
 
 
 def computing_in(network: Network, precision: Precision) -> Network:
-    """The network, computing in a precision; what it is given and what it gives, one tensor or several, is of the type
-    of x."""
+    """Wrap the network to compute in a precision; its inputs and outputs, one tensor or several, are of the type of
+    x."""
 
     def call(x: Tensor, t: Tensor, /, **cond: Tensor) -> Any:
         with computes_in(precision, x.device):
-            found: Any = network(x, t, **cond)
-        return tuple(each.to(x.dtype) for each in found) if isinstance(found, tuple) else found.to(x.dtype)
+            output: Any = network(x, t, **cond)
+        return tuple(tensor.to(x.dtype) for tensor in output) if isinstance(output, tuple) else output.to(x.dtype)
 
     return call

@@ -1,5 +1,5 @@
-"""Alignment with a teacher: what a block of the network says of a noisy image is held against what a pretrained network
-saw in the clean one.
+"""Alignment with a teacher: tokens of a block of the network for a noisy image are compared with the reference features
+of a pretrained network for the clean one.
 
 REPA (Yu et al. 2024, "Representation alignment for generation", arXiv:2410.06940) subtracts the mean cosine of the
 features and of tokens that an MLP projects. iREPA (Singh et al. 2025, arXiv:2512.10794) found that it is the spatial
@@ -15,28 +15,28 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.types import Batch, ChoosesTimes, Losses, Objective
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import Batch, Losses, Objective
 
 PROJECTOR = "alignment"
-"""The name of the projector in the network that is trained. What is written does without it."""
+"""Name of the projector in the network that is trained. Saved weights do without it."""
 
 
 class Alignment(Config):
-    """A term that holds tokens of the network against the features of a teacher (section pairs)."""
+    """Alignment term that compares tokens of the network with reference features of a teacher (section pairs)."""
 
     block: int = Field(gt=0)
-    """The number of the block, from 1, behind which tokens are taken: 8 of the 28 of SiT-XL/2 in REPA."""
+    """Number of the block, from 1, after which tokens are taken: 8 of the 28 of SiT-XL/2 in REPA."""
     weight: float = Field(0.5, gt=0)
-    """What the mean cosine is multiplied with before it is subtracted from the loss."""
+    """Factor by which the mean cosine is multiplied before it is subtracted from the loss."""
     projector: Literal["conv", "mlp"] = "conv"
-    """What brings tokens to the channels of the features: a convolution of 3 x 3 (iREPA), or three layers for each
+    """Projector of tokens to the channels of the features: a convolution of 3 x 3 (iREPA), or three layers for each
     token by itself (REPA)."""
     projector_width: int = Field(2048, gt=0)
     """Channels inside the mlp."""
     spatial_norm: float | None = Field(1.0, ge=0)
-    """Share of their mean over the positions that is taken from the features, each channel of which is then divided by
-    its deviation (iREPA: 1); null: they stay as they are (REPA)."""
+    """Share of the features' mean over positions that is subtracted; each channel is then divided by its standard
+    deviation (iREPA: 1). null: features are used unchanged (REPA)."""
     until_step: int | None = Field(None, gt=0)
     """The last step that is aligned; those after it do without. Unset: all are."""
 
@@ -57,15 +57,18 @@ class Alignment(Config):
             )
 
 
-class Aligned:
+class Aligned(Objective):
     """An objective and a network's tokens against features: the loss of each sample is that of the objective, and its
     part "alignment" is minus `weight` times the mean cosine. Validation does without that.
 
     width: channels of a token. features: [D, h, w].
     """
 
+    has_layers = True
+
     def __init__(self, config: Alignment, objective: Objective, width: int, features: tuple[int, int, int]) -> None:
         self._config, self._objective, self._width, self._features = config, objective, width, features
+        self.pairs_samples = objective.pairs_samples
 
     def add_layers(self, network: nn.Module) -> None:
         """Give the network the projector, freshly initialised from torch's global generator."""
@@ -73,7 +76,8 @@ class Aligned:
         network.add_module(PROJECTOR, Projector(config, self._width, self._features[0]))
 
     def __call__(self, network: Any, batch: Batch) -> Losses:
-        """network: called with `tokens_of` as `DiT.forward` says; it has the layers of `add_layers`."""
+        """Return the losses of the objective with the alignment term. network: accepts `tokens_of` as `DiT.forward`
+        does, and has the layers of `add_layers`."""
         config = self._config
         if config.until_step is not None and batch.step > config.until_step:
             return self._objective(network, batch)
@@ -81,8 +85,8 @@ class Aligned:
         tokens: list[Tensor] = []
 
         def watched(x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
-            output, seen = network(x, t, **cond, tokens_of=config.block)
-            tokens.append(seen)
+            output, features = network(x, t, **cond, tokens_of=config.block)
+            tokens.append(features)
             return cast("Tensor", output)
 
         losses = self._objective(watched, batch)
@@ -93,13 +97,8 @@ class Aligned:
         return Losses(losses.loss + part, losses.parts | {"alignment": part.detach()}, losses.time)
 
     def uniform(self) -> Objective:
-        """The objective without the alignment, at times drawn uniformly."""
-        return self._objective.uniform() if isinstance(self._objective, ChoosesTimes) else self._objective
-
-    @property
-    def pairs_samples(self) -> bool:
-        """Whether the objective holds a sample against its neighbour in the batch."""
-        return bool(getattr(self._objective, "pairs_samples", False))
+        """Return the objective without the alignment, at times drawn uniformly."""
+        return self._objective.uniform()
 
 
 class Projector(nn.Module):
@@ -117,15 +116,15 @@ class Projector(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """As the class says."""
+        """Project the tokens, as the class describes."""
         if not self._is_conv:
             return cast("Tensor", self.layers(tokens))
         return cast("Tensor", self.layers(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
 
 
 def target(features: Tensor, grid: int, spatial_norm: float | None) -> Tensor:
-    """Features [B, D, h, w] on the grid of the tokens, float32 [B, grid, grid, D]: interpolated where the teacher's is
-    another, then without a share of their mean over the positions, and of deviation 1."""
+    """Return features [B, D, h, w] on the grid of the tokens, float32 [B, grid, grid, D]: interpolated where the
+    teacher's is another, then without a share of their mean over the positions, and of deviation 1."""
     x = features.float()
     if x.shape[2:] != (grid, grid):
         x = F.interpolate(x, (grid, grid), mode="bilinear", antialias=True, align_corners=False)

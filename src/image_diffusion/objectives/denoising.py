@@ -13,16 +13,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.labels import LabelDropout
-from image_diffusion.objectives.timestep_sampling import TimestepSampling, UniformTimesteps
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.objectives.timestep_sampling import AtTimes, TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
+from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.discrete import DiscreteProcess
 from image_diffusion.process.edm import EdmProcess
 from image_diffusion.process.grid import Steps
 from image_diffusion.process.likelihood import variational_bound
-from image_diffusion.process.noise_process import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import (
     LEARNED_VARIANCES,
     Variance,
@@ -40,7 +40,7 @@ class Denoising(Config):
 
     type: Literal["denoising"] = "denoising"
     prediction: Literal["eps", "x0", "v", "previous_x"] = "eps"
-    """What the network predicts."""
+    """Quantity that the network predicts."""
     variance: Variance = "fixed_large"
     """The variance of the reverse process; to learn it the network returns twice the channels."""
     loss: Loss = "simple"
@@ -49,9 +49,9 @@ class Denoising(Config):
     weighting: Weighting = UniformWeighting()
     """Weight of the squared error at each noise level."""
     timestep_sampling: TimestepSampling = UniformTimesteps()
-    """How timesteps are drawn."""
+    """Distribution from which timesteps are drawn."""
     label_drop_probability: float = Field(0.0, ge=0, le=1)
-    """How often a label is replaced by the null label, for classifier-free guidance."""
+    """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Denoising:
@@ -75,20 +75,24 @@ class Denoising(Config):
 
     @property
     def learns_intervals(self) -> bool:
-        """Whether the network is told of intervals: it is not."""
+        """True if the network is conditioned on intervals: it is not."""
         return False
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> Objective:
-        """The objective for data on a process. Raises ValueError where they do not go together."""
+        """Return the objective for data on a process. Raises ValueError where they do not go together."""
         return self.timestep_sampling.wrap(DenoisingObjective(self, process, spec), process)
 
 
-class DenoisingObjective:
-    """A batch -> one loss per sample; it is the sum of its parts "mse" and, in bits, "vb", those that exist."""
+class DenoisingObjective(AtTimes):
+    """Objective that returns one loss per sample of a batch, the sum of its parts "mse" and, in bits, "vb", those that
+    exist."""
 
     def __init__(self, config: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
         if isinstance(process, EdmProcess):
-            raise ValueError("The edm process frames its network, which denoising does not know. Use objective edm.")
+            raise ValueError(
+                "The edm process preconditions its network, which objective denoising does not support. Use objective "
+                "edm."
+            )
         needs_steps = config.loss != "simple" or config.prediction == "previous_x"
         if needs_steps and not isinstance(process, DiscreteProcess):
             raise ValueError(
@@ -103,7 +107,7 @@ class DenoisingObjective:
         return self.at_times(network, batch, self._process.draw(batch.streams))
 
     def uniform(self) -> DenoisingObjective:
-        """The same at times drawn uniformly."""
+        """Return the objective at times drawn uniformly."""
         same = copy(self)
         same._process = self._process.uniform()
         return same
@@ -114,7 +118,7 @@ class DenoisingObjective:
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
+        """Return the losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
         levels = self._process.levels(t)
         alpha, sigma = broadcast(levels, x)
         x_t = alpha * x + sigma * noise
@@ -139,7 +143,7 @@ class DenoisingObjective:
         return target(self._config.prediction, x, noise, *broadcast(self._process.levels(t), x))
 
     def _bound(self, output: Tensor, raw: Tensor | None, x: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The term of the variational bound at each sample's timestep, in bits per dimension: [B]."""
+        """Return the term of the variational bound at each sample's timestep, in bits per dimension: [B]."""
         step = self._step(t, x)
         denoised = read_output(output, x_t, step, self._config.prediction, self._config.variance)
         mean, log_var = step.reverse_mean(denoised, x_t), log_variance(raw, self._config.variance, step)
@@ -148,6 +152,7 @@ class DenoisingObjective:
     def _bound_weight(self) -> float:
         assert isinstance(self._process, DiscreteProcess)
         num_timesteps = self._process.num_timesteps
+        # T turns the mean over timesteps into their sum, the bound; the hybrid divides by 1,000, so that mse dominates
         return {"rescaled_hybrid": num_timesteps / 1000, "rescaled_kl": num_timesteps}.get(self._config.loss, 1.0)
 
     def _step(self, t: Tensor, x: Tensor) -> Steps:

@@ -1,8 +1,9 @@
-"""EDM's training: the error of the preconditioned network in x0, weighed so that every sigma starts with a loss near 1.
+"""EDM's training: the error of the preconditioned network in x0, weighted so that the loss is near 1 for every sigma at
+the start.
 
-Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", section 5 and table 1. What the
-network itself says is between the image and the noise: near the image where sigma is large, near the noise where it is
-small, and always of unit variance (`EdmProcess.preconditioned`).
+Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", section 5 and table 1. The raw
+output of the network is between image and noise: near the image for large sigma, near the noise for small sigma, and
+always of unit variance (`EdmProcess.preconditioned`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
-from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.edm import EdmProcess
-from image_diffusion.process.noise_process import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import Prediction, Variance
 
 
@@ -26,11 +27,11 @@ class EdmDenoising(Config):
 
     type: Literal["edm"] = "edm"
     label_drop_probability: float = Field(0.0, ge=0, le=1)
-    """How often a label is replaced by the null label, for classifier-free guidance."""
+    """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
     @property
     def prediction(self) -> Prediction:
-        """What the preconditioned network predicts: x0."""
+        """Return the quantity that the preconditioned network predicts: x0."""
         return "x0"
 
     @property
@@ -40,11 +41,11 @@ class EdmDenoising(Config):
 
     @property
     def learns_intervals(self) -> bool:
-        """Whether the network is told of intervals: it is not."""
+        """True if the network is conditioned on intervals: it is not."""
         return False
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> EdmObjective:
-        """The objective for data on a process. Raises ValueError unless the process is edm."""
+        """Return the objective for data on a process. Raises ValueError unless the process is edm."""
         if not isinstance(process, EdmProcess):
             raise ValueError(
                 "Objective edm needs the edm process. Set process.type to edm, or objective.type to another."
@@ -52,8 +53,8 @@ class EdmDenoising(Config):
         return EdmObjective(self, process, spec)
 
 
-class EdmObjective:
-    """A batch -> one loss per sample: the weighted squared error of x0."""
+class EdmObjective(Objective):
+    """Objective that returns one loss per sample of a batch: the weighted squared error of x0."""
 
     def __init__(self, config: EdmDenoising, process: EdmProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
@@ -66,13 +67,13 @@ class EdmObjective:
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
     def uniform(self) -> EdmObjective:
-        """The same with the logarithm of sigma drawn uniformly."""
+        """Return the objective with the logarithm of sigma drawn uniformly."""
         same = copy(self)
         same._process = self._process.uniform()
         return same
 
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """The losses of x [B, C, …] at sigmas t [B] with noise like x: nothing is drawn."""
+        """Return the losses of x [B, C, …] at sigmas t [B] with noise like x: nothing is drawn."""
         _, sigma = broadcast(self._process.levels(t), x)
         denoise = self._process.preconditioned(network)
         x0 = denoise(x + sigma * noise, self._process.network_time(t), **cond)

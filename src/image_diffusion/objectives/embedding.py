@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.types import Batch, Losses, Network
-from image_diffusion.process.noise_process import NoiseProcess, broadcast
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import Batch, Losses, Network, Objective
+from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import target, to_x0_and_eps
 
 _ERRORS: dict[str, Callable[..., Tensor]] = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
@@ -28,17 +28,17 @@ class EmbeddingDenoising(Config):
 
     type: Literal["embedding_denoising"] = "embedding_denoising"
     prediction: Literal["x0", "eps", "v"] = "x0"
-    """What the network predicts."""
+    """Quantity that the network predicts."""
     loss: Literal["l2", "l1", "huber"] = "l2"
     """Error of the prediction: squared, absolute, or half the square below 1 and linear above."""
     clamp_norm: bool = False
     """Give a predicted x0 the norm of a scaled embedding before it is compared."""
     text_drop_probability: float = Field(0.1, ge=0, le=1)
-    """How often a caption is replaced by the learned null, for guidance."""
+    """Probability that a caption is replaced by the learned null, for guidance."""
     image_drop_probability: float = Field(0.1, ge=0, le=1)
-    """How often the noisy embedding is replaced by the learned null, for guidance."""
+    """Probability that the noisy embedding is replaced by the learned null, for guidance."""
     self_conditioning_probability: float = Field(0.5, ge=0, le=1)
-    """Share of the samples that are given an earlier estimate, where network.self_cond is true."""
+    """Share of the samples with an earlier estimate, if network.self_cond is true."""
 
     @model_validator(mode="after")
     def _clamps_what_has_a_norm(self) -> EmbeddingDenoising:
@@ -51,12 +51,12 @@ class EmbeddingDenoising(Config):
 
     @property
     def learns_nulls(self) -> bool:
-        """Whether the network also learns to do without its conditions, which guidance needs."""
+        """True if the network also learns to do without its conditions, which guidance needs."""
         return self.text_drop_probability > 0 and self.image_drop_probability > 0
 
     def build(self, process: NoiseProcess, norm: float, self_conditioned: bool) -> EmbeddingObjective:
-        """The objective on a process. norm: of a scaled embedding. self_conditioned: whether the network takes an
-        earlier estimate."""
+        """Return the objective on a process. norm: of a scaled embedding. self_conditioned: whether the network takes
+        an earlier estimate."""
         return EmbeddingObjective(self, process, norm, self_conditioned)
 
 
@@ -65,8 +65,8 @@ def with_norm(x: Tensor, norm: float) -> Tensor:
     return F.normalize(x, dim=-1) * norm
 
 
-class EmbeddingObjective:
-    """A batch -> one loss per sample: the mean over the dimensions of the prediction's error.
+class EmbeddingObjective(Objective):
+    """Objective with one loss per sample of a batch: the mean over the dimensions of the prediction's error.
 
     Parts: the loss by its name, and "similarity", the cosine between the x0 predicted and the true one. The network is
     called as network(x_t, t, text_embed=…, text_keep=…, image_keep=…, …); see `networks.prior`.
@@ -76,7 +76,7 @@ class EmbeddingObjective:
         self._config, self._process, self._norm, self._self_conditioned = config, process, norm, self_conditioned
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
-        """Draw time and noise of each sample, what it is not told, and whether it is given an estimate."""
+        """Draw time and noise of each sample, choose the conditions to drop and the samples with an estimate."""
         config, streams = self._config, batch.streams
         training = getattr(network, "training", True)
         cond = batch.cond | {
@@ -84,27 +84,33 @@ class EmbeddingObjective:
             "image_keep": ~streams.event("image_drop", config.image_drop_probability * training),
         }
         t, noise = self._process.draw(streams), streams.normal("noise", tuple(batch.x.shape[1:]))
-        given = None
+        self_conditioned = None
         if self._self_conditioned:
-            given = streams.event("self_conditioning", config.self_conditioning_probability)
-        return self.losses_at(network, batch.x, t, noise, cond, given)
+            self_conditioned = streams.event("self_conditioning", config.self_conditioning_probability)
+        return self.losses_at(network, batch.x, t, noise, cond, self_conditioned)
 
     def losses_at(
-        self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor], given: Tensor | None
+        self,
+        network: Network,
+        x: Tensor,
+        t: Tensor,
+        noise: Tensor,
+        cond: dict[str, Tensor],
+        self_conditioned: Tensor | None,
     ) -> Losses:
-        """The losses of scaled embeddings x [B, dim] at times t [B] with noise like x: nothing is drawn.
+        """Return the losses of scaled embeddings x [B, dim] at times t [B] with noise like x: nothing is drawn.
 
-        given: bool [B], who is given an estimate; None: nobody, and the network takes none.
+        self_conditioned: bool [B], the samples with an estimate; None: the network takes no estimate.
         """
         alpha, sigma = broadcast(self._process.levels(t), x)
         x_t, time = alpha * x + sigma * noise, self._process.network_time(t)
         prediction = self._config.prediction
-        if given is not None:
+        if self_conditioned is not None:
             with torch.no_grad():
-                told = {name: value for name, value in cond.items() if name not in ("text_keep", "image_keep")}
-                output = network(x_t, time, **told).to(x.dtype)
+                conditions = {name: value for name, value in cond.items() if name not in ("text_keep", "image_keep")}
+                output = network(x_t, time, **conditions).to(x.dtype)
                 estimate, _ = to_x0_and_eps(prediction, output, x_t, alpha, sigma)
-            cond = cond | {"self_cond": torch.where(given[:, None], estimate, 0)}
+            cond = cond | {"self_cond": torch.where(self_conditioned[:, None], estimate, 0)}
         output = network(x_t, time, **cond).to(x.dtype)
         if self._config.clamp_norm:
             output = with_norm(output, self._norm)

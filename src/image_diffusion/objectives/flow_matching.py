@@ -1,8 +1,7 @@
 """Flow matching: learn the velocity eps - x0 of the straight path (Lipman et al. 2023; Liu et al. 2023; SiT).
 
-The network may say it in other words, and its error may be measured in others again: x0 for the first and the velocity
-for the second is what Li and He 2025, "Back to basics: let denoising generative models denoise" (JiT), found to
-work where patches have more numbers than the network has channels.
+The network may predict another quantity, and the error may be measured in a third: Li and He 2025, "Back to basics: let
+denoising generative models denoise" (JiT), found to work where patches have more numbers than the network has channels.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
-from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.flow import FlowProcess
-from image_diffusion.process.noise_process import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import Variance, split_output, target
 
 Said = Literal["velocity", "x0", "eps", "v"]
 
 
 class FlowMatching(Config):
-    """Predict the velocity, or what it follows from."""
+    """Predict the velocity, or a quantity that determines it."""
 
     type: Literal["flow_matching"] = "flow_matching"
     prediction: Said = "velocity"
-    """What the network predicts. From eps nothing follows at the first time, where there is only noise: sample such a
-    network with clip_denoised."""
+    """Quantity that the network predicts. At the first time, where x is only noise, eps does not determine x0: sample
+    such a network with clip_denoised."""
     loss: Said = "velocity"
-    """What the squared error is measured in: that of the prediction, converted at the same x_t."""
+    """Quantity in which the squared error is measured: that of the prediction, converted at the same x_t."""
     min_time: float = Field(0.05, gt=0, le=0.5)
-    """Where the conversion divides by the time (of x0) or by one minus the time (of eps), training divides by at least
-    this. Sampling is not bounded: its last step ends where the network says that x0 is."""
+    """Lower bound of the divisor in training: converting x0 divides by the time, and converting eps by one minus the
+    time. Sampling needs no bound, because its last step ends at the predicted x0."""
     contrastive: float = Field(0.0, ge=0, lt=1)
-    """Weight of a term that is subtracted: the squared error from what another sample's loss is measured against
-    (Stoica et al. 2025, "Contrastive flow matching"). Samples are paired in the order of the global batch, so every
-    process and microbatch needs an even number of them."""
+    """Weight of a term that is subtracted: the squared error to the target of another sample (Stoica et al. 2025,
+    "Contrastive flow matching"). Samples are paired in the order of the global batch, so every process and microbatch
+    needs an even number of them."""
     label_drop_probability: float = Field(0.0, ge=0, le=1)
-    """How often a label is replaced by the null label, for classifier-free guidance."""
+    """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
     @property
     def variance(self) -> Variance:
@@ -50,11 +49,11 @@ class FlowMatching(Config):
 
     @property
     def learns_intervals(self) -> bool:
-        """Whether the network is told of intervals: it is not."""
+        """True if the network is conditioned on intervals: it is not."""
         return False
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> FlowMatchingObjective:
-        """The objective for data on a process. Raises ValueError unless the process is flow."""
+        """Return the objective for data on a process. Raises ValueError unless the process is flow."""
         if not isinstance(process, FlowProcess):
             raise ValueError(
                 "Objective flow_matching needs the flow process. "
@@ -63,14 +62,16 @@ class FlowMatching(Config):
         return FlowMatchingObjective(self, process, spec)
 
 
-class FlowMatchingObjective:
-    """A batch -> one loss per sample: the squared error of what `loss` names, and the contrastive term.
+class FlowMatchingObjective(Objective):
+    """Objective with one loss per sample of a batch: the squared error of the quantity that `loss` names, and the
+    contrastive term.
 
     The sum of its parts "mse" and, where it has a weight, "contrastive". Validation does without that term.
     """
 
     def __init__(self, config: FlowMatching, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
+        self.pairs_samples = config.contrastive > 0
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
@@ -80,31 +81,27 @@ class FlowMatchingObjective:
         return self.losses_at(network, batch.x, t, noise, self._drop_labels(batch, network))
 
     def uniform(self) -> FlowMatchingObjective:
-        """The squared error alone, at times drawn uniformly."""
+        """Return the squared error alone, at times drawn uniformly."""
         same = copy(self)
         same._process = self._process.uniform()
         same._config = self._config.model_copy(update={"contrastive": 0.0})
+        same.pairs_samples = False
         return same
 
-    @property
-    def pairs_samples(self) -> bool:
-        """Whether the loss of a sample depends on its neighbour in the batch (`paired`)."""
-        return self._config.contrastive > 0
-
     def losses_at(self, network: Network, x: Tensor, t: Tensor, noise: Tensor, cond: dict[str, Tensor]) -> Losses:
-        """The losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
+        """Return the losses of x [B, C, …] at times t [B] with noise like x: nothing is drawn."""
         alpha, sigma = broadcast(self._process.levels(t), x)
         output = network(alpha * x + sigma * noise, self._process.network_time(t), **cond).to(x.dtype)
         predicted, _ = split_output(output, x.shape[1], self._config.variance)
-        said, wanted = self._config.prediction, self._config.loss
-        error = target(said, x, noise, alpha, sigma) - predicted
+        prediction, measured = self._config.prediction, self._config.loss
+        error = target(prediction, x, noise, alpha, sigma) - predicted
         mse = error.square().flatten(1).mean(1)
-        if said != wanted:
-            factor = conversion(said, wanted, *self._process.levels(t), self._config.min_time)
+        if prediction != measured:
+            factor = conversion(prediction, measured, *self._process.levels(t), self._config.min_time)
             mse, error = mse * factor.square().to(mse.dtype), error * broadcast((factor, factor), x)[0]
         parts = {"mse": mse}
         if self._config.contrastive:
-            goal = target(wanted, x, noise, alpha, sigma)
+            goal = target(measured, x, noise, alpha, sigma)
             away = (paired(goal) - (goal - error)).square().flatten(1).mean(1)
             parts["contrastive"] = -self._config.contrastive * away
         loss = torch.stack(list(parts.values())).sum(0) if len(parts) > 1 else mse
@@ -112,22 +109,23 @@ class FlowMatchingObjective:
 
 
 def paired(rows: Tensor) -> Tensor:
-    """Of rows [B, …] each one's neighbour: 1, 0, 3, 2, …. The last of an odd number has none, and is given itself.
+    """Return each row's neighbour in rows [B, …]: 1, 0, 3, 2, …. The last of an odd number is paired with itself.
 
-    The paper draws from the whole batch. These pairs are the same in any share of a global batch that does not part
-    them, so that the number of processes and microbatches changes nothing; the order of the data is new in each epoch.
+    The paper draws from the whole batch. These pairs do not depend on the number of processes and microbatches, as long
+    as none splits a pair; the data are reshuffled in each epoch.
     """
     index = torch.arange(len(rows), device=rows.device) ^ 1
     return rows[index.clamp(max=len(rows) - 1)]
 
 
-def conversion(said: Said, wanted: Said, alpha: Tensor, sigma: Tensor, smallest: float) -> Tensor:
-    """The error in what is wanted that an error of 1 in what is said makes, at alpha and sigma [B]. [B].
+def conversion(prediction: Said, measured: Said, alpha: Tensor, sigma: Tensor, smallest: float) -> Tensor:
+    """Return the error in the measured quantity that an error of 1 in the predicted one causes, [B], at alpha and sigma
+    [B].
 
     At a given x_t = alpha x0 + sigma eps, errors in x0, eps, velocity and v are as -sigma, alpha, alpha + sigma and
-    alpha^2 + sigma^2; the size of what is divided by is at least `smallest`.
+    alpha^2 + sigma^2; the divisor is at least `smallest`.
     """
-    sign = -1 if (said == "x0") != (wanted == "x0") else 1
+    sign = -1 if (prediction == "x0") != (measured == "x0") else 1
 
     def size(name: Said) -> Tensor:
         match name:
@@ -140,4 +138,4 @@ def conversion(said: Said, wanted: Said, alpha: Tensor, sigma: Tensor, smallest:
             case "v":
                 return alpha**2 + sigma**2
 
-    return sign * size(wanted) / size(said).clamp(min=smallest)
+    return sign * size(measured) / size(prediction).clamp(min=smallest)

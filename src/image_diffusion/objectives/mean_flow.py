@@ -1,4 +1,5 @@
-"""MeanFlow: predict the average velocity u(x_t, r, t) from t down to r, by which one step goes all the way.
+"""MeanFlow: predict the average velocity u(x_t, r, t) from t down to r, so that one step can replace the whole
+trajectory.
 
 Geng et al. 2025, "Mean flows for one-step generative modeling", arXiv:2505.13447: the identity u = v - (t - r) du/dt,
 its weights and its guidance, which training takes in. Improved form: Geng et al. 2025, "Improved mean flows: On the
@@ -16,32 +17,33 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network
-from image_diffusion.nn.forward_mode import derivative
-from image_diffusion.objectives.labels import LabelDropout
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.nn.linear import derivative
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.flow import FlowProcess
-from image_diffusion.process.noise_process import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import Prediction, Variance
 
 
 class MeanFlow(Config):
-    """Predict the average velocity over an interval of times; its network takes the interval as well."""
+    """Predict the average velocity over an interval of times, on which the network is conditioned."""
 
     type: Literal["mean_flow"] = "mean_flow"
     interval_probability: float = Field(0.25, gt=0, le=1)
-    """How often there is an interval; otherwise r = t, and it is flow matching."""
+    """Probability of an interval; otherwise r = t, and it is flow matching."""
     direction: Literal["sampled", "predicted", "teacher"] = "sampled"
-    """Along which velocity the derivative is taken: that of the sample; what the network says (the improved form, for
-    one more call of it); or what the network said when training began (`train.init_from`), which is then also what is
-    learned in place of the sample's: the model is distilled, for one call of its old self."""
+    """Velocity along which the derivative is taken. sampled: that of the sample. predicted: that of the network (the
+    improved form, for one more call). teacher: that of the network at the start of training (`train.init_from`), which
+    also replaces the sample's velocity as the target: the model is distilled, for one call of the teacher."""
     weight_power: float = Field(1.0, ge=0)
-    """The squared error is divided by itself to this power, its gradient then not being the larger for it; 0: never."""
+    """Power p of the adaptive weight 1 / (error + 1e-3)^p of the squared error, which limits the gradient of large
+    errors; 0: no weight."""
     guidance_scale: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """Teaches the velocities that guidance of this scale would give, for one more call of the network; a sampler then
-    does without."""
+    """Scale of the guidance that is built into the learned velocities, for one more call of the network; sampling then
+    needs no guidance."""
     label_drop_probability: float = Field(0.0, ge=0, le=1)
-    """How often a label is replaced by the null label, for guidance."""
+    """Probability that a label is replaced by the null label, for guidance."""
 
     @model_validator(mode="after")
     def _guides_away_from_something(self) -> MeanFlow:
@@ -54,7 +56,7 @@ class MeanFlow(Config):
 
     @property
     def prediction(self) -> Prediction:
-        """What the network predicts: a velocity, that of the moment where it is told of no interval."""
+        """Return the quantity that the network predicts: a velocity; without an interval, the instantaneous one."""
         return "velocity"
 
     @property
@@ -64,11 +66,11 @@ class MeanFlow(Config):
 
     @property
     def learns_intervals(self) -> bool:
-        """Whether the network is told of intervals."""
+        """True if the network is conditioned on intervals."""
         return True
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> MeanFlowObjective:
-        """The objective for data on a process. Raises ValueError unless the process is flow."""
+        """Return the objective for data on a process. Raises ValueError unless the process is flow."""
         if not isinstance(process, FlowProcess):
             raise ValueError(
                 "Objective mean_flow needs the flow process. Set process.type to flow, or objective.type to denoising."
@@ -76,21 +78,17 @@ class MeanFlow(Config):
         return MeanFlowObjective(self, process, spec)
 
 
-class MeanFlowObjective:
-    """A batch -> one loss per sample; "mse", its part, is the error before it is weighted."""
+class MeanFlowObjective(Objective):
+    """Objective with one loss per sample; its part "mse" is the unweighted error."""
 
     def __init__(self, config: MeanFlow, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
         self._teacher: Network | None = None
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether it learns from the network as it is when training begins."""
-        return self._config.direction == "teacher"
+        self.has_teacher = config.direction == "teacher"
 
     def learn_from(self, teacher: Network) -> None:
-        """Learn from this network, which stays as it is."""
+        """Use this network, which does not change, as the teacher."""
         self._teacher = teacher
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
@@ -114,7 +112,7 @@ class MeanFlowObjective:
         return Losses(squares.sum(1) * weight, {"mse": squares.detach().mean(1)}, self._process.fraction(t))
 
     def uniform(self) -> MeanFlowObjective:
-        """The same, unweighted, at times drawn uniformly."""
+        """Return the objective, unweighted, at times drawn uniformly."""
         same = copy(self)
         same._process = self._process.uniform()
         same._config = self._config.model_copy(update={"weight_power": 0.0})

@@ -1,4 +1,4 @@
-"""Self-conditioning: the network is also given an estimate it made before.
+"""Self-conditioning: the network also receives its own earlier estimate.
 
 Of x0: Chen et al. 2023, "Analog bits", section 3.2. Of its latents: Jabri et al. 2023, section 3.2. In training
 that is an estimate from the same x_t, made without gradient. Where it differs from the code of RIN: each sample decides
@@ -14,21 +14,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives.denoising import Denoising, DenoisingObjective
-from image_diffusion.objectives.labels import LabelDropout
-from image_diffusion.process.noise_process import NoiseProcess, broadcast
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.objectives.timestep_sampling import AtTimes
+from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.parameterization import clamp, to_x0_and_eps
 
 
 class SelfConditioning(Config):
-    """How often, and with what, a network is conditioned on its own earlier estimate."""
+    """Settings for conditioning a network on its own earlier estimate."""
 
     probability: float = Field(0.9, ge=0, le=1)
-    """Share of the samples in training that are given an estimate; 0: none, and sampling carries none either."""
+    """Share of the training samples with an estimate; 0: none, and sampling uses none either."""
     clamp: bool = True
-    """Hold the estimated x0 to [-1, 1] before it is given back: right for pixels; turn it off for latents."""
+    """Clip the estimated x0 to [-1, 1] before the network receives it: for pixels; set false for latents."""
 
     def check_latents(self) -> None:
         """Raise ValueError where estimates of latents would be held to the range of pixels."""
@@ -39,16 +40,16 @@ class SelfConditioning(Config):
             )
 
     def restrict(self, x0: Tensor) -> Tensor:
-        """An estimate of x0 as the network is given it."""
+        """Return an estimate of x0 in the form that the network receives."""
         return clamp(x0) if self.clamp else x0
 
 
-class SelfConditionedObjective:
+class SelfConditionedObjective(AtTimes):
     """A batch -> one loss per sample: denoising with two passes of the network, the first without gradient.
 
     network: called as network(x, t, **cond, return_latents=True) -> (prediction, latents, norm [B]), where cond may
-    hold "self_cond" like x and "latents" as returned; rows of zeros say that there is none. The loss is its part "mse";
-    the norm is told as "latent_norm".
+    hold "self_cond" like x and "latents" as returned; rows of zeros stand for none. The loss is its part "mse"; the
+    norm is reported as "latent_norm".
     """
 
     def __init__(self, config: SelfConditioning, denoising: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
@@ -61,17 +62,18 @@ class SelfConditionedObjective:
         return self.at_times(network, batch, self._process.draw(batch.streams))
 
     def at_times(self, network: Any, batch: Batch, t: Tensor) -> Losses:
-        """Draw for each sample its noise and whether it is given an estimate, and drop labels."""
+        """Draw noise for each sample, choose the samples that receive an estimate, and drop labels."""
         noise = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
-        given = batch.streams.event("self_conditioning", self._config.probability)
-        return self.losses_at(network, batch.x, t, noise, given, self._drop_labels(batch, network))
+        self_conditioned = batch.streams.event("self_conditioning", self._config.probability)
+        return self.losses_at(network, batch.x, t, noise, self_conditioned, self._drop_labels(batch, network))
 
     def losses_at(
-        self, network: Any, x: Tensor, t: Tensor, noise: Tensor, given: Tensor, cond: dict[str, Tensor]
+        self, network: Any, x: Tensor, t: Tensor, noise: Tensor, self_conditioned: Tensor, cond: dict[str, Tensor]
     ) -> Losses:
-        """The losses of x [B, C, …] at times t [B] with noise like x; given: bool [B], who is given an estimate."""
+        """Return the losses of x [B, C, …] at times t [B] with noise like x; self_conditioned: bool [B],
+        the samples with an estimate."""
         if self._config.probability > 0:
-            cond = cond | self.estimate(network, x, t, noise, given, cond)
+            cond = cond | self.estimate(network, x, t, noise, self_conditioned, cond)
         norms = {}
 
         def tracked(x_t: Tensor, time: Tensor, /, **cond: Tensor) -> Tensor:
@@ -85,15 +87,15 @@ class SelfConditionedObjective:
 
     @torch.no_grad()
     def estimate(
-        self, network: Any, x: Tensor, t: Tensor, noise: Tensor, given: Tensor, cond: dict[str, Tensor]
+        self, network: Any, x: Tensor, t: Tensor, noise: Tensor, self_conditioned: Tensor, cond: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """ "self_cond" and "latents" of a first pass, zero in the rows that are not given them."""
+        """Return "self_cond" and "latents" of a first pass, zero in rows without an estimate."""
         alpha, sigma = broadcast(self._process.levels(t), x)
         x_t = alpha * x + sigma * noise
         time = self._process.network_time(t)
         output, latents, _ = network(self._process.network_input(x_t), time, **cond, return_latents=True)
         x0, _ = to_x0_and_eps(self._prediction, output.to(x.dtype), x_t, alpha, sigma)
         return {
-            "self_cond": torch.where(given[:, None, None, None], self._config.restrict(x0), 0),
-            "latents": torch.where(given[:, None, None], latents, 0),
+            "self_cond": torch.where(self_conditioned[:, None, None, None], self._config.restrict(x0), 0),
+            "latents": torch.where(self_conditioned[:, None, None], latents, 0),
         }

@@ -1,26 +1,28 @@
-"""How training draws timesteps: uniformly, or more often where the loss is large (Nichol & Dhariwal 2021, eq. 18)."""
+"""Distributions from which training draws timesteps: uniform, or more often where the loss is large (Nichol & Dhariwal
+2021, eq. 18)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+from abc import abstractmethod
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, Losses, Network, Objective
+from image_diffusion.process.base import NoiseProcess
 from image_diffusion.process.discrete import DiscreteProcess
-from image_diffusion.process.noise_process import NoiseProcess
 
 
-class AtTimes(Objective, Protocol):
-    """An objective that draws times uniformly, and can be given others."""
+class AtTimes(Objective):
+    """Objective that draws times uniformly, or uses the caller's times."""
 
+    @abstractmethod
     def at_times(self, network: Network, batch: Batch, t: Tensor) -> Losses:
-        """The losses at times t [B]."""
-        ...
+        """Return the losses at times t [B]."""
 
 
 class UniformTimesteps(Config):
@@ -29,7 +31,7 @@ class UniformTimesteps(Config):
     type: Literal["uniform"] = "uniform"
 
     def wrap(self, objective: AtTimes, process: NoiseProcess) -> Objective:
-        """The objective as it is."""
+        """Return the objective as it is."""
         return objective
 
 
@@ -38,12 +40,12 @@ class LossSecondMoment(Config):
 
     type: Literal["loss_second_moment"] = "loss_second_moment"
     history: int = Field(10, gt=0)
-    """How many losses of each timestep are remembered."""
+    """Number of losses of each timestep that are remembered."""
     uniform_probability: float = Field(0.001, gt=0, le=1)
-    """Share of timesteps drawn uniformly all the same."""
+    """Share of timesteps that are still drawn uniformly."""
 
     def wrap(self, objective: AtTimes, process: NoiseProcess) -> ImportanceSampled:
-        """The objective at timesteps drawn so. Raises ValueError for a process without timesteps."""
+        """Return the objective at timesteps drawn so. Raises ValueError for a process without timesteps."""
         if not isinstance(process, DiscreteProcess):
             raise ValueError(
                 "Timestep sampling loss_second_moment needs a discrete process. Use uniform with this one."
@@ -55,18 +57,20 @@ class LossSecondMoment(Config):
 TimestepSampling = Annotated[UniformTimesteps | LossSecondMoment, Field(discriminator="type")]
 
 
-class ImportanceSampled:
-    """An objective at timesteps drawn by a history of its losses, which are weighted to keep their expectation.
+class ImportanceSampled(Objective):
+    """Objective at timesteps drawn by a history of its losses, which are weighted to keep their expectation.
 
-    It learns from whole steps: when `observe` is given the losses of the global batch in their order, neither the
-    number of processes nor of micro-batches changes what is drawn.
+    It is updated with whole steps: `observe` receives the losses of the global batch in order, so the drawn timesteps
+    do not depend on the number of processes and microbatches.
     """
+
+    observes = True
 
     def __init__(self, objective: AtTimes, history: LossHistory) -> None:
         self._objective, self._history = objective, history
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
-        """The losses and their parts, each times 1 / (T p_t)."""
+        """Return the losses and their parts, each times 1 / (T p_t)."""
         t = self._history.draw(batch.streams)
         weight = self._history.importance_weights(t)
         losses = self._objective.at_times(network, batch, t)
@@ -74,21 +78,22 @@ class ImportanceSampled:
         return Losses(losses.loss * weight, parts, losses.time)
 
     def uniform(self) -> Objective:
-        """The objective at timesteps that depend on no history, unweighted."""
+        """Return the objective at timesteps that depend on no history, unweighted."""
         return self._objective
 
     def observe(self, losses: Losses) -> None:
-        """Take in what the last step returned for the global batch, from every process."""
+        """Add the results of the last step for the global batch, from every process."""
         assert losses.time is not None
         t = (losses.time * self._history.num_timesteps).round().long()
+        # the history holds losses before their importance weights, which `__call__` has multiplied in
         self._history.append(t, losses.loss.detach() / self._history.importance_weights(t))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs."""
+        """Return the state that a checkpoint needs."""
         return self._history.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The opposite of `state_dict`. Raises ValueError where it does not fit."""
+        """Load what `state_dict` returned. Raises ValueError where it does not fit."""
         self._history.load_state_dict(state)
 
 
@@ -102,7 +107,7 @@ class LossHistory:
         self._counts = torch.zeros(num_timesteps, dtype=torch.int64)
 
     def probabilities(self) -> Tensor:
-        """Of each timestep. Float64 [num_timesteps]."""
+        """Return the probability of each timestep. Float64 [num_timesteps]."""
         root = self._losses[:-1].square().mean(1).sqrt()
         share = root / root.sum().clamp(min=torch.finfo(torch.float64).tiny)
         mixed = (1 - self._uniform) * share + self._uniform / self.num_timesteps
@@ -110,11 +115,11 @@ class LossHistory:
         return torch.where(warmed_up, mixed / mixed.sum(), 1 / self.num_timesteps)
 
     def draw(self, streams: Streams) -> Tensor:
-        """A timestep for each sample. Int64 [B]."""
+        """Draw a timestep for each sample. Int64 [B]."""
         self._move_to(streams.sample.device)
         cumulative = _cumulative_sum(self.probabilities())
         t = torch.searchsorted(cumulative, streams.uniform("timestep").double(), right=True)
-        return t.clamp(max=self.num_timesteps - 1)
+        return t.clamp(max=self.num_timesteps - 1)  # rounding may leave the last cumulative sum below the number drawn
 
     def importance_weights(self, t: Tensor) -> Tensor:
         """1 / (T p_t) for timesteps [B]: float32 [B]."""
@@ -125,21 +130,23 @@ class LossHistory:
         self._move_to(t.device)
         same = t[:, None] == t[None, :]
         earlier, later = same.tril(-1).sum(1), same.triu(1).sum(1)
+        # A timestep may occur more often than the history is long: its oldest losses go to the scratch row, because
+        # assignments to one element have no defined order.
         row = torch.where(later < self._length, t, self.num_timesteps)
         self._losses[row, (self._counts[t] + earlier) % self._length] = loss.double()
         self._counts.scatter_add_(0, t, torch.ones_like(t))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint needs: "losses" [T, history] and "counts" [T]."""
+        """Return the state that a checkpoint needs: "losses" [T, history] and "counts" [T]."""
         return {"losses": self._losses[:-1].clone(), "counts": self._counts.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The opposite of `state_dict`. Raises ValueError where names or shapes differ."""
+        """Load what `state_dict` returned. Raises ValueError where names or shapes differ."""
         expected = {name: tuple(value.shape) for name, value in self.state_dict().items()}
-        found = {name: tuple(value.shape) for name, value in state.items()}
-        if found != expected:
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        if shapes != expected:
             raise ValueError(
-                f"The checkpoint's timestep history has {found}, but this objective keeps {expected}. "
+                f"The checkpoint's timestep history has {shapes}, but this objective keeps {expected}. "
                 "Resume with the objective the checkpoint was written with."
             )
         self._losses[:-1] = state["losses"].to(self._losses)
@@ -151,7 +158,8 @@ class LossHistory:
 
 
 def _cumulative_sum(values: Tensor) -> Tensor:
-    """Of [n], in log2(n) additions whose order is fixed; on a GPU that of torch.cumsum is not."""
+    """Return the cumulative sum of [n], in log2(n) additions whose order is fixed; on a GPU that of torch.cumsum is
+    not."""
     shift = 1
     while shift < len(values):
         values = values + torch.cat([values.new_zeros(shift), values[:-shift]])

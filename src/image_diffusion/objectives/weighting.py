@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.process.parameterization import Prediction
 
 
@@ -45,7 +45,7 @@ class SnrWeighting(Config):
 
 
 class MinSnrWeighting(Config):
-    """The same, with min(SNR, gamma) for SNR in the weight of x0 (Hang et al. 2023, section 3.4)."""
+    """Min-SNR weighting: min(SNR, gamma) for SNR in the weight of x0 (Hang et al. 2023, section 3.4)."""
 
     type: Literal["min_snr"] = "min_snr"
     gamma: float = Field(5.0, gt=0)
@@ -62,7 +62,7 @@ class P2Weighting(Config):
 
     type: Literal["p2"] = "p2"
     gamma: float = Field(1.0, ge=0)
-    """How strongly the least noisy times are held back; 0: not at all."""
+    """Strength with which the least noisy times are held back; 0: not at all."""
     k: float = Field(1.0, gt=0)
     """Keeps the weight of the noisiest times finite."""
 

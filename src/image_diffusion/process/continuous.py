@@ -14,11 +14,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
+from image_diffusion.process.base import count_steps, evenly
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.noise_process import count_steps, evenly
 from image_diffusion.process.respacing import Respacing
 
 
@@ -96,12 +96,13 @@ class Continuous(Config):
     schedule: GammaSchedule = SigmoidGamma()
     """gamma, the share of the signal's variance."""
     scale: float = Field(1.0, gt=0, le=1)
-    """What images are multiplied by before noise is added; below 1 the network's input is brought to unit variance."""
+    """Factor by which images are multiplied before noise is added; below 1 the network's input is brought to unit
+    variance."""
     min_time: float = Field(1e-4, gt=0, lt=1)
-    """Training draws times from here to 1: at exactly 0 there is no noise, and nothing to predict it from."""
+    """Training draws times from here to 1: at exactly 0 no noise is left, and nothing to predict it from."""
 
     def build(self) -> ContinuousProcess:
-        """The process."""
+        """Build the process."""
         return ContinuousProcess(self)
 
 
@@ -112,45 +113,46 @@ class ContinuousProcess:
         self._config, self._schedule = config, config.schedule
 
     def draw(self, streams: Streams) -> Tensor:
-        """A time for each sample, uniform in [min_time, 1). Float64 [B]."""
+        """Draw a time for each sample, uniform in [min_time, 1). Float64 [B]."""
         first = self._config.min_time
         return first + (1 - first) * streams.uniform("timestep").double()
 
     def uniform(self) -> ContinuousProcess:
-        """The same: times are drawn uniformly."""
+        """Return the process with times drawn uniformly."""
         return self
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma at times [B]. Float64 [B] each."""
+        """Return alpha and sigma at times [B]. Float64 [B] each."""
         gamma = self._schedule.gamma(t.double())
         return self._config.scale * gamma.sqrt(), (1 - gamma).sqrt()
 
     def log_snr(self, t: Tensor) -> Tensor:
-        """log(alpha^2 / sigma^2) at times [B], at least log(1e-5), infinite where sigma is 0. Float64 [B]."""
+        """Return log(alpha^2 / sigma^2) at times [B], at least log(1e-5), infinite where sigma is 0. Float64 [B]."""
         alpha, sigma = self.levels(t)
         return (alpha**2 / sigma**2).clamp(min=1e-5).log()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """What the network is given for times [B]: the same. Float32 [B]."""
+        """Return the times [B] themselves, as the network is given them. Float32 [B]."""
         return t.float()
 
     def network_input(self, x_t: Tensor) -> Tensor:
-        """What the network is given for x_t [B, …]: with scale below 1, each sample over its standard deviation."""
+        """Return the input of the network for x_t [B, …]: with scale below 1, each sample over its standard
+        deviation."""
         if self._config.scale == 1:
             return x_t
         std = x_t.flatten(1).std(1, correction=0).clamp(min=1e-5)
         return x_t / std.view(-1, *[1] * (x_t.ndim - 1))
 
     def preconditioned(self, network: Network) -> Network:
-        """The network as it is."""
+        """Return the network as it is."""
         return network
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
+        """Return the position of times [B] on the noise scale. Float64 [B] in [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
     def grid(self, num_steps: Respacing, time_difference: float = 0.0, last_step: float | None = None) -> Grid:
-        """Times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.
+        """Return times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.
 
         time_difference: how much further than the next time a step goes (Chen et al. 2023, "Analog bits", section 3.3).
         last_step: size of the last step, where it is not that of the others.

@@ -9,11 +9,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
+from image_diffusion.process.base import count_steps, karras_sigmas
 from image_diffusion.process.grid import Grid, Steps
-from image_diffusion.process.noise_process import count_steps, karras_sigmas
 from image_diffusion.process.respacing import Respacing, space_timesteps
 from image_diffusion.process.schedules import BetaSchedule, Linear, checked_betas
 
@@ -37,10 +37,10 @@ class Discrete(Config):
         return self
 
     def build(self) -> DiscreteProcess:
-        """The process. Raises ValueError where a beta is not in (0, 1] or the respacing cannot be had."""
+        """Build the process. Raises ValueError where a beta is not in (0, 1] or the respacing is impossible."""
         betas = checked_betas(self.schedule, self.num_timesteps)
-        kept = space_timesteps(self.num_timesteps, self.respacing)
-        return DiscreteProcess(torch.cumprod(1 - betas, 0), kept, self.rescale_timesteps)
+        timesteps = space_timesteps(self.num_timesteps, self.respacing)
+        return DiscreteProcess(torch.cumprod(1 - betas, 0), timesteps, self.rescale_timesteps)
 
 
 class DiscreteProcess:
@@ -51,10 +51,10 @@ class DiscreteProcess:
     CPU, see `steps_on`.
     """
 
-    def __init__(self, schedule_alpha_bar: Tensor, kept: list[int], rescale_timesteps: bool = False) -> None:
+    def __init__(self, schedule_alpha_bar: Tensor, timesteps: list[int], rescale_timesteps: bool = False) -> None:
         self._schedule_alpha_bar, self._rescale_timesteps = schedule_alpha_bar, rescale_timesteps
-        self.num_timesteps = len(kept)
-        self.timestep_map = torch.tensor(kept)
+        self.num_timesteps = len(timesteps)
+        self.timestep_map = torch.tensor(timesteps)
         self.alpha_bar = schedule_alpha_bar[self.timestep_map]
         self.betas = 1 - self.alpha_bar / torch.cat([self.alpha_bar.new_ones(1), self.alpha_bar[:-1]])
         self._time_scale = 1000.0 / len(schedule_alpha_bar) if rescale_timesteps else 1.0
@@ -63,45 +63,47 @@ class DiscreteProcess:
         self._steps_on: dict[torch.device, tuple[Steps, Tensor]] = {}
 
     def draw(self, streams: Streams) -> Tensor:
-        """A timestep for each sample, uniform. Int64 [B]."""
+        """Draw a timestep for each sample, uniform. Int64 [B]."""
         return streams.integers("timestep", self.num_timesteps)
 
     def uniform(self) -> DiscreteProcess:
-        """The same: timesteps are drawn uniformly."""
+        """Return the process with timesteps drawn uniformly."""
         return self
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma at timesteps [B]. Float64 [B] each."""
+        """Return alpha and sigma at timesteps [B]. Float64 [B] each."""
         steps = self.steps_on(t.device)
         return steps.alpha[t], steps.sigma[t]
 
     def network_time(self, t: Tensor) -> Tensor:
-        """What the network is given for timesteps [B]. Float32 [B]."""
+        """Return the timesteps as the network is given them, for timesteps [B]. Float32 [B]."""
         return self._on(t.device)[1][t].float()
 
     def network_input(self, x_t: Tensor) -> Tensor:
-        """What the network is given for x_t: the same."""
+        """Return x_t itself as the input of the network."""
         return x_t
 
     def preconditioned(self, network: Network) -> Network:
-        """The network as it is."""
+        """Return the network as it is."""
         return network
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Where on the noise scale timesteps [B] lie. Float64 [B] in [0, 1)."""
+        """Return the position of timesteps [B] on the noise scale. Float64 [B] in [0, 1)."""
         return t.double() / self.num_timesteps
 
     def steps_on(self, device: torch.device) -> Steps:
-        """The steps on a device, copied there at the first call only."""
+        """Return the steps on a device, copied there at the first call only."""
         return self._on(device)[0]
 
     def respaced(self, respacing: Respacing) -> DiscreteProcess:
-        """The process restricted to other timesteps of the whole schedule. Raises ValueError (`space_timesteps`)."""
-        kept = space_timesteps(len(self._schedule_alpha_bar), respacing)
-        return DiscreteProcess(self._schedule_alpha_bar, kept, self._rescale_timesteps)
+        """Return the process restricted to other timesteps of the whole schedule. Raises ValueError
+        (`space_timesteps`)."""
+        timesteps = space_timesteps(len(self._schedule_alpha_bar), respacing)
+        return DiscreteProcess(self._schedule_alpha_bar, timesteps, self._rescale_timesteps)
 
     def grid(self, num_steps: Respacing | None = None) -> Grid:
-        """The points to sample at: this process's own timesteps, or others of the whole schedule (`respaced`)."""
+        """Return the points to sample at: this process's own timesteps, or others of the whole schedule
+        (`respaced`)."""
         if num_steps is not None:
             return self.respaced(num_steps).grid()
         clean = self.alpha_bar.new_ones(1)
@@ -109,12 +111,13 @@ class DiscreteProcess:
         return Grid(time=self._network_time.flip(0), alpha=alpha_bar.sqrt(), sigma=(1 - alpha_bar).sqrt())
 
     def karras_grid(self, num_steps: Respacing) -> Grid:
-        """So many points by Karras's spacing of sigma / alpha, from that of the schedule's last timestep to that of its
-        first, and the clean end; the network is told the timestep nearest in log(sigma / alpha). The points of
-        diffusers' `use_karras_sigmas`. Raises ValueError for anything but a number, and where no signal is left."""
+        """Return the given number of points by Karras's spacing of sigma / alpha, from that of the schedule's last
+        timestep to that of its first, and the clean end; the network is given the timestep nearest in log(sigma /
+        alpha). The points of diffusers' `use_karras_sigmas`. Raises ValueError for anything but a number, and where no
+        signal is left."""
         sigmas = (1 / self._schedule_alpha_bar - 1).sqrt()
         if not sigmas[-1].isfinite():
-            raise ValueError("The schedule ends without any signal, where Karras's spacing cannot begin. Use time.")
+            raise ValueError("The schedule ends without any signal, so that Karras's spacing cannot begin. Use time.")
         chosen = karras_sigmas(sigmas[-1].item(), sigmas[0].item(), count_steps(num_steps, "karras-spaced discrete"))
         timesteps = np.interp(chosen.log().numpy(), sigmas.log().numpy(), np.arange(len(sigmas))).round()
         alpha = torch.cat([chosen, chosen.new_zeros(1)]).square().add(1).rsqrt()

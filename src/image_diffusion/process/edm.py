@@ -1,4 +1,4 @@
-"""EDM: x_t = x0 + sigma eps, and a network inside a frame that keeps what it sees and says at unit variance.
+"""EDM: x_t = x0 + sigma eps, and a network inside a frame that keeps its input and output at unit variance.
 
 Karras et al. 2022, "Elucidating the design space of diffusion-based generative models", table 1, last column. The time
 t of this process is sigma itself. Where it differs: sampling starts from noise of variance sigma_max^2 + 1, as that of
@@ -15,11 +15,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
+from image_diffusion.process.base import count_steps, karras_sigmas
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.noise_process import count_steps, karras_sigmas
 from image_diffusion.process.respacing import Respacing
 
 
@@ -47,7 +47,7 @@ class Edm(Config):
         return self
 
     def build(self) -> EdmProcess:
-        """The process."""
+        """Build the process."""
         return EdmProcess(self)
 
 
@@ -59,28 +59,28 @@ class EdmProcess:
         self._config, self._uniform = config, False
 
     def draw(self, streams: Streams) -> Tensor:
-        """A sigma for each sample, log-normal. Float64 [B]."""
+        """Draw a sigma for each sample, log-normal. Float64 [B]."""
         if self._uniform:
             low, high = self._ends()
             return (low + (high - low) * streams.uniform("timestep").double()).exp()
         return (self._config.p_mean + self._config.p_std * streams.normal("timestep").double()).exp()
 
     def uniform(self) -> EdmProcess:
-        """The same with the logarithm of sigma drawn uniformly from sigma_min to sigma_max."""
+        """Return the process with the logarithm of sigma drawn uniformly from sigma_min to sigma_max."""
         same = copy(self)
         same._uniform = True
         return same
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """1 and sigma at times [B]. Float64 [B] each."""
+        """Return 1 and sigma at times [B]. Float64 [B] each."""
         return torch.ones_like(t, dtype=torch.float64), t.double()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """c_noise, what the network is given for sigmas [B]. Float32 [B]."""
+        """Return c_noise, the times as the network is given them, for sigmas [B]. Float32 [B]."""
         return (t.double().log() / 4).float()
 
     def network_input(self, x_t: Tensor) -> Tensor:
-        """What the preconditioned network is given for x_t: the same."""
+        """Return x_t itself as the input of the preconditioned network."""
         return x_t
 
     def preconditioned(self, network: Network) -> Network:
@@ -97,12 +97,12 @@ class EdmProcess:
         return denoise
 
     def loss_weight(self, t: Tensor) -> Tensor:
-        """lambda, of a squared error in x0: one over c_out squared. Float64 [B]."""
+        """Return lambda, the weight of a squared error in x0: one over c_out squared. Float64 [B]."""
         sigma = t.double()
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Where from sigma_min to sigma_max the logarithm of sigmas [B] lies. Float64 [B] in [0, 1)."""
+        """Return the position of the logarithm of sigmas [B] from sigma_min to sigma_max. Float64 [B] in [0, 1)."""
         low, high = self._ends()
         return ((t.double().log() - low) / (high - low)).clamp(0, 1 - 2**-24)
 
@@ -112,7 +112,7 @@ class EdmProcess:
         return self.grid_of(karras_sigmas(first, last, count_steps(num_steps, "edm")))
 
     def grid_of(self, sigma: Tensor) -> Grid:
-        """The points at these sigmas [N], and the clean end."""
+        """Return the points at these sigmas [N], and the clean end."""
         sigma = torch.cat([sigma, sigma.new_zeros(1)])
         return Grid(time=sigma[:-1].log() / 4, alpha=torch.ones_like(sigma), sigma=sigma)
 

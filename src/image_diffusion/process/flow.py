@@ -13,11 +13,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
+from image_diffusion.process.base import count_steps, evenly
 from image_diffusion.process.grid import Grid
-from image_diffusion.process.noise_process import count_steps, evenly
 from image_diffusion.process.respacing import Respacing
 
 
@@ -50,16 +50,16 @@ class Flow(Config):
 
     type: Literal["flow"] = "flow"
     times: Annotated[UniformTimes | LogitNormalTimes, Field(discriminator="type")] = UniformTimes()
-    """How training draws times."""
+    """Distribution from which training draws times."""
     time_scale: float = Field(1.0, gt=0)
-    """What the network is given is the time multiplied by this: 1 in SiT, 1000 in Stable Diffusion 3."""
+    """Factor by which the time is multiplied before the network is given it: 1 in SiT, 1000 in Stable Diffusion 3."""
 
     shift: float = Field(1.0, gt=0)
     """Moves times towards noise, of training and of sampling: t becomes s t / (1 + (s - 1) t). An image of m pixels is
     as uncertain at s = sqrt(m / n) as one of n pixels is at 1. A sampler's own `shift` goes before it."""
 
     def build(self) -> FlowProcess:
-        """The process."""
+        """Build the process."""
         return FlowProcess(self)
 
 
@@ -70,32 +70,32 @@ class FlowProcess:
         self._config, self._times, self._time_scale = config, config.times, config.time_scale
 
     def draw(self, streams: Streams, purpose: str = "timestep") -> Tensor:
-        """A time for each sample. Float64 [B]. purpose: another one gives another time."""
+        """Draw a time for each sample. Float64 [B]. purpose: another one gives another time."""
         return shifted(self._times.draw(streams, purpose), self._config.shift)
 
     def uniform(self) -> FlowProcess:
-        """The same path with times drawn uniformly."""
+        """Return the process with the same path and times drawn uniformly."""
         return FlowProcess(self._config.model_copy(update={"times": UniformTimes(), "shift": 1.0}))
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha = 1 - t and sigma = t at times [B]. Float64 [B] each."""
+        """Return alpha = 1 - t and sigma = t at times [B]. Float64 [B] each."""
         t = t.double()
         return 1 - t, t
 
     def network_time(self, t: Tensor) -> Tensor:
-        """What the network is given for times [B]. Float32 [B]."""
+        """Return the times as the network is given them, for times [B]. Float32 [B]."""
         return (t.double() * self._time_scale).float()
 
     def network_input(self, x_t: Tensor) -> Tensor:
-        """What the network is given for x_t: the same."""
+        """Return x_t itself as the input of the network."""
         return x_t
 
     def preconditioned(self, network: Network) -> Network:
-        """The network as it is."""
+        """Return the network as it is."""
         return network
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Where on the noise scale times [B] lie. Float64 [B] in [0, 1)."""
+        """Return the position of times [B] on the noise scale. Float64 [B] in [0, 1)."""
         return t.double().clamp(max=1 - 2**-24)
 
     def grid(self, num_steps: Respacing, last_step: float | None = None) -> Grid:
@@ -107,5 +107,5 @@ class FlowProcess:
 
 
 def shifted(t: Tensor, shift: float) -> Tensor:
-    """Times t in [0, 1], moved towards 1 where shift is above 1; the ends stay."""
+    """Shift times t in [0, 1], towards 1 where shift is above 1; the ends stay."""
     return t if shift == 1 else shift * t / (1 + (shift - 1) * t)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Denoised:
-    """What is known of a clean sample x0 from its noisy form x_t = alpha x0 + sigma eps.
+    """Estimates of a clean sample x0 from its noisy form x_t = alpha x0 + sigma eps.
 
     x0, eps: [B, C, H, W], estimates that agree with x_t. log_variance: [B, C, H, W], of p(x_s | x_t), where the network
     has learned it. mean: [B, C, H, W], of p(x_s | x_t), where the network predicts that itself (`previous_x`); the
@@ -53,7 +53,8 @@ class Steps:
 
     @classmethod
     def between(cls, alpha: Tensor, sigma: Tensor, next_alpha: Tensor, next_sigma: Tensor) -> Steps:
-        """The steps from (alpha, sigma) to (next_alpha, next_sigma), each [N], ordered from most noise to least."""
+        """Return the steps from (alpha, sigma) to (next_alpha, next_sigma), each [N], ordered from most noise to
+        least."""
         ratio = alpha / next_alpha  # alpha_{t|s}
         beta = sigma**2 - ratio**2 * next_sigma**2  # sigma^2_{t|s}
         variance = beta * next_sigma**2 / sigma**2
@@ -77,16 +78,17 @@ class Steps:
         return torch.where(self.variance > 0, self.log_beta, self.log_variance)
 
     def at(self, index: int | Tensor, x: Tensor) -> Steps:
-        """The step of each sample of x [B, …], ready to broadcast against it: one for all, or int64 [B], one each."""
+        """Return the step of each sample of x [B, …], ready to broadcast against it: one for all, or int64 [B], one
+        each."""
         shape = (-1,) + (1,) * (x.ndim - 1) if isinstance(index, Tensor) else ()
         return self._map(lambda values: values[index].view(shape).to(x.dtype))
 
     def to(self, device: torch.device) -> Steps:
-        """The same steps on another device."""
+        """Move the steps to another device."""
         return self._map(lambda values: values.to(device))
 
     def flip(self) -> Steps:
-        """The same steps in the opposite order."""
+        """Reverse the order of the steps."""
         return self._map(lambda values: values.flip(0))
 
     def posterior_mean(self, x0: Tensor, x_t: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class Steps:
         return self.x0_weight * x0 + self.x_t_weight * x_t
 
     def reverse_mean(self, denoised: Denoised, x_t: Tensor) -> Tensor:
-        """The mean of p(x_s | x_t)."""
+        """Return the mean of p(x_s | x_t)."""
         return self.posterior_mean(denoised.x0, x_t) if denoised.mean is None else denoised.mean
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Steps:
@@ -103,12 +105,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class Grid:
-    """The points a sampler visits, from most noise to none. Float64, on the CPU.
+    """Points that a sampler visits, from most noise to none. Float64, on the CPU.
 
     time: [N], what the network is given at each point but the last. alpha, sigma: [N + 1], the noise levels; the last
     is alpha 1 and sigma 0, the clean sample. target: where it is not the next point, the noise level that a step of the
-    ancestral sampler ends at, (alpha [N], sigma [N]); see `Continuous.grid`. interval: [N], how far each step goes, in
-    the network's time, where the network is told.
+    ancestral sampler ends at, (alpha [N], sigma [N]); see `Continuous.grid`. interval: [N], the length of each step, in
+    the network's time, where the network is conditioned on it.
     """
 
     time: Tensor
@@ -121,6 +123,12 @@ class Grid:
     def num_steps(self) -> int:
         """N, the number of calls of the network with a sampler of first order."""
         return len(self.time)
+
+    def starting_at(self, i: int) -> Grid:
+        """Return the grid from point i on."""
+        target = None if self.target is None else (self.target[0][i:], self.target[1][i:])
+        interval = None if self.interval is None else self.interval[i:]
+        return Grid(self.time[i:], self.alpha[i:], self.sigma[i:], target, interval)
 
     @cached_property
     def steps(self) -> Steps:

@@ -14,12 +14,12 @@ from image_diffusion.process.grid import Denoised, Denoiser, Grid, Steps
 
 
 def approximate_normal_cdf(z: Tensor) -> Tensor:
-    """The standard normal's cumulative distribution, to about 1e-3, as published numbers have it (Page 1977)."""
+    """Return the standard normal's cumulative distribution, to about 1e-3, as published numbers have it (Page 1977)."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
 
 def discretized_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """log of the probability that a Gaussian falls into the 8-bit bin of x, in nats, element by element.
+    """Return the log of the probability that a Gaussian falls into the 8-bit bin of x, in nats, element by element.
 
     x in [-1, 1]: bins are 2/255 wide, the outer ones open (Ho et al. 2020, equation 13). Probabilities are at least
     1e-12.
@@ -40,7 +40,7 @@ def normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2
 def variational_bound(
     x0: Tensor, x_t: Tensor, step: Steps, mean: Tensor, log_variance: Tensor, ends_clean: Tensor
 ) -> Tensor:
-    """One term of the bound for each sample, in bits per dimension: [B].
+    """Return one term of the bound for each sample, in bits per dimension: [B].
 
     mean, log_variance: of p(x_s | x_t), broadcastable to x_t [B, …]. ends_clean: bool [B], whether s has no noise: the
     term is then -log p(x0 | x_t), otherwise KL(q(x_s | x_t, x0) || p).
@@ -104,5 +104,5 @@ def _log_variance(denoised: Denoised, step: Steps, variance: Literal["fixed_smal
 
 
 def _bits(nats: Tensor) -> Tensor:
-    """The mean over all but the first dimension, in bits."""
+    """Return the mean over all but the first dimension, in bits."""
     return nats.flatten(1).mean(1) / math.log(2)

@@ -1,4 +1,5 @@
-"""What a network's output means: the same knowledge as eps, x0, v, velocity or previous_x, and a learned variance."""
+"""Parameterizations of a network's output: the same knowledge as eps, x0, v, velocity or previous_x, and a learned
+variance."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ Prediction = Literal["eps", "x0", "v", "velocity", "previous_x"]
 previous_x: the mean of the next, less noisy x (Ho et al. 2020, section 3.2)."""
 
 Variance = Literal["fixed_small", "fixed_large", "learned", "learned_range"]
-"""Of p(x_s | x_t). fixed_small: the posterior's; fixed_large: beta; learned: its logarithm is the second half of the
-output's channels; learned_range: the second half, from -1 to 1, interpolates between the logarithms of the two fixed
-ones (Nichol & Dhariwal 2021, equation 15)."""
+"""Variance of p(x_s | x_t). fixed_small: the posterior's; fixed_large: beta; learned: its logarithm is the second half
+of the output's channels; learned_range: the second half, from -1 to 1, interpolates between the logarithms of the two
+fixed ones (Nichol & Dhariwal 2021, equation 15)."""
 
 LEARNED_VARIANCES = ("learned", "learned_range")
 
@@ -24,7 +25,7 @@ _SMALLEST = 1e-10  # alpha and sigma are divided by at least this
 
 
 def target(prediction: Prediction, x0: Tensor, eps: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-    """What a network that predicts eps, x0, v or velocity should say. alpha, sigma: broadcastable to x0."""
+    """Return the target of a network that predicts eps, x0, v or velocity. alpha, sigma: broadcastable to x0."""
     match prediction:
         case "eps":
             return eps
@@ -41,7 +42,7 @@ def target(prediction: Prediction, x0: Tensor, eps: Tensor, alpha: Tensor, sigma
 def to_x0_and_eps(
     prediction: Prediction, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """x0 and eps from what the network said of x_t = alpha x0 + sigma eps, for any alpha and sigma."""
+    """Return x0 and eps from the network's output for x_t = alpha x0 + sigma eps, for any alpha and sigma."""
     match prediction:
         case "eps":
             return (x_t - sigma * output) / alpha.clamp(min=_SMALLEST), output
@@ -58,12 +59,13 @@ def to_x0_and_eps(
 
 
 def output_channels(channels: int, variance: Variance) -> int:
-    """How many channels a network returns for x of some channels: twice as many to learn a variance."""
+    """Return the number of channels that a network returns for x of some channels: twice as many to learn a
+    variance."""
     return 2 * channels if variance in LEARNED_VARIANCES else channels
 
 
 def split_output(output: Tensor, channels: int, variance: Variance) -> tuple[Tensor, Tensor | None]:
-    """The prediction [B, C, …] and, of a learned variance, the raw values [B, C, …].
+    """Return the prediction [B, C, …] and, of a learned variance, the raw values [B, C, …].
 
     Raises ValueError where the network's output has another number of channels.
     """
@@ -78,7 +80,8 @@ def split_output(output: Tensor, channels: int, variance: Variance) -> tuple[Ten
 
 
 def log_variance(raw: Tensor | None, variance: Variance, step: Steps) -> Tensor:
-    """The logarithm of the variance of p(x_s | x_t), broadcastable to x_t. raw: the second half of the output."""
+    """Return the logarithm of the variance of p(x_s | x_t), broadcastable to x_t. raw: the second half of the
+    output."""
     match variance:
         case "fixed_small":
             return step.log_variance
@@ -101,7 +104,7 @@ def read_output(
     variance: Variance,
     restrict: Callable[[Tensor], Tensor] | None = None,
 ) -> Denoised:
-    """What the output for x_t [B, C, …] says about x0. step: that of each sample (`Steps.at`).
+    """Return the estimates of x0 in the output for x_t [B, C, …]. step: that of each sample (`Steps.at`).
 
     restrict: what is done to the predicted x0, such as `clamp`; eps then follows from the result. The log variance is
     given where it is learned. Raises ValueError where the channels do not fit (`split_output`).
@@ -123,5 +126,5 @@ def read_output(
 
 
 def clamp(x0: Tensor) -> Tensor:
-    """x0 held to [-1, 1], the range of pixels."""
+    """Clamp x0 to [-1, 1], the range of pixels."""
     return x0.clamp(-1, 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Respacing = str | int | Sequence[int]
-"""How many timesteps to keep: 250 or "250"; in equal sections [10, 15, 20] or "10,15,20"; with DDIM's integer stride
+"""Number of timesteps to keep: 250 or "250"; in equal sections [10, 15, 20] or "10,15,20"; with DDIM's integer stride
 "ddim50"; all of them ""."""
 
 
 def space_timesteps(num_timesteps: int, respacing: Respacing) -> list[int]:
-    """The timesteps kept of 0 … num_timesteps - 1, ascending.
+    """Return the timesteps kept of 0 … num_timesteps - 1, ascending.
 
     Sections are as equal as they can be, the first ones longer; each keeps its first and last timestep and spreads the
     others evenly. "ddimN" keeps every s-th timestep for the smallest s that leaves N. Raises ValueError when a section
@@ -22,16 +22,16 @@ def space_timesteps(num_timesteps: int, respacing: Respacing) -> list[int]:
         return _strided(num_timesteps, respacing)
     counts = _counts(respacing)
     if sum(counts) == 0:
-        raise ValueError(f"Respacing {respacing!r} keeps no timestep. Ask for at least 1.")
+        raise ValueError(f"Respacing {respacing!r} keeps no timestep. Keep at least 1.")
 
-    kept: list[int] = []
+    timesteps: list[int] = []
     size, longer = divmod(num_timesteps, len(counts))
     start = 0
     for section, count in enumerate(counts):
         section_size = size + (section < longer)
-        kept += [start + offset for offset in _spread(section_size, count, respacing)]
+        timesteps += [start + offset for offset in _spread(section_size, count, respacing)]
         start += section_size
-    return kept
+    return timesteps
 
 
 def _spread(size: int, count: int, respacing: Respacing) -> list[int]:
@@ -39,7 +39,7 @@ def _spread(size: int, count: int, respacing: Respacing) -> list[int]:
     even: published samples depend on it, and i * stride keeps other timesteps for 300 in sections of 10, 15, 20."""
     if count > size:
         raise ValueError(
-            f"Respacing {respacing!r} asks for {count} timesteps of a section that has {size}. Ask for at most {size}."
+            f"Respacing {respacing!r} asks for {count} timesteps of a section that has {size}. Use at most {size}."
         )
     stride = 1.0 if count <= 1 else (size - 1) / (count - 1)
     offsets, position = [], 0.0
@@ -52,10 +52,10 @@ def _spread(size: int, count: int, respacing: Respacing) -> list[int]:
 def _strided(num_timesteps: int, respacing: str) -> list[int]:
     count = _integer(respacing.removeprefix("ddim"), respacing)
     for stride in range(1, num_timesteps):
-        kept = list(range(0, num_timesteps, stride))
-        if len(kept) == count:
-            return kept
-    advice = f'Use "{count}" for uneven strides.' if 0 < count <= num_timesteps else f"Ask for at most {num_timesteps}."
+        timesteps = list(range(0, num_timesteps, stride))
+        if len(timesteps) == count:
+            return timesteps
+    advice = f'Use "{count}" for uneven strides.' if 0 < count <= num_timesteps else f"Use at most {num_timesteps}."
     raise ValueError(f"Respacing {respacing!r}: no integer stride keeps {count} of {num_timesteps} timesteps. {advice}")
 
 

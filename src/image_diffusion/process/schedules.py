@@ -9,11 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 
 
 class _Ranged(Config):
-    """A schedule between two betas."""
+    """Base of schedules between two betas."""
 
     beta_start: float = Field(1e-4, gt=0, le=1)
     """The smaller beta, that of the least noisy timestep."""
@@ -23,7 +23,7 @@ class _Ranged(Config):
     """Multiply both by 1000 / num_timesteps, so that the last timestep is as noisy at any number of timesteps."""
 
     def ends(self, num_timesteps: int) -> tuple[float, float]:
-        """The two betas for a number of timesteps."""
+        """Return the two betas for a number of timesteps."""
         scale = 1000.0 / num_timesteps if self.scaled else 1.0
         return scale * self.beta_start, scale * self.beta_end
 
@@ -131,7 +131,7 @@ BetaSchedule = Annotated[
 
 
 def checked_betas(schedule: BetaSchedule, num_timesteps: int) -> Tensor:
-    """The betas of a schedule, float64 [num_timesteps]. Raises ValueError where one is not in (0, 1]."""
+    """Return the betas of a schedule, float64 [num_timesteps]. Raises ValueError where one is not in (0, 1]."""
     betas = schedule.betas(num_timesteps)
     low, high = betas.min().item(), betas.max().item()
     if low > 0 and high <= 1:

@@ -11,11 +11,11 @@ from typing import Literal, Self
 
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.parameterization import Variance
-from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import NumSteps, Step, StepsFurther
+from image_diffusion.samplers.base import NumSteps, Step, StepsFurther
+from image_diffusion.samplers.image_noise import step_noise
 
 
 class Ddpm(StepsFurther):
@@ -24,8 +24,8 @@ class Ddpm(StepsFurther):
     type: Literal["ddpm"] = "ddpm"
     num_steps: NumSteps = 250
     variance: Literal["fixed_small", "fixed_large"] | None = None
-    """The variance where the network has learned none: the posterior's, or that of the forward step (beta). Unset: as
-    the objective says."""
+    """Variance where the network has learned none: the posterior's, or that of the forward step (beta). Unset: as the
+    objective says."""
 
     @property
     def draws_noise(self) -> bool:

@@ -11,10 +11,10 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import Step, StepsFurther, clipped, initial_scale
+from image_diffusion.samplers.base import Step, StepsFurther, clipped, initial_scale
+from image_diffusion.samplers.image_noise import step_noise
 
 
 class Ddim(StepsFurther):
@@ -41,7 +41,8 @@ class Ddim(StepsFurther):
             yield Step(x, denoised.x0)
 
     def encode(self, denoiser: Denoiser, grid: Grid, x0: Tensor) -> Tensor:
-        """The noise [B, ...] from which images x0 [B, ...] would be sampled, up to an error of order 1 in the step.
+        """Return the noise [B, ...] from which images x0 [B, ...] would be sampled, up to an error of order 1 in the
+        step.
 
         Runs the ODE backwards, from least noise to most; x0 stands for x_t at the grid's least noise level, the last
         at which the network knows what to do. Raises ValueError unless eta is 0.

@@ -11,10 +11,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.multistep import run_scheduler
-from image_diffusion.samplers.sampler import NumSteps, SpacedByNoise, Step
+from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
+from image_diffusion.samplers.diffusers_multistep import run_scheduler
 
 
 class DpmSolver(SpacedByNoise):
@@ -23,7 +23,7 @@ class DpmSolver(SpacedByNoise):
     type: Literal["dpm_solver"] = "dpm_solver"
     num_steps: NumSteps = 20
     adds_noise: bool = False
-    """Solve the reverse SDE instead: what a step got wrong, the noise of later ones covers."""
+    """Solve the reverse SDE instead: the noise of later steps covers the errors of earlier ones."""
 
     @property
     def draws_noise(self) -> bool:

@@ -12,9 +12,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.sampler import SpacedByNoise, Step
+from image_diffusion.samplers.base import SpacedByNoise, Step
 
 
 class Euler(SpacedByNoise):

@@ -11,17 +11,18 @@ from typing import Literal, Self
 
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoiser, Grid
 from image_diffusion.process.parameterization import Variance
+from image_diffusion.samplers.base import NumSteps, SamplerConfig, Step
 from image_diffusion.samplers.euler import Euler
-from image_diffusion.samplers.sampler import NumSteps, SamplerConfig, Step
 
 
 class FlowMap(SamplerConfig):
-    """One network call a step, each told how far it goes. Exact at any number of steps where the network is."""
+    """Sampler with one network call a step, each conditioned on the length of the step. Exact at any number of steps
+    where the network is."""
 
     type: Literal["flow_map"] = "flow_map"
     num_steps: NumSteps = 1
@@ -31,18 +32,19 @@ class FlowMap(SamplerConfig):
         return True
 
     def grid(self, process: Process) -> Grid:
-        """As of every sampler, with the intervals. Raises ValueError for another process than flow."""
+        """Return the grid of points, as for every sampler, with the intervals. Raises ValueError for another process
+        than flow."""
         if not isinstance(process, Flow):
             raise ValueError(
-                f"The flow_map sampler goes by average velocities, which the process {process.type} has none of. Use "
-                "it with process flow and objective mean_flow."
+                f"The flow_map sampler needs average velocities, and the process {process.type} has none. Use it with "
+                "process flow and objective mean_flow."
             )
         grid = super().grid(process)
         return replace(grid, interval=-grid.sigma.diff() * process.time_scale)
 
     def fitted(self, variance: Variance, bounded: bool) -> Self:
-        """Nothing is clamped unless that is asked for: the x0 of a step says where its velocity leads, not what is
-        there."""
+        """Return the sampler fitted to the model, without clamping unless that is asked for: the x0 of a step says
+        where its velocity leads, not what the image is."""
         return super().fitted(variance, bounded=False)
 
     def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config import Config
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
 
@@ -24,7 +24,7 @@ Channels = Literal["all", "first_three"]
 
 
 class Guidance(Config):
-    """How strongly a network is guided, on which channels, and at which noise levels."""
+    """Guidance of a network: its strength, on which channels, and at which noise levels."""
 
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
     """1: no guidance. Above 1: away from the unconditional (or the weaker) prediction."""
@@ -44,7 +44,7 @@ class Guidance(Config):
         return self
 
     def share(self, grid: Grid) -> float:
-        """The share of a grid's points at which there is a second prediction, from 0 to 1."""
+        """Return the share of a grid's points with a second prediction, from 0 to 1."""
         if self.guidance_scale == 1:
             return 0.0
         if self.interval is None:
@@ -55,7 +55,7 @@ class Guidance(Config):
     def build(
         self, network: Network, null_cond: Mapping[str, Tensor], grid: Grid, negative: Network | None = None
     ) -> Network:
-        """The guided network, to be sampled on `grid`. See `guided`."""
+        """Return the guided network, to be sampled on `grid`. See `guided`."""
         times = None if self.interval is None else times_between(grid, *self.interval)
         scale_at = None if self.power is None else self._rising(self.power, grid.time[0].item())
         return guided(network, self.guidance_scale, null_cond, self.channels, times, negative, scale_at)
@@ -76,7 +76,8 @@ def guided(
     negative: Network | None = None,
     scale_at: Callable[[Tensor], Tensor] | None = None,
 ) -> Network:
-    """A network that returns negative + guidance_scale * (positive - negative), where positive = network(x, t, **cond).
+    """Return a network that computes negative + guidance_scale * (positive - negative), where positive = network(x, t,
+    **cond).
 
     null_cond: by name, what replaces the condition in the negative prediction; broadcast over the batch. A condition
     it does not name is kept. negative: the network of the negative prediction, for autoguidance a weaker one, with an
@@ -118,7 +119,8 @@ def guided(
 
 
 def times_between(grid: Grid, low: float, high: float) -> tuple[float, float]:
-    """The first and last time of a grid whose noise level sigma / alpha lies in [low, high]; (inf, -inf): none does."""
+    """Return the first and last time of a grid whose noise level sigma / alpha lies in [low, high]; (inf, -inf): none
+    does."""
     level = grid.sigma[:-1] / grid.alpha[:-1]
     inside = grid.time[(level >= low) & (level <= high)].tolist()
     return (min(inside), max(inside)) if inside else (float("inf"), float("-inf"))
@@ -126,8 +128,8 @@ def times_between(grid: Grid, low: float, high: float) -> tuple[float, float]:
 
 def _null(name: str, value: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
     if name not in cond:
-        given = ", ".join(sorted(cond)) or "none"
-        raise ValueError(f"Guidance leaves out the condition '{name}', which the network is not given. Given: {given}.")
+        conditions = ", ".join(sorted(cond)) or "none"
+        raise ValueError(f"Guidance leaves out '{name}', which is not a condition of the network. Known: {conditions}.")
     return value.to(cond[name]).expand_as(cond[name])
 
 

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
 from image_diffusion.process.edm import Edm
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import SpacedByNoise, Step
+from image_diffusion.samplers.base import SpacedByNoise, Step
+from image_diffusion.samplers.image_noise import step_noise
 
 
 class Heun(SpacedByNoise):
@@ -29,7 +29,7 @@ class Heun(SpacedByNoise):
 
     type: Literal["heun"] = "heun"
     s_churn: float = Field(0.0, ge=0)
-    """How much noise is added, over all steps (Karras et al. 2022, section 4); 0: none. For the edm process."""
+    """Amount of noise that is added, over all steps (Karras et al. 2022, section 4); 0: none. For the edm process."""
     s_min: float = Field(0.0, ge=0)
     """No noise is added where sigma is below this."""
     s_max: float | None = Field(None, gt=0)
@@ -41,19 +41,24 @@ class Heun(SpacedByNoise):
     def draws_noise(self) -> bool:
         return self.s_churn > 0
 
+    @property
+    def starts_anywhere(self) -> bool:
+        """False with churn: every other point of the grid is where a step ends and noise is yet to be added."""
+        return self.s_churn == 0
+
     def calls(self, grid: Grid) -> int:
         """Twice a step, once in the last."""
         return grid.num_steps if self.s_churn else 2 * grid.num_steps - 1
 
     def grid(self, process: Process) -> Grid:
-        """As of every sampler; with churn, two points a step: sigma as the step before left it, and with its noise; the
-        first step begins with noise. Raises ValueError for churn on another process."""
+        """Return the grid of points, as for every sampler; with churn, two points a step: sigma as the step before left
+        it, and with its noise; the first step begins with noise. Raises ValueError for churn on another process."""
         if not self.s_churn:
             return super().grid(process)
         if not isinstance(process, Edm):
             raise ValueError(
-                f"s_churn is {self.s_churn:g}, but only the edm process has the noise levels between those of the "
-                f"steps that it needs; this one is {process.type}. Leave s_churn out."
+                f"s_churn is {self.s_churn:g}, but only the process edm has noise levels between its steps; this "
+                f"one is {process.type}. Leave s_churn out."
             )
         built = process.build()
         plain = super().grid(process).sigma[:-1]
@@ -81,7 +86,8 @@ class Heun(SpacedByNoise):
             yield Step(x, first.x0)
 
     def _churned(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
-        """Points 0, 2, 4, … of the grid have the added noise; 1, 3, … are where steps end."""
+        """Yield the steps between points 0, 2, 4, … of the grid, which have the added noise; 1, 3, … are where steps
+        end."""
         sigmas = grid.sigma.tolist()
         last = grid.num_steps - 1
         for i in range(0, last + 1, 2):

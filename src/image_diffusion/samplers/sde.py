@@ -19,13 +19,13 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process import Process
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.noise import step_noise
-from image_diffusion.samplers.sampler import NumSteps, SpacedByNoise, Step
+from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
+from image_diffusion.samplers.image_noise import step_noise
 
 Form = Literal["constant", "sbdm", "sigma", "decreasing", "increasing_decreasing"]
 
@@ -45,8 +45,8 @@ class Sde(SpacedByNoise):
     type: Literal["sde"] = "sde"
     num_steps: NumSteps = 250
     diffusion: Form = "sigma"
-    """How much noise is taken away and put back, as a function of time: a constant; sbdm, that of score-based diffusion
-    (Song et al. 2021); sigma; decreasing towards the image; or only in between."""
+    """Amount of noise that is taken away and put back, as a function of time: a constant; sbdm, that of score-based
+    diffusion (Song et al. 2021); sigma; decreasing towards the image; or only in between."""
     norm: float = Field(1.0, gt=0)
     """Magnitude of the diffusion."""
     last_step: Literal["mean", "tweedie"] = "mean"
@@ -60,13 +60,14 @@ class Sde(SpacedByNoise):
         return True
 
     def grid(self, process: Process) -> Grid:
-        """As of its kind. Raises ValueError for the size of a last step that the process fixes."""
+        """Return the grid of points, as for samplers of its kind. Raises ValueError for the size of a last step that
+        the process fixes."""
         process, size = self.shifted(process), self.last_step_size
         if isinstance(process, Flow | Continuous):
             return process.build().grid(self.num_steps, last_step=0.04 if size is None else size)
         if size is not None:
             raise ValueError(
-                f"last_step_size is {size:g}, but the process {process.type} says where noise ends. Leave it out."
+                f"last_step_size is {size:g}, but the process {process.type} defines where noise ends. Leave it out."
             )
         return super().grid(process)
 

@@ -11,10 +11,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from image_diffusion.core.streams import Streams
+from image_diffusion.core.random.streams import Streams
 from image_diffusion.process.grid import Denoiser, Grid
-from image_diffusion.samplers.multistep import run_scheduler
-from image_diffusion.samplers.sampler import NumSteps, SpacedByNoise, Step
+from image_diffusion.samplers.base import NumSteps, SpacedByNoise, Step
+from image_diffusion.samplers.diffusers_multistep import run_scheduler
 
 
 class UniPc(SpacedByNoise):

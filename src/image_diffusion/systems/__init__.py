@@ -1,17 +1,17 @@
-"""One page per system: which parts it is made of. One system, one file; its name in `AnySystem`."""
+"""Systems, one file each: a page states the parts that its system is made of, and its name stands in `AnySystem`."""
 
 from typing import Annotated, get_args
 
 from pydantic import Field
 
-from image_diffusion.systems.autoencoder import AutoencoderSystem
-from image_diffusion.systems.dit import DiTSystem
-from image_diffusion.systems.dvae import DVAESystem
-from image_diffusion.systems.iddpm import IddpmSystem
-from image_diffusion.systems.prior import PriorSystem
-from image_diffusion.systems.rin import RinSystem
-from image_diffusion.systems.system import System
-from image_diffusion.systems.tokens import TokensSystem
+from image_diffusion.systems.base import System
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
+from image_diffusion.systems.codec.dvae import DVAESystem
+from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
+from image_diffusion.systems.diffusion.rin import RinSystem
+from image_diffusion.systems.prior.prior import PriorSystem
+from image_diffusion.systems.tokens.tokens import TokensSystem
 
 AnySystem = Annotated[
     DiTSystem | IddpmSystem | RinSystem | AutoencoderSystem | DVAESystem | PriorSystem | TokensSystem,
@@ -19,4 +19,4 @@ AnySystem = Annotated[
 ]
 
 SYSTEMS: tuple[type[System], ...] = get_args(get_args(AnySystem)[0])
-"""The same, to be gone through."""
+"""All types of system, as a tuple to iterate over."""

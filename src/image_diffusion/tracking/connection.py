@@ -15,14 +15,14 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from image_diffusion.core.exhausted import room_at
-from image_diffusion.core.secrets import hidden, without_password
-from image_diffusion.tracking import views
+from image_diffusion.core.process.out_of_resources import room_at
+from image_diffusion.core.process.secrets import hidden, without_password
+from image_diffusion.tracking import run_table, sent
 
 # Bounds for every request, where the user has set none: MLflow's own let one call take 20 minutes. Telemetry is off.
 _ENVIRONMENT = {
@@ -43,7 +43,7 @@ import mlflow  # noqa: E402 - reads its environment when it is imported
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # noqa: E402
 
-for _logger in ("alembic", "mlflow", "urllib3"):  # what goes wrong is raised, and told once by the command
+for _logger in ("alembic", "mlflow", "urllib3"):  # errors are raised, and reported once by the command
     logging.getLogger(_logger).setLevel(logging.CRITICAL)
 
 T = TypeVar("T")
@@ -63,12 +63,14 @@ class Connection:
     """One MLflow experiment of a store, created when missing.
 
     uri: any tracking URI: `sqlite:///mlflow.db`, `http://host:5000`, `postgresql+psycopg2://…`. Files of a sqlite
-    store lie in `mlruns/` beside its database. client: MLflow's own; use it within `told`. experiment_id: the number
-    the user interface shows the experiment under. lock: a file that writers on this machine hold in turn.
+    store lie in `mlruns/` beside its database. client: MLflow's own; use it within `naming_errors`. experiment_id: of
+    the user interface. lock: a file that writers on this machine hold in turn. listings: of
+    the files that were sent to a sqlite store, see `tracking.sent`.
     """
 
     def __init__(self, uri: str, project: str) -> None:
         self._local = _sqlite_path(uri)
+        self.listings = set[Path]()
         if self._local is not None:
             self._local.parent.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{self._local}"
@@ -78,7 +80,7 @@ class Connection:
             self.lock = Path(tempfile.gettempdir()) / f"image-diffusion-{name}.lock"
         self.shown_uri = without_password(uri)
         mlflow.set_tracking_uri(uri)
-        with self.told(), locked(self.lock):  # creating the tables is a race between processes
+        with self.naming_errors(), locked(self.lock):  # creating the tables is a race between processes
             self._patiently(lambda: self._open(uri, project))
 
     def _open(self, uri: str, project: str) -> None:
@@ -87,36 +89,50 @@ class Connection:
         self.client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         self.project, self.experiment_id = project, self._experiment_named(project)
         present = self.client.get_experiment(self.experiment_id).tags
-        for tag, value in ((NOTE, _ABOUT), (views.TAG, views.EMPTY)):
+        for tag, value in ((NOTE, _ABOUT), (run_table.TAG, run_table.EMPTY)):
             if tag not in present:
                 self.client.set_experiment_tag(self.experiment_id, tag, value)
 
-    def once(
+    def get_or_create(
         self,
         search: Callable[[], list[T]],
         create: Callable[[], None],
         delete: Callable[[T], None],
         order: Callable[[T], Any],
     ) -> T:
-        """The one thing that `search` finds, created when missing. Twins can appear, when two machines create at once
-        or when an answer is lost: the first in an order all agree on stays."""
+        """Return the one thing that `search` finds, created when missing. Twins can appear, when two machines create at
+        once or when an answer is lost: the first in an order all agree on stays."""
         with locked(self.lock):
-            found = search()
-            if not found:
+            matches = search()
+            if not matches:
                 create()
-                found = search()
-            first, *twins = sorted(found, key=order)
+                matches = search()
+            first, *twins = sorted(matches, key=order)
             for twin in twins:
                 delete(twin)
             return first
 
-    def write(self, call: Callable[..., object], *values: Any, **named: Any) -> None:
-        """One write. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock."""
+    def artifacts(self, uri: str) -> Path | None:
+        """Return the folder of artifacts beside a sqlite store; None of another store, which looks after its files."""
+        return sent.folder_of(uri) if self._local is not None else None
+
+    def note_sent(self, artifacts: Path, names: Iterable[str], wrong: Iterable[str]) -> None:
+        """Note which files were sent into a folder: see `tracking.sent.note_sent`."""
+        self.listings.add(sent.note_sent(artifacts, names, wrong))
+
+    @property
+    def shown_listings(self) -> list[str]:
+        """Return the listings by their path from the folder of the store, sorted."""
+        root = self._local.parent if self._local is not None else Path()
+        return sorted(os.path.relpath(path, root) for path in self.listings)
+
+    def write(self, call: Callable[..., object], *values: Any, **keywords: Any) -> None:
+        """Write once. A sqlite file takes one writer at a time: writers on this machine queue up by a file lock."""
         with locked(self.lock) if self._local is not None else nullcontext():
-            self._patiently(lambda: call(*values, **named))
+            self._patiently(lambda: call(*values, **keywords))
 
     def _patiently(self, call: Callable[[], object]) -> None:
-        """A database that somebody else holds for longer than it is waited for (5 s, or MLflow's 20) is asked again."""
+        """Call again while another process holds the database for longer than sqlite (5 s) or MLflow (20 s) waits."""
         give_up = time.monotonic() + _LOCK_PATIENCE_S
         while True:
             try:
@@ -129,8 +145,8 @@ class Connection:
                 return
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """What MLflow raises, as a TrackingError of one sentence that holds no password."""
+    def naming_errors(self) -> Iterator[None]:
+        """Raise MLflow's errors as a TrackingError of one sentence that holds no password."""
         try:
             yield
         except Exception as error:
@@ -139,31 +155,31 @@ class Connection:
             raise TrackingError(self._sentence(error)) from error
 
     def _experiment_named(self, project: str) -> str:
-        found = self.client.get_experiment_by_name(project)
-        if found is None:
+        experiment = self.client.get_experiment_by_name(project)
+        if experiment is None:
             location = None if self._local is None else (self._local.parent / "mlruns" / _folder(project)).as_uri()
             try:
                 return str(self.client.create_experiment(project, location))
             except MlflowException as error:  # another machine did, or the answer to our first request was lost
-                found = self.client.get_experiment_by_name(project)
-                if found is None:
+                experiment = self.client.get_experiment_by_name(project)
+                if experiment is None:
                     raise error
-        if found.lifecycle_stage != "active":
+        if experiment.lifecycle_stage != "active":
             raise ValueError(
                 f"The MLflow experiment '{project}' was deleted. Restore it with `mlflow experiments restore "
-                f"--experiment-id {found.experiment_id}`, or choose another project name."
+                f"--experiment-id {experiment.experiment_id}`, or choose another project name."
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _sentence(self, error: Exception) -> str:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = hidden(re.sub(r"://[^/\s@]*@", "://***@", lines[0]))
-        told = f"MLflow at {self.shown_uri} did not take the history: {reason[:300]}"
+        message = f"MLflow at {self.shown_uri} could not store the history: {reason[:300]}"
         if self._local is not None and "disk is full" in reason:
-            return f"{told}. {room_at(self._local)} Make room and run the same command again."
+            return f"{message}. {room_at(self._local)} Free some space and run the same command again."
         if self._local is not None and re.search("not a database|malformed", reason):
-            return f"{told}. Move {self._local} away and run the same command again: the journals fill a new one."
-        return told
+            return f"{message}. Move {self._local} away and run the same command again, which makes a new one."
+        return message
 
 
 class TrackingError(OSError):
@@ -180,9 +196,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def create_database(path: Path) -> None:
-    """An empty database, whole or absent: one that was half made by a killed process could never be opened again."""
-    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed here; the caller holds the lock
-        shutil.rmtree(left)
+    """Create an empty database, whole or absent: one left half made by a killed process could never be opened."""
+    for leftover in path.parent.glob(f".{path.name}.*"):  # by a process that was killed here; the caller holds the lock
+        shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         SqlAlchemyStore(f"sqlite:///{fresh}", (path.parent / "mlruns").as_uri()).engine.dispose()

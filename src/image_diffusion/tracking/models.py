@@ -25,6 +25,7 @@ from mlflow.models import Model
 import image_diffusion
 from image_diffusion.tracking.connection import KEY, Connection, locked
 from image_diffusion.tracking.plan import FinalWeights
+from image_diffusion.tracking.sent import remove_damaged
 
 if TYPE_CHECKING:
     from image_diffusion.tracking.pyfunc import Usage
@@ -43,7 +44,7 @@ from image_diffusion.tracking.pyfunc import _load_pyfunc
 
 @dataclass(frozen=True)
 class About:
-    """What a registered model and one version of it are, in a sentence each."""
+    """Description of a registered model and of one version of it, in a sentence each."""
 
     model: str
     version: str
@@ -54,10 +55,10 @@ class Models:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._client = connection, connection.client
-        self._told, self._write = connection.told, connection.write
+        self._naming_errors, self._write = connection.naming_errors, connection.write
 
     def log(self, weights: FinalWeights) -> str:
-        """The id of the logged model of some weights, made when missing.
+        """Return the id of the logged model of some weights, made when missing.
 
         Seeds and labels give images, images give reconstructions, by `mlflow.pyfunc`; weights that give neither are
         files alone, and the tag `pyfunc` says so.
@@ -65,7 +66,7 @@ class Models:
         experiment = self._connection.experiment_id
 
         def create() -> None:
-            source = {"mlflow.source.name": "image_diffusion.train", "mlflow.source.type": "JOB"}
+            source = {"mlflow.source.name": "image_diffusion.stages.train", "mlflow.source.type": "JOB"}
             tags = {**weights.tags, **source, KEY: weights.key}
             self._client.create_logged_model(experiment, weights.name, weights.run_id, tags, {}, "diffusion")
 
@@ -75,21 +76,27 @@ class Models:
         def delete(twin: Any) -> None:
             self._client.delete_logged_model(twin.model_id)
 
-        with self._told():
-            model = self._connection.once(search, create, delete, lambda each: each.model_id)
+        with self._naming_errors():
+            model = self._connection.get_or_create(search, create, delete, lambda twin: twin.model_id)
             model_id = str(model.model_id)
-            if model.status != LoggedModelStatus.READY:
+            artifacts = self._connection.artifacts(model.artifact_location)
+            wrong = remove_damaged(artifacts) if artifacts is not None else []
+            if wrong or model.status != LoggedModelStatus.READY:
                 self._send_files(model_id, weights)
+            if artifacts is not None:
+                files = (path for path in artifacts.rglob("*") if path.is_file())
+                self._connection.note_sent(artifacts, [str(path.relative_to(artifacts)) for path in files], wrong)
+            if model.status != LoggedModelStatus.READY:
                 self._write(self._client.finalize_logged_model, model_id, LoggedModelStatus.READY)
-            made = {output.model_id for output in self._client.get_run(weights.run_id).outputs.model_outputs}
-            if model_id not in made:
+            linked = {output.model_id for output in self._client.get_run(weights.run_id).outputs.model_outputs}
+            if model_id not in linked:
                 self._write(self._client.log_outputs, weights.run_id, [LoggedModelOutput(model_id, weights.step)])
             return model_id
 
     def use(self, run_id: str, model_id: str) -> None:
         """Note that a run used a logged model."""
-        with self._told():
-            used = {each.model_id for each in self._client.get_run(run_id).inputs.model_inputs}
+        with self._naming_errors():
+            used = {entry.model_id for entry in self._client.get_run(run_id).inputs.model_inputs}
             if model_id not in used:
                 self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 
@@ -97,7 +104,7 @@ class Models:
         self, name: str, model_id: str, run_id: str, tags: Mapping[str, str], score: float | None, about: About
     ) -> None:
         """Make a logged model a version of the registered model `name`, and give the alias `best` to the version with
-        the lowest score; a version without a score is never the best. A description that is there stays."""
+        the lowest score; a version without a score is never the best. An existing description stays."""
         score_tags = {} if score is None else {"score": repr(score)}
 
         def search() -> list[Any]:
@@ -126,19 +133,19 @@ class Models:
         def delete(twin: Any) -> None:
             self._client.delete_model_version(name, twin.version)
 
-        with self._told():
-            mine = self._connection.once(search, create, delete, lambda each: int(each.version))
+        with self._naming_errors():
+            own = self._connection.get_or_create(search, create, delete, lambda version: int(version.version))
             for key, value in score_tags.items():
-                if mine.tags.get(key) != value:
-                    self._write(self._client.set_model_version_tag, name, mine.version, key, value)
-            if not mine.description:
-                self._write(self._client.update_model_version, name, mine.version, about.version)
+                if own.tags.get(key) != value:
+                    self._write(self._client.set_model_version_tag, name, own.version, key, value)
+            if not own.description:
+                self._write(self._client.update_model_version, name, own.version, about.version)
             if not self._client.get_registered_model(name).description:
                 self._write(self._client.update_registered_model, name, about.model)
-            self._show_version(model_id, name, str(mine.version))
+            self._show_version(model_id, name, str(own.version))
             with locked(self._connection.lock):
                 versions = self._client.search_model_versions(f"name = '{name}'")
-                scored = [(float(each.tags["score"]), int(each.version)) for each in versions if "score" in each.tags]
+                scored = [(float(item.tags["score"]), int(item.version)) for item in versions if "score" in item.tags]
                 if scored:
                     best = str(min(scored)[1])
                     if str(self._client.get_registered_model(name).aliases.get(BEST)) != best:
@@ -146,10 +153,10 @@ class Models:
 
     def _show_version(self, model_id: str, name: str, version: str) -> None:
         """Have the page of a logged model name the version that it is."""
-        mine = {"name": name, "version": version}
+        own = {"name": name, "version": version}
         others = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
-        if mine not in others:
-            self._write(self._client.set_logged_model_tags, model_id, {_VERSIONS: json.dumps([*others, mine])})
+        if own not in others:
+            self._write(self._client.set_logged_model_tags, model_id, {_VERSIONS: json.dumps([*others, own])})
 
     def _send_files(self, model_id: str, weights: FinalWeights) -> None:
         """Send what lies in the folder of a logged model. Sent again, every file replaces itself."""
@@ -162,7 +169,7 @@ class Models:
         except ValueError as error:  # of another version of this package
             served = f"no: {error}"
         else:
-            served = "yes" if usable is not None else "no: this system makes nothing of seeds or images alone"
+            served = "yes" if usable is not None else "no: this system needs more than seeds or images"
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             if usable is not None:
@@ -171,7 +178,7 @@ class Models:
                 link = folder / "data" / "model" / name
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(path.resolve())
-            for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+            for path in sorted(file for file in folder.rglob("*") if file.is_file()):
                 inside = path.parent.relative_to(folder).as_posix()
                 self._client.log_model_artifact(model_id, str(path), "" if inside == "." else inside)
         self._write(self._client.set_logged_model_tags, model_id, {"pyfunc": served})
@@ -182,10 +189,10 @@ def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usa
 
     The package goes with it, as a zip, so that the model can be loaded where the package is not installed.
     """
-    made = datetime.fromtimestamp(weights.made / 1000, UTC)
+    created = datetime.fromtimestamp(weights.made / 1000, UTC)
     model = Model(
         run_id=weights.run_id,
-        utc_time_created=str(made),
+        utc_time_created=str(created),
         model_uuid=model_id,
         model_id=model_id,
         signature=usable.signature,
@@ -200,7 +207,7 @@ def write_pyfunc(folder: Path, model_id: str, weights: FinalWeights, usable: Usa
                 str(folder),
                 loader_module=_LOADER,
                 data_path=str(data),
-                code_paths=[str(each) for each in sorted(code.iterdir())],
+                code_paths=[str(file) for file in sorted(code.iterdir())],
                 mlflow_model=model,
                 pip_requirements=requirements(),
                 input_example=usable.example,
@@ -212,7 +219,7 @@ def _installed_only() -> Iterator[None]:
     """Hide the packages that setuptools brings for itself: once something has imported it, MLflow writes down their
     versions as installed, and the same model is described in two ways."""
     path, hidden = sys.path, Path("setuptools", "_vendor")
-    sys.path = [each for each in path if Path(*Path(each).parts[-2:]) != hidden]
+    sys.path = [entry for entry in path if Path(*Path(entry).parts[-2:]) != hidden]
     try:
         yield
     finally:
@@ -220,7 +227,7 @@ def _installed_only() -> Iterator[None]:
 
 
 def zip_package(target: Path) -> None:
-    """The package's code in one file, the same bytes for the same code."""
+    """Zip the package's code, the same bytes for the same code."""
     package = Path(image_diffusion.__file__).parent
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(package.rglob("*.py")):
@@ -230,7 +237,7 @@ def zip_package(target: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """What the package needs to make images, and MLflow to load them, pinned to what is installed here."""
-    needed = [each for each in metadata.requires("image-diffusion") or [] if "extra ==" not in each]
-    plain = {"mlflow", *(each.split(";")[0].rstrip("0123456789.*=<>!~, ") for each in needed)}
+    """Return the packages needed to make images, and by MLflow to load them, pinned to the installed versions."""
+    needed = [line for line in metadata.requires("image-diffusion") or [] if "extra ==" not in line]
+    plain = {"mlflow", *(line.split(";")[0].rstrip("0123456789.*=<>!~, ") for line in needed)}
     return [f"{name}=={metadata.version(name).partition('+')[0]}" for name in sorted(plain)]

@@ -1,4 +1,4 @@
-"""What MLflow is to hold, by journals and results alone: runs, their parents, tags, files and final weights.
+"""Plan of the contents of MLflow, by journals and results alone: runs, their parents, tags, files and final weights.
 
 The train run is the parent; sample and evaluate are its children, whose headline metrics it shows at the step of the
 checkpoint they used; stages of a data set are runs of their own. Nothing here knows of MLflow.
@@ -15,16 +15,18 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core import plain_yaml
-from image_diffusion.core.errors import tell_once
-from image_diffusion.core.files import digest, read_json, sha256_file
-from image_diffusion.core.history import History, Point, of_weights, read_journals
-from image_diffusion.data.records import content_digest
-from image_diffusion.tracking.shown import measured, scalars, shown
+from image_diffusion.core.config import yaml12
+from image_diffusion.core.files.atomic import digest, read_json, sha256_file
+from image_diffusion.core.journal.reader import History, Point, logged_stages, of_weights, read_journals
+from image_diffusion.core.names import carried_files
+from image_diffusion.core.process.command import module_of
+from image_diffusion.core.process.errors import log_line_once
+from image_diffusion.data.shards.records import content_digest
+from image_diffusion.tracking.shown_metrics import measured, scalars, shown
 
 PARENT = "train"
 TRACE = "trace/"
-"""What the names of tags begin with that no person reads: hashes, and the commit."""
+"""Prefix of the names of tags that no person reads: hashes, and the commit."""
 _WEIGHTS = ("weights.safetensors", "model.json")
 _RESULTS = {  # what is shown of a stage, beside what its journal names
     "train": ("train/model.json",),
@@ -36,7 +38,7 @@ _OWN = ("speed/", "system/", "examples_seen")  # metrics of a child that say not
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be sent.
+    """Request to send an experiment.
 
     experiment: results/<experiment>. datasets: results/datasets/<name> of each data set it used. codec_weights: the
     weights folder of the experiment that trained its codec. embeddings: results/<experiment> of the one that makes
@@ -63,11 +65,11 @@ class File:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What MLflow is to hold about one run.
+    """A run to hold in MLflow: a stage of the experiment, or of its data set, with all its attempts.
 
-    history: its attempts, merged; history.id never changes and is the run's key. latest: whether the results folder
-    is of this run. parent: the id of its parent's history. points, superseded: its own and the headline metrics of
-    its children. params: its own and, of the latest training, those of its data and of its children's own sections;
+    history: its attempts, merged; history.id never changes and is the run's key. latest: True if the results folder is
+    of this run. parent: the id of its parent's history. points, superseded: its own and the headline metrics of its
+    children. params: its own and, of the latest training, those of its data and of its children's own sections;
     changed: those that have got another value since. missing: names of recorded files that are gone or hold something
     else now.
     """
@@ -113,32 +115,32 @@ class FinalWeights:
 
 
 def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> list[PlannedRun]:
-    """The runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing.
+    """Return the runs that MLflow is to hold, parents before their children. Reads journals and results, sends nothing.
 
     headline: the metric of evaluate that the experiment is ranked by.
     """
-    of_data = [replace(each, name=f"{each.history.stage} {data.name}") for data in datasets for each in _runs_in(data)]
+    of_data = [replace(run, name=f"{run.history.stage} {data.name}") for data in datasets for run in _runs_in(data)]
     own = _runs_in(experiment)
-    trained = [each for each in own if each.history.stage == PARENT]
+    trained = [run for run in own if run.history.stage == PARENT]
     children = [
-        replace(each, name=f"{each.history.stage} {experiment.name}", parent=_parent_of(each, trained))
-        for each in own
-        if each.history.stage != PARENT
+        replace(run, name=f"{run.history.stage} {experiment.name}", parent=_parent_of(run, trained))
+        for run in own
+        if run.history.stage != PARENT
     ]
     parents = []
-    for number, each in enumerate(trained, start=1):
-        mine = [child for child in children if child.parent == each.history.id]
-        params, changed = _gathered(each, [*(of_data if each.latest else ()), *mine])
+    for number, training in enumerate(trained, start=1):
+        own_children = [child for child in children if child.parent == training.history.id]
+        params, changed = _gathered(training, [*(of_data if training.latest else ()), *own_children])
         parents.append(
             replace(
-                each,
+                training,
                 params=params,
                 changed=changed,
                 name=experiment.name if number == 1 else f"{experiment.name} ({number})",
-                points=_shown(each, mine, headline),
+                points=_shown(training, own_children, headline),
                 superseded=[
-                    *each.superseded,
-                    *(point for child in mine for point in _headline(child, child.superseded)),
+                    *training.superseded,
+                    *(point for child in own_children for point in _headline(child, child.superseded)),
                 ],
             )
         )
@@ -146,7 +148,7 @@ def plan(experiment: Path, datasets: Sequence[Path], headline: str = "fid") -> l
 
 
 def request_of(results: Path, experiment: str) -> Request:
-    """What to send of an experiment, from the plan that `configure` wrote."""
+    """Return the request for an experiment, from the plan that `configure` wrote."""
     plan = read_json(results / experiment / "config" / "plan.json")
     codec = plan["codec_experiment"]
     weights = results / codec / "train" if codec else None
@@ -161,20 +163,20 @@ def request_of(results: Path, experiment: str) -> Request:
 
 
 def journals(request: Request) -> list[Path]:
-    """The folders of the journals that there are. Raises ValueError when there is none."""
-    found = {folder / "journal" for folder in (request.experiment, *request.datasets)}
-    folders = sorted(folder for folder in found if folder.is_dir())
+    """Return the existing folders of journals. Raises ValueError if none exists."""
+    candidates = {folder / "journal" for folder in (request.experiment, *request.datasets)}
+    folders = sorted(folder for folder in candidates if logged_stages(folder))
     if not folders:
         raise ValueError(f"{request.experiment / 'journal'} does not exist. Run a stage of the experiment first.")
     return folders
 
 
 def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
-    """What there is to send: files with their sizes and times. None: nothing since `tracked.json` was written."""
+    """Return the files to send with their sizes and times. None: nothing since `tracked.json` was written."""
     folders = (request.experiment, *request.datasets)
     results = [request.experiment / name for names in _RESULTS.values() for name in names]
-    found = [*results, *(path for folder in folders for path in folder.glob("journal/*/attempt-*.jsonl"))]
-    states = {path: path.stat() for path in found if path.is_file()}
+    paths = [*results, *(path for folder in folders for path in folder.glob("journal/*/attempt-*.jsonl"))]
+    states = {path: path.stat() for path in paths if path.is_file()}
     newest = max((state.st_mtime_ns for state in states.values()), default=0)
     tracked = request.experiment / "tracked.json"
     if not states or (tracked.is_file() and tracked.stat().st_mtime_ns > newest):
@@ -183,36 +185,35 @@ def watched(request: Request) -> frozenset[tuple[Path, int, int]] | None:
 
 
 def registered_name(project: str, used: Sequence[DataSet], metric: str) -> str:
-    """Under which name models are registered that can be compared: of one data set, by one metric."""
+    """Return the name under which models are registered that can be compared: of one data set, by one metric."""
     data = [used[0].name.partition("/")[0]] if used else []
     return re.sub(r"[/:]", "_", ".".join([project, *data, metric]))
 
 
-def score_of(each: PlannedRun, metric: str) -> float | None:
-    """What evaluate found last."""
-    scores = [(point.step, point.time, point.value) for point in each.points if point.key == f"evaluate/{metric}"]
+def score_of(run: PlannedRun, metric: str) -> float | None:
+    """Return the score that evaluate found last."""
+    scores = [(point.step, point.time, point.value) for point in run.points if point.key == f"evaluate/{metric}"]
     return max(scores)[2] if scores else None
 
 
-def final_weights(each: PlannedRun, run_id: str, request: Request) -> FinalWeights | None:
-    """The weights that a training ended with, and what it takes to use them; None when they are not there."""
-    return _weights(each, run_id, request, request.experiment / "train", request.experiment.name)
+def final_weights(run: PlannedRun, run_id: str, request: Request) -> FinalWeights | None:
+    """Return the weights that a training ended with, and the files needed to use them; None if they are missing."""
+    return _weights(run, run_id, request, request.experiment / "train", request.experiment.name)
 
 
-def swept_weights(each: PlannedRun, run_id: str, request: Request) -> dict[int, FinalWeights]:
-    """Those of the earlier steps that a sweep over checkpoints judged, by step; none of any other run."""
-    if each.history.stage != "sweep-checkpoint" or not each.latest:
+def swept_weights(run: PlannedRun, run_id: str, request: Request) -> dict[int, FinalWeights]:
+    """Return the weights of the earlier steps that a sweep over checkpoints judged, by step; none of any other run."""
+    if run.history.stage != "sweep-checkpoint" or not run.latest:
         return {}
     name, folder = request.experiment.name, request.experiment / "sweep" / "checkpoint"
-    steps = sorted({point.step for point in each.points})  # others may lie there still, of a sweep before
-    found = {
-        step: _weights(each, run_id, request, folder / str(step) / "weights", f"{name} at step {step}")
-        for step in steps
+    steps = sorted({point.step for point in run.points})  # others may lie there still, of a sweep before
+    by_step = {
+        step: _weights(run, run_id, request, folder / str(step) / "weights", f"{name} at step {step}") for step in steps
     }
-    return {step: weights for step, weights in found.items() if weights is not None}
+    return {step: weights for step, weights in by_step.items() if weights is not None}
 
 
-def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name: str) -> FinalWeights | None:
+def _weights(run: PlannedRun, run_id: str, request: Request, folder: Path, name: str) -> FinalWeights | None:
     sampling = request.experiment / "config" / "sample.yaml"
     if not all((folder / name).is_file() for name in _WEIGHTS):
         return None
@@ -220,7 +221,7 @@ def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name
     files = {name: folder / name for name in (*_WEIGHTS, *_carried(folder))}
     if sampling.is_file():
         files["sample.yaml"] = sampling
-        weaker = plain_yaml.from_text(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
+        weaker = yaml12.from_text(sampling.read_text(encoding="utf-8"))["sample"].get("weaker_weights")
         files |= {f"weaker/{name}": Path(weaker) / name for name in _WEIGHTS if weaker}
     if request.embeddings is not None:
         embeds = request.embeddings / "train"
@@ -235,33 +236,40 @@ def _weights(each: PlannedRun, run_id: str, request: Request, folder: Path, name
         "system": str(content["system"]["type"]),
     }
     others = [_sha256(path) for name, path in files.items() if name not in _WEIGHTS]  # another sampler, another model
-    key = "/".join([each.history.id, tags["sha256"], digest(others)])
-    ended = each.history.ended or each.history.starts[0]
+    key = "/".join([run.history.id, tags["sha256"], digest(others)])
+    ended = run.history.ended or run.history.starts[0]
     return FinalWeights(key, name, run_id, int(content["step"]), ended, tags, files)
 
 
 def _carried(folder: Path) -> list[str]:
-    """The names of the files that go with the weights in a folder."""
+    """Return the names of the files that go with the weights in a folder."""
     described = folder / "model.json"
-    return list(read_json(described).get("carried", {})) if described.is_file() else []
+    return list(carried_files(folder, read_json(described))) if described.is_file() else []
 
 
 def _runs_in(folder: Path) -> list[PlannedRun]:
-    """The runs of every stage that has a journal in a results folder, by when they began."""
+    """Return the runs of every stage that has a journal in a results folder, by when they began."""
     planned = []
-    for stage in sorted(path for path in (folder / "journal").glob("*") if path.is_dir()):
+    stages = logged_stages(folder / "journal")
+    for name, (result, *_) in _RESULTS.items():
+        if (folder / result).is_file() and folder / "journal" / name not in stages:
+            log_line_once(
+                f"warning: {folder / result} exists, but its journal {folder / 'journal' / name} is missing, and so "
+                f"is its run in MLflow."
+            )
+    for stage in stages:
         histories = read_journals(stage)
         weights = folder / "train" / "model.json"
         if histories and stage.name == "train" and weights.is_file():
             model = read_json(weights)
             # A training may just have ended, and its weights not yet lie where those of the one before do.
-            if not any(each.tags.get("fingerprint") == model.get("fingerprint") for each in histories):
+            if not any(history.tags.get("fingerprint") == model.get("fingerprint") for history in histories):
                 histories[-1] = of_weights(histories[-1], model)
         for history in histories:
             latest = history is histories[-1]
-            kept = [file for file in _recorded(history) if file.path.is_file() and _sha256(file.path) == file.sha256]
-            missing = [file.name for file in _recorded(history) if file not in kept]
-            files = [*kept, *(_results(folder, history, kept) if latest else ())]
+            intact = [file for file in _recorded(history) if file.path.is_file() and _sha256(file.path) == file.sha256]
+            missing = [file.name for file in _recorded(history) if file not in intact]
+            files = [*intact, *(_results(folder, history, intact) if latest else ())]
             run = PlannedRun(
                 history.stage,
                 history,
@@ -274,19 +282,19 @@ def _runs_in(folder: Path) -> list[PlannedRun]:
                 missing,
             )
             planned.append(run)
-    return sorted(planned, key=lambda each: (each.history.starts[0], each.history.id))
+    return sorted(planned, key=lambda run: (run.history.starts[0], run.history.id))
 
 
 def _recorded(history: History) -> list[File]:
     return [File(artifact.name, artifact.path, artifact.sha256) for artifact in history.artifacts]
 
 
-def _results(folder: Path, history: History, kept: Sequence[File]) -> Iterator[File]:
-    """The configuration and the results of the stage, as far as its journal does not name them."""
-    known = {file.path.resolve() for file in kept}
+def _results(folder: Path, history: History, intact: Sequence[File]) -> Iterator[File]:
+    """Yield the configuration and the results of the stage, as far as its journal does not name them."""
+    listed = {file.path.resolve() for file in intact}
     for name in (f"config/{history.stage}.yaml", *_RESULTS.get(history.stage, ())):
         path = folder / name
-        if path.is_file() and path.resolve() not in known:
+        if path.is_file() and path.resolve() not in listed:
             yield File(name, path, _sha256(path))
 
 
@@ -301,14 +309,14 @@ def _sha256_of(path: Path, inode: int, size: int, modified: int) -> str:
 
 
 def data_sets(folder: Path) -> Iterator[DataSet]:
-    """What was made of a data set, by whichever experiment. A damaged manifest is told and left out: the stage that
-    wrote it makes it again.
+    """Return the results made of a data set, by whichever experiment. A damaged manifest is reported and left out: the
+    stage that wrote it makes it again.
     """
     for manifest in sorted(folder.glob("*/manifest.json")):
         try:
             content = read_json(manifest)
         except ValueError as error:
-            tell_once(f"warning: {error} It is not shown.")
+            log_line_once(f"warning: {error} MLflow does not show it.")
             continue
         profile = {
             "samples": content["num_samples"],
@@ -321,31 +329,33 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
 
 
 def used_by(history: History, data: Sequence[DataSet]) -> list[DataSet]:
-    """Those of the data sets that a run names; of two that were joined, what it learned from before what lay beside."""
+    """Return the data sets that a run names; of two that were joined, the one it learned from first, then the one
+    beside it."""
     named = {str(value) for value in (*history.params.values(), *history.tags.values())}
-    joined = [pair for pair in permutations(data, 2) if digest([each.digest for each in pair]) in named]
-    return [each for each in data if each.digest in named] + [each for pair in joined for each in pair]
+    joined = [pair for pair in permutations(data, 2) if digest([data_set.digest for data_set in pair]) in named]
+    return [data_set for data_set in data if data_set.digest in named] + [half for pair in joined for half in pair]
 
 
 def _parent_of(child: PlannedRun, trained: Sequence[PlannedRun]) -> str | None:
-    """The training whose attempt was the last to begin before the child did."""
+    """Return the training whose attempt was the last to begin before the child did."""
     began = child.history.starts[-1]
-    before = [(start, each.history.id) for each in trained for start in each.history.starts if start <= began]
+    starts = [(start, training.history.id) for training in trained for start in training.history.starts]
+    before = [start for start in starts if start[0] <= began]
     return max(before)[1] if before else None
 
 
-def _shown(each: PlannedRun, children: Sequence[PlannedRun], headline: str) -> list[Point]:
-    """What the run of a training shows of its own points and of its children's."""
-    own = shown(each.points)
-    theirs = measured([point for child in children for point in _headline(child, child.points)], headline)
-    ended = each.history.status == "finished"
-    return [*own, *theirs, *(scalars([*own, *theirs], headline) if ended else ())]
+def _shown(training: PlannedRun, children: Sequence[PlannedRun], headline: str) -> list[Point]:
+    """Return the points of a training's run: its own and its children's."""
+    own = shown(training.points)
+    of_children = measured([point for child in children for point in _headline(child, child.points)], headline)
+    ended = training.history.status == "finished"
+    return [*own, *of_children, *(scalars([*own, *of_children], headline) if ended else ())]
 
 
-def _gathered(each: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters of a training with those of other stages, and what of them has got another value since: crop's, as
-    `data.resolution`, and what stages say of the section that is called like them."""
-    params, changed = dict(each.params), dict(each.changed)
+def _gathered(training: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of a training with those of other stages, and what of them has got another value since:
+    crop's, as `data.resolution`, and what stages say of the section that is called like them."""
+    params, changed = dict(training.params), dict(training.changed)
     for other in others:
         stage = other.history.stage
         for key, value in {**other.params, **other.changed}.items():
@@ -358,15 +368,15 @@ def _gathered(each: PlannedRun, others: Sequence[PlannedRun]) -> tuple[dict[str,
 
 
 def _headline(child: PlannedRun, points: Sequence[Point]) -> Iterator[Point]:
-    """A child's metrics as its parent shows them: `fid` of evaluate is `evaluate/fid`."""
+    """Yield a child's metrics as its parent shows them: `fid` of evaluate is `evaluate/fid`."""
     for point in points:
         if not point.key.startswith(_OWN):
             yield replace(point, key=point.key if "/" in point.key else f"{child.history.stage}/{point.key}")
 
 
-def tags_of(each: PlannedRun, experiment: Path) -> dict[str, str]:
-    """What a person reads of a run, and under `trace/` what tells it from others."""
-    history = each.history
+def tags_of(run: PlannedRun, experiment: Path) -> dict[str, str]:
+    """Return the tags of a run: those that a person reads, and under `trace/` those that distinguish it from others."""
+    history = run.history
     trace = {"config_digest": digest(history.params), **history.tags}
     if "digest" in history.params:
         trace["manifest_digest"] = str(history.params["digest"])
@@ -376,13 +386,15 @@ def tags_of(each: PlannedRun, experiment: Path) -> dict[str, str]:
         "rule": history.stage,
         "experiment": experiment.name,
         "attempts": str(len(history.starts)),
-        "mlflow.runName": each.name,
-        "mlflow.source.name": f"image_diffusion.{history.stage}",
+        "mlflow.runName": run.name,
+        "mlflow.source.name": module_of(history.stage),
         "mlflow.source.type": "JOB",
         "mlflow.user": getpass.getuser(),
     }
     if history.damaged:
         tags["damaged_lines"] = ", ".join(history.damaged)
+    if history.loss:
+        tags["incomplete"] = history.loss
     if "git_commit" in trace:
         tags["mlflow.source.git.commit"] = trace["git_commit"]
-    return tags | {f"changed/{key}": str(value) for key, value in each.changed.items()}
+    return tags | {f"changed/{key}": str(value) for key, value in run.changed.items()}

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from image_diffusion.codecs.codec import Codec
-from image_diffusion.core.config import parse
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.config.base import parse
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.weights import read_model
 from image_diffusion.core.types import DataSpec
-from image_diffusion.core.weights import read_model
-from image_diffusion.experiment import load_sections
+from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.given import Predict
-from image_diffusion.systems.system import System
-from image_diffusion.training.model import load_codec, load_model
+from image_diffusion.systems.base import System
+from image_diffusion.systems.sampling import Predict
+from image_diffusion.training.load_model import load_codec, load_model
 
 if TYPE_CHECKING:
     import pandas
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """What MLflow calls."""
+    """Interface that MLflow calls."""
 
     def __init__(self, predict: Predict) -> None:
         self._predict = predict
 
-    def predict(self, given: Any, params: dict[str, Any] | None = None) -> Any:
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
         """Uint8 images [N, H, W, C], of a table of seeds and labels or of images."""
-        return self._predict(given)
+        return self._predict(model_input)
 
 
 def _load_pyfunc(path: str) -> Answers:
@@ -56,27 +56,27 @@ def _load_pyfunc(path: str) -> Answers:
     embed = None
     if (folder / "embeds").is_dir():
         other = load_model(folder / "embeds")
-        embed = other.system.embedder(other, _sampling(folder / "embeds", other.system))
-    return Answers(system.predictor(model, _sampling(folder, system), codec, weaker, embed))
+        embed = other.system.sampling().embedder(other, _sampling(folder / "embeds", other.system))
+    return Answers(system.sampling().predictor(model, _sampling(folder, system), codec, weaker, embed))
 
 
 def _sampling(folder: Path, system: System) -> Any:
-    """The section `sample` that lies in a folder; None: there is none."""
-    given = folder / "sample.yaml"
-    return load_sections(given, ["sample"], system.sections)["sample"] if given.is_file() else None
+    """Return the section `sample` that lies in a folder; None if it is missing."""
+    path = folder / "sample.yaml"
+    return load_sections(path, ["sample"], system.sections)["sample"] if path.is_file() else None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a model takes and gives, and an example of what it takes."""
+    """Inputs and outputs of a model, and an example of its inputs."""
 
     signature: ModelSignature
     example: pandas.DataFrame | NDArray[np.uint8]
 
 
 def usage(folder: Path, embeds: bool = False) -> Usage | None:
-    """How the model in a weights folder is used; None for one that makes nothing of seeds or images alone, such as a
-    network that enlarges images. embeds: whether what makes embeddings of captions goes with it."""
+    """Return the usage of the model in a weights folder; None for one that makes nothing of seeds or images alone, such
+    as a network that enlarges images. embeds: True if the model that makes embeddings of captions is included."""
     import pandas
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
@@ -84,11 +84,11 @@ def usage(folder: Path, embeds: bool = False) -> Usage | None:
     described, where = read_model(folder), f"{folder}/model.json"
     system: System = parse(AnySystem, described["system"], where)
     spec = parse(DataSpec, described["spec"], where)
-    served = system.served(spec, described["classes"], embeds)
+    served = system.sampling().served(spec, described["classes"], embeds)
     if served is None:
         return None
-    columns = [ColSpec(each.kind, name, required=each.required) for name, each in served.columns.items()]
-    example: Any = pandas.DataFrame({name: each.example for name, each in served.columns.items() if each.example})
+    columns = [ColSpec(column.kind, name, required=column.required) for name, column in served.columns.items()]
+    example: Any = pandas.DataFrame({name: column.example for name, column in served.columns.items() if column.example})
     if served.images is not None:
         columns = [TensorSpec(np.dtype("uint8"), (-1, *served.images))]
         example = np.zeros((1, *served.images), np.uint8)

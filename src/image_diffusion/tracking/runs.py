@@ -29,12 +29,13 @@ from mlflow.entities import (
 )
 from PIL import Image as PillowImage
 
-from image_diffusion.core.errors import tell_once
-from image_diffusion.core.history import Image, Point
-from image_diffusion.tracking import views
-from image_diffusion.tracking.card import Headline
+from image_diffusion.core.journal.reader import Image, Point
+from image_diffusion.core.process.errors import log_line_once
+from image_diffusion.tracking import run_table
 from image_diffusion.tracking.connection import KEY, NOTE, Connection
 from image_diffusion.tracking.plan import TRACE, DataSet
+from image_diffusion.tracking.run_note import Headline
+from image_diffusion.tracking.sent import remove_damaged
 
 T = TypeVar("T")
 _Identity = tuple[str, int, int, str, str | None]  # of a point
@@ -53,13 +54,14 @@ class Runs:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._client = connection, connection.client
-        self._told, self._write = connection.told, connection.write
+        self._naming_errors, self._write = connection.naming_errors, connection.write
         self._sent: dict[str, tuple[int, set[_Identity]]] = {}  # how much was superseded then; what the run has
+        self._files: dict[str, set[str]] = {}  # of a run, by name: those that are ours
         self._shown: set[str] = set()  # metrics that the view of all runs has
-        self._known: dict[str, Run] = {}  # runs as they were when `run` found them, and the tags set since
+        self._fetched: dict[str, Run] = {}  # runs as they were when `run` found them, and the tags set since
 
     def run(self, key: str, name: str, start_time: int, tags: Mapping[str, str]) -> str:
-        """The id of the run with this key, created when missing. start_time: milliseconds since 1970.
+        """Return the id of the run with this key, created when missing. start_time: milliseconds since 1970.
 
         Ask for it first: the methods below leave out what the run held at this moment.
         """
@@ -70,26 +72,39 @@ class Runs:
         def delete(run: Run) -> None:
             self._client.delete_run(run.info.run_id)
 
-        with self._told():
-            found = self._connection.once(lambda: self._runs(key), create, delete, lambda run: str(run.info.run_id))
-            run_id = str(found.info.run_id)
-            self._known[run_id] = self._client.get_run(run_id)
+        with self._naming_errors():
+            present = self._connection.get_or_create(
+                lambda: self._runs(key), create, delete, lambda run: str(run.info.run_id)
+            )
+            run_id = str(present.info.run_id)
+            self._fetched[run_id] = self._client.get_run(run_id)
             return run_id
 
+    def remove_damaged(self, run_id: str) -> list[str]:
+        """Remove the files of a run that are not what was sent, so that they are sent again. Returns their names."""
+        artifacts = self._connection.artifacts(self._fetched[run_id].info.artifact_uri)
+        return remove_damaged(artifacts) if artifacts is not None else []
+
+    def note_sent(self, run_id: str, wrong: Sequence[str]) -> None:
+        """Note the files that were sent. wrong: what `remove_damaged` returned."""
+        artifacts = self._connection.artifacts(self._fetched[run_id].info.artifact_uri)
+        if artifacts is not None and self._files.get(run_id):
+            self._connection.note_sent(artifacts, self._files[run_id], wrong)
+
     def send_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags; those that are set already are not sent."""
-        with self._told():
-            present = self._known[run_id].data.tags
-            wanted = {_name(key): _cut(value, _MAX_TAG_CHARS) for key, value in tags.items()}
-            changed = [RunTag(key, value) for key, value in wanted.items() if present.get(key) != value]
+        """Set tags; those that are already set are not sent."""
+        with self._naming_errors():
+            present = self._fetched[run_id].data.tags
+            cut = {_name(key): _cut(value, _MAX_TAG_CHARS) for key, value in tags.items()}
+            changed = [RunTag(key, value) for key, value in cut.items() if present.get(key) != value]
             for batch in _batches(changed, _MAX_TAGS):
                 self._write(self._client.log_batch, run_id, tags=batch, synchronous=True)
                 present.update({tag.key: tag.value for tag in batch})
 
     def send_note(self, run_id: str, text: str) -> None:
-        """Set what the page of a run opens with, unless a person has written something else there."""
+        """Set the note that the page of a run opens with, unless a person has written something else in its place."""
         text = _cut(text, _MAX_TAG_CHARS)
-        present = self._known[run_id].data.tags
+        present = self._fetched[run_id].data.tags
         note, ours = present.get(NOTE), present.get(f"{TRACE}card")
         if note is None or ours == hashlib.sha256(note.encode()).hexdigest():
             self.send_tags(run_id, {NOTE: text, f"{TRACE}card": hashlib.sha256(text.encode()).hexdigest()})
@@ -98,33 +113,33 @@ class Runs:
         """Have the view of all runs show a metric of `evaluate`."""
         if metric in self._shown:
             return
-        with self._told():
+        with self._naming_errors():
             tags = self._client.get_experiment(self._connection.experiment_id).tags
-            view = views.with_metric(tags.get(views.TAG, views.EMPTY), metric)
+            view = run_table.with_metric(tags.get(run_table.TAG, run_table.EMPTY), metric)
             if view is not None:
-                self._write(self._client.set_experiment_tag, self._connection.experiment_id, views.TAG, view)
+                self._write(self._client.set_experiment_tag, self._connection.experiment_id, run_table.TAG, view)
         self._shown.add(metric)
 
     def headlines(self, group: str, leave_out: str) -> list[tuple[str, Headline]]:
-        """The names and headlines of the runs of a group, but for one run: by their tags."""
-        with self._told():
+        """Return the names and headlines of the runs of a group, but for one run: by their tags."""
+        with self._naming_errors():
             runs = self._client.search_runs(
                 [self._connection.experiment_id], f"tags.`{GROUP}` = '{group}'", max_results=_MAX_COMPARED
             )
-        found = []
+        headlines = []
         for run in runs:
             if run.info.run_id != leave_out and (text := run.data.tags.get(HEADLINE)):
                 metric, value, interval = json.loads(text)
                 between = (interval[0], interval[1]) if interval else None
-                found.append((str(run.info.run_name), Headline(metric, value, between)))
-        return found
+                headlines.append((str(run.info.run_name), Headline(metric, value, between)))
+        return headlines
 
     def send_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Set parameters that are not set yet. MLflow never changes a parameter."""
-        with self._told():
-            present = self._known[run_id].data.params
-            wanted = {_name(key): _cut(_text(value), _MAX_PARAM_CHARS) for key, value in params.items()}
-            missing = [Param(key, value) for key, value in wanted.items() if key not in present]
+        with self._naming_errors():
+            present = self._fetched[run_id].data.params
+            cut = {_name(key): _cut(_text(value), _MAX_PARAM_CHARS) for key, value in params.items()}
+            missing = [Param(key, value) for key, value in cut.items() if key not in present]
             for batch in _batches(missing, _MAX_PARAMS):
                 self._write(self._client.log_batch, run_id, params=batch, synchronous=True)
 
@@ -142,15 +157,15 @@ class Runs:
         alive it stays, for MLflow cannot take it back, and the point of the same key and step is left out.
         model_id, dataset: the model and the data (name, digest) that the numbers are about.
         """
-        with self._told():
+        with self._naming_errors():
             sent = self._sent_to(run_id, len(superseded))
-            taken = {(point.key, point.step) for point in superseded if _identity(point) in sent}
+            dead = {(point.key, point.step) for point in superseded if _identity(point) in sent}
             about, digest = dataset or (None, "")
             shown = digest[:_DIGEST_CHARS] or None
             batch: list[tuple[_Identity, Metric]] = []
             for point in points:
                 identity = _identity(point, model_id)
-                if identity not in sent and (point.key, point.step) not in taken:
+                if identity not in sent and (point.key, point.step) not in dead:
                     metric = Metric(
                         _name(point.key), point.value, point.time, point.step, model_id, about, shown, run_id
                     )
@@ -164,7 +179,7 @@ class Runs:
         """Send pictures, each (key, step) once, named as MLflow's user interface expects them."""
         if not images:
             return
-        with self._told():
+        with self._naming_errors():
             present = self._sizes(run_id, "images")
             for image in images:
                 stem = (
@@ -172,12 +187,14 @@ class Runs:
                 )
                 unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{image.key}/{image.step}/{image.time}")
                 name = f"{stem}{image.time}+{unique}"
+                pair = f"{name}.png", f"{name}+compressed.webp"
+                self._files.setdefault(run_id, set()).update(f"images/{file_name}" for file_name in pair)
                 others = [other for other in present if other.startswith(stem) and not other.startswith(name)]
-                sent = present.get(f"{name}.png")
+                sent = present.get(f"{name}.png") if pair[1] in present else None
                 if others or (sent is not None and sent == (_size(image.path) or sent)):
                     continue
                 if fault := image.fault:
-                    tell_once(f"warning: {image.path} {fault}, and is not sent.")
+                    log_line_once(f"warning: {image.path} {fault} and is not sent.")
                     continue
                 with tempfile.TemporaryDirectory() as folder:
                     small = Path(folder) / f"{name}+compressed.webp"
@@ -186,18 +203,19 @@ class Runs:
                     thumbnail.thumbnail((_MAX_PICTURE, _MAX_PICTURE))
                     thumbnail.save(small, quality=90)
                     self._upload(run_id, small, "images")
-                    whole = Path(folder) / f"{name}.png"  # last: when it is complete, both are
-                    whole.symlink_to(image.path.resolve())
-                    self._upload(run_id, whole, "images")
+                    full = Path(folder) / f"{name}.png"  # last: when it is complete, both are
+                    full.symlink_to(image.path.resolve())
+                    self._upload(run_id, full, "images")
             self.send_tags(run_id, {"mlflow.loggedImages": "True"})
 
     def send_file(self, run_id: str, path: Path, name: str, sha256: str) -> None:
         """Send a file under a name such as "plots/loss.png", unless the run has it already with the same content."""
-        with self._told():
+        self._files.setdefault(run_id, set()).add(name)
+        with self._naming_errors():
             folder, _, base = name.rpartition("/")
             tag = f"{TRACE}sha256/{name}"
-            known = self._known[run_id].data.tags.get(_name(tag))
-            if known == sha256 and self._sizes(run_id, folder).get(base) == path.stat().st_size:
+            sent_sha256 = self._fetched[run_id].data.tags.get(_name(tag))
+            if sent_sha256 == sha256 and self._sizes(run_id, folder).get(base) == path.stat().st_size:
                 return
             with tempfile.TemporaryDirectory() as temporary:
                 link = Path(temporary) / base
@@ -208,25 +226,25 @@ class Runs:
     def send_dataset(self, run_id: str, used: DataSet, context: str) -> None:
         """Note which data a run used. MLflow keeps a part of the digest."""
         source, profile = json.dumps({"uri": str(used.folder)}), json.dumps(dict(used.profile))
-        with self._told():
+        with self._naming_errors():
             data = Dataset(used.name, used.digest[:_DIGEST_CHARS], "local", source, None, profile)
-            inputs = self._known[run_id].inputs.dataset_inputs
-            if any((each.dataset.name, each.dataset.digest) == (data.name, data.digest) for each in inputs):
+            inputs = self._fetched[run_id].inputs.dataset_inputs
+            if any((item.dataset.name, item.dataset.digest) == (data.name, data.digest) for item in inputs):
                 return
             entry = DatasetInput(data, [InputTag("mlflow.data.context", context)])
             self._write(self._client.log_inputs, run_id, datasets=[entry])
 
     def send_end(self, run_id: str, status: str, end_time: int) -> None:
         """Close a run: FINISHED, FAILED or KILLED; end_time in milliseconds since 1970."""
-        with self._told():
-            info = self._known[run_id].info
+        with self._naming_errors():
+            info = self._fetched[run_id].info
             if (info.status, info.end_time) != (status, end_time):
                 self._write(self._client.set_terminated, run_id, status, end_time)
 
     def use_model(self, run_id: str, model_id: str) -> None:
         """Note that a run used a logged model."""
-        with self._told():
-            used = {each.model_id for each in self._known[run_id].inputs.model_inputs}
+        with self._naming_errors():
+            used = {entry.model_id for entry in self._fetched[run_id].inputs.model_inputs}
             if model_id not in used:
                 self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 
@@ -236,18 +254,18 @@ class Runs:
         )
 
     def _sent_to(self, run_id: str, superseded: int) -> set[_Identity]:
-        """The points that a run has. superseded: how many are; when there are more than before the store is asked
-        again, since another process may have sent them while they were not.
+        """Return the points that a run has. superseded: their number; if it has grown, the store is asked again, since
+        another process may have sent them while they were not.
         """
         before, sent = self._sent.get(run_id, (-1, set()))
         if superseded > before:
-            for key in self._known[run_id].data.metrics:
-                sent |= {_identity(each) for each in self._client.get_metric_history(run_id, key)}
+            for key in self._fetched[run_id].data.metrics:
+                sent |= {_identity(metric) for metric in self._client.get_metric_history(run_id, key)}
             self._sent[run_id] = (superseded, sent)
         return sent
 
     def _sizes(self, run_id: str, folder: str) -> dict[str, int]:
-        """Names and sizes of a run's files in one folder."""
+        """Return the names and sizes of a run's files in one folder."""
         entries = self._client.list_artifacts(run_id, folder or None)
         return {entry.path.rpartition("/")[2]: int(entry.file_size or 0) for entry in entries if not entry.is_dir}
 
@@ -262,12 +280,12 @@ def _identity(point: Point | Metric, model_id: str | None = None) -> _Identity:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None when it is missing."""
+    """Return the bytes of a file; None when it is missing."""
     return path.stat().st_size if path.is_file() else None
 
 
 def _name(key: str) -> str:
-    """A key as MLflow accepts it: at most 250 of letters, digits and `_ - . / : space`."""
+    """Return a key as MLflow accepts it: at most 250 of letters, digits and `_ - . / : space`."""
     return re.sub(r"[^\w\-./: ]", "_", key)[:_MAX_KEY_CHARS]
 
 

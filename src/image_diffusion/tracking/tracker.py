@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files import digest, read_json, sha256_file
-from image_diffusion.tracking.card import card, headline_of, sentence
+from image_diffusion.core.files.atomic import digest, read_json, sha256_file
 from image_diffusion.tracking.connection import Connection, locked
 from image_diffusion.tracking.models import About, Models
 from image_diffusion.tracking.plan import (
@@ -28,8 +27,9 @@ from image_diffusion.tracking.plan import (
     tags_of,
     used_by,
 )
+from image_diffusion.tracking.run_note import card, headline_of, sentence
+from image_diffusion.tracking.run_table import LINK
 from image_diffusion.tracking.runs import GROUP, HEADLINE, Runs
-from image_diffusion.tracking.views import LINK
 
 _ENDINGS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 
@@ -43,7 +43,7 @@ class Tracker:
         self._runs = Runs(self._connection)
 
     def send(self, request: Request, live: bool = False) -> dict[str, Any]:
-        """Send what there is; returns what `tracked.json` holds.
+        """Send the new results; return the contents of `tracked.json`.
 
         live: stages may be running, also on machines whose locks are not seen here, so that none is called killed; and
         no model is logged, which takes 0.7 GB beside them.
@@ -53,29 +53,31 @@ class Tracker:
                 stack.enter_context(locked(folder / ".lock"))
             planned = plan(request.experiment, request.datasets, request.best_metric)
             ids = send(self._connection, self._runs, planned, request, live)
-        return self._told([_summary(each, ids[each.history.id]) for each in planned])
+        return self._describe_runs([_summary(run, ids[run.history.id]) for run in planned])
 
-    def send_ledger(self, folder: Path, results: Path) -> dict[str, Any]:
-        """Send the runs of a ledger with the tags `ledger`, `row` and `seed`, and its page, table and numbers as a run
-        of its own; returns what its `tracked.json` holds. folder: results/ledgers/<ledger>."""
+    def send_study(self, folder: Path, results: Path) -> dict[str, Any]:
+        """Send the runs of a study with the tags `study`, `variant` and `seed`, and its page, table and numbers as a
+        run of its own; return what its `tracked.json` holds. folder: results/studies/<study>."""
         plan, sent = read_json(folder / "plan.json"), list[dict[str, Any]]()
-        name = str(plan["ledger"])
-        for row in plan["rows"]:
-            for seed, run in zip(plan["seeds"], row["runs"], strict=True):
+        name = str(plan["study"])
+        for variant in plan["variants"]:
+            for seed, run in zip(plan["seeds"], variant["runs"], strict=True):
                 sent += self.send(request_of(results, run))["runs"]
                 trained = next(each for each in reversed(sent) if each["stage"] == PARENT)
-                tags = {"ledger": name, "row": row["name"], "seed": str(seed), f"ledger.{name}": row["name"]}
-                self._runs.send_tags(trained["run_id"], tags)
-        key, made = f"ledger/{name}/{plan['rows'][0]['runs'][0]}", (folder / "plan.json").stat().st_mtime_ns // 10**6
-        run_id = self._runs.run(key, f"ledger {name}", made, {"stage": "ledger", "ledger": name})
-        rule = f"Its runs: `tags.ledger.{name} != ''`, or group by the tags `ledger` and `row`.\n\n"
-        self._runs.send_note(run_id, rule + (folder / "ledger.md").read_text(encoding="utf-8"))
-        for path in (folder / each for each in ("index.html", "ledger.csv", "ledger.md")):
+                tags = {"study": name, "variant": variant["name"], "seed": str(seed)}
+                self._runs.send_tags(trained["run_id"], tags | {f"study.{name}": variant["name"]})
+        key, made = f"study/{name}/{plan['variants'][0]['runs'][0]}", (folder / "plan.json").stat().st_mtime_ns // 10**6
+        run_id = self._runs.run(key, f"study {name}", made, {"stage": "study", "study": name})
+        wrong = self._runs.remove_damaged(run_id)
+        rule = f"Its runs: `tags.study.{name} != ''`, or group by the tags `study` and `variant`.\n\n"
+        self._runs.send_note(run_id, rule + (folder / "study.md").read_text(encoding="utf-8"))
+        for path in (folder / each for each in ("index.html", "study.csv", "study.md")):
             self._runs.send_file(run_id, path, path.name, sha256_file(path))
+        self._runs.note_sent(run_id, wrong)
         self._runs.send_end(run_id, "FINISHED", made)
-        return self._told(list({each["run_id"]: each for each in sent}.values()))
+        return self._describe_runs(list({each["run_id"]: each for each in sent}.values()))
 
-    def _told(self, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _describe_runs(self, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         page = f"/#/experiments/{self._connection.experiment_id}/runs"
         return {
             "format": 1,
@@ -84,6 +86,7 @@ class Tracker:
             "page": f"{page}{LINK}",
             "charts": f"{page}?workflowType=machine_learning&compareRunsMode=CHART",
             "runs": list(runs),
+            "sent": self._connection.shown_listings,
         }
 
 
@@ -95,46 +98,48 @@ def send(
     models = Models(connection)
     model: tuple[str, str] | None = None  # of which run, its id
     data = [item for folder in request.datasets for item in data_sets(folder)]
-    for each in planned:
-        history = each.history
-        tags = tags_of(each, request.experiment) | ({"mlflow.parentRunId": ids[each.parent]} if each.parent else {})
+    for run in planned:
+        history = run.history
+        tags = tags_of(run, request.experiment) | ({"mlflow.parentRunId": ids[run.parent]} if run.parent else {})
         used = used_by(history, data)
         dataset = used[0].name.partition("/")[0] if used else None
         if dataset is not None:
             tags["data"] = dataset
-        run_id = ids[history.id] = runs.run(history.id, each.name, history.starts[0], tags)
-        small = [file for file in each.files if file.path.stat().st_size <= request.largest]
-        for file in each.files:
+        run_id = ids[history.id] = runs.run(history.id, run.name, history.starts[0], tags)
+        wrong = runs.remove_damaged(run_id)
+        small = [file for file in run.files if file.path.stat().st_size <= request.largest]
+        for file in run.files:
             if file not in small:
                 tags |= {f"path/{file.name}": str(file.path.resolve()), f"{TRACE}sha256/{file.name}": file.sha256}
         runs.send_tags(run_id, tags)
-        runs.send_params(run_id, each.params)
+        runs.send_params(run_id, run.params)
         for item in used:
             runs.send_dataset(run_id, item, history.stage)
-        model_id = model[1] if model is not None and each.latest and model[0] == each.parent else None
+        model_id = model[1] if model is not None and run.latest and model[0] == run.parent else None
         if model_id is not None:
             models.use(run_id, model_id)
         measured_on = (used[0].name, used[0].digest) if used else None
-        for step, earlier in ({} if live else swept_weights(each, run_id, request)).items():
-            of_step = [point for point in each.points if point.step == step]
-            runs.send_points(run_id, of_step, each.superseded, models.log(earlier), measured_on)
-        runs.send_points(run_id, each.points, each.superseded, model_id, measured_on)
+        for step, earlier in ({} if live else swept_weights(run, run_id, request)).items():
+            of_step = [point for point in run.points if point.step == step]
+            runs.send_points(run_id, of_step, run.superseded, models.log(earlier), measured_on)
+        runs.send_points(run_id, run.points, run.superseded, model_id, measured_on)
         runs.send_images(run_id, history.images)
         for file in small:
             runs.send_file(run_id, file.path, file.name, file.sha256)
-        if history.stage == PARENT and history.status == "finished" and each.latest and not live:
-            weights = final_weights(each, run_id, request)
+        runs.note_sent(run_id, wrong)
+        if history.stage == PARENT and history.status == "finished" and run.latest and not live:
+            weights = final_weights(run, run_id, request)
             if weights is not None:
-                made = models.log(weights)
+                logged = models.log(weights)
                 name = registered_name(connection.project, used, request.best_metric)
                 about = About(
                     f"Trainings that can be compared, a version each: of one data set, {dataset or 'unnamed'}, by "
                     f"{request.best_metric}. The alias `best` is the one where that is lowest.",
                     sentence(request.experiment, dataset),
                 )
-                models.register(name, made, run_id, weights.tags, score_of(each, request.best_metric), about)
-                model = (history.id, made)
-        if history.stage == PARENT and each.latest:
+                models.register(name, logged, run_id, weights.tags, score_of(run, request.best_metric), about)
+                model = (history.id, logged)
+        if history.stage == PARENT and run.latest:
             _send_card(runs, run_id, request, dataset, registered_name(connection.project, used, request.best_metric))
         if history.ended is not None and not (live and history.status == "killed"):
             runs.send_end(run_id, _ENDINGS[history.status], history.ended)
@@ -144,29 +149,29 @@ def send(
 def _send_card(runs: Runs, run_id: str, request: Request, dataset: str | None, group: str) -> None:
     """Send what the page of a training opens with, and what other runs can be compared with it by."""
     runs.send_view(request.best_metric)
-    mine = headline_of(request.experiment, request.best_metric)
-    if mine is not None:
-        shown = json.dumps([mine.metric, mine.value, mine.interval])
-        runs.send_tags(run_id, {GROUP: group, HEADLINE: shown, "headline": str(mine)})
-    others = runs.headlines(group, run_id) if mine is not None else []
+    own = headline_of(request.experiment, request.best_metric)
+    if own is not None:
+        shown = json.dumps([own.metric, own.value, own.interval])
+        runs.send_tags(run_id, {GROUP: group, HEADLINE: shown, "headline": str(own)})
+    others = runs.headlines(group, run_id) if own is not None else []
     runs.send_note(run_id, card(request.experiment, dataset, request.best_metric, others))
 
 
-def _summary(each: PlannedRun, run_id: str) -> dict[str, Any]:
-    history = each.history
+def _summary(run: PlannedRun, run_id: str) -> dict[str, Any]:
+    history = run.history
     sent = {
-        "params": {key: str(value) for key, value in each.params.items()},
-        "points": [[point.key, repr(point.value), point.step, point.time] for point in each.points],
+        "params": {key: str(value) for key, value in run.params.items()},
+        "points": [[point.key, repr(point.value), point.step, point.time] for point in run.points],
         "images": [[image.key, image.step, image.time] for image in history.images],
-        "files": [[file.name, file.sha256] for file in each.files],
+        "files": [[file.name, file.sha256] for file in run.files],
     }
     return {
-        "name": each.name,
+        "name": run.name,
         "stage": history.stage,
         "run_id": run_id,
         "status": history.status,
         "attempts": len(history.starts),
         **{name: len(values) for name, values in sent.items()},
-        "missing": each.missing,
+        "missing": run.missing,
         "sha256": digest(sent),
     }

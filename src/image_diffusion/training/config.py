@@ -1,4 +1,4 @@
-"""How to train: the section `train` of an experiment."""
+"""Configuration of the training: the section `train` of an experiment."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from image_diffusion.core.config import Config, dump
+from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.types import WeightsOf
-from image_diffusion.training.determinism import Mode
-from image_diffusion.training.ema import Ema, ExponentialEma, RampUp, Rate, average_name
-from image_diffusion.training.lora import Lora
-from image_diffusion.training.optimizers import Optimizer
-from image_diffusion.training.optimizers.adam import AdamW
-from image_diffusion.training.schedule import Constant, Schedule
+from image_diffusion.data.augment.operations import Augment
+from image_diffusion.training.finetune.lora import Lora
+from image_diffusion.training.optim import Optimizer
+from image_diffusion.training.optim.adam import AdamW
+from image_diffusion.training.optim.determinism import Mode
+from image_diffusion.training.optim.ema import Ema, ExponentialEma, RampUp, Rate, average_name
+from image_diffusion.training.optim.schedule import Constant, Schedule
 
 LARGEST_INITIAL_SHARE = 0.05
-"""Of an average at the end of a training; above it there is a warning."""
+"""Largest share that the initial weights may have in an average at the end of a training without a warning."""
 
 
 class CheckpointConfig(Config):
-    """When to save what a run needs to go on."""
+    """When to save the state from which a run resumes."""
 
     every_steps: int = Field(1000, gt=0)
     """Steps from one checkpoint to the next; the last step and a request to stop save as well."""
     every_seconds: float | None = Field(None, gt=0)
     """Also save whenever this long has passed since the clock last asked; unset: by steps alone. Changes no result."""
     keep_last: int = Field(2, gt=0)
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: int | None = Field(None, gt=0)
     """Keep the checkpoint of every multiple of this many steps for good; unset: none."""
 
 
 class TrainConfig(Config):
-    """How to train. Everything but `steps` has a value that works."""
+    """Configuration of the training. Everything but `steps` has a value that works."""
 
     steps: int = Field(gt=0)
     """Updates of the weights in all."""
@@ -43,12 +44,9 @@ class TrainConfig(Config):
     """Examples a process computes at once; unset: its whole share. Follows from memory. The result stays the same to
     rounding, and to the bit with `deterministic: strict`, which computes `strict_chunk` at once."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of everything random: initial weights, order, flips, noise, timesteps, dropout."""
-    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field((), exclude=True)
-    """Train and judge once with each of these, `seed` among them, as experiments of their own; a page then tells each
-    number with its interval over seeds. Empty: once, with `seed`."""
+    """Seed of everything random: initial weights, order, flips, noise, timesteps, dropout."""
     optimizer: Optimizer = AdamW()
-    """What turns gradients into updates."""
+    """Optimizer, which turns gradients into updates."""
     schedule: Schedule = Constant()
     """The learning rate over time."""
     grad_clip: float | None = Field(None, gt=0)
@@ -56,13 +54,14 @@ class TrainConfig(Config):
     ema: Ema = ExponentialEma(warmup=RampUp())
     """Running averages of the weights."""
     weights: Literal["ema", "raw", "best"] | Rate = "ema"
-    """What is written at the end. ema: the first average; a number: the average of that rate (or width). raw: the
-    weights as trained. best: the first average as it was at the validation with the smallest loss, which checkpoints
-    then hold beside the latest."""
+    """Weights that are written at the end. ema: the first average; a number: the average of that rate (or width). raw:
+    the weights as trained. best: the first average as it was at the validation with the smallest loss, which
+    checkpoints then hold beside the latest."""
     keep_raw: bool = False
     """Also write the weights as trained, into the folder `raw` beside the others."""
     precision: Literal["float32", "bf16", "fp16"] = "float32"
-    """In what the network computes; weights, moments and averages are float32 always. fp16 scales the loss."""
+    """Precision that the network computes in; weights, moments and averages are float32 always. fp16 scales the
+    loss."""
     tf32: bool = True
     """Let a GPU round the factors of float32 matrix products to 10 bits, which is several times faster."""
     compile: bool | Literal["cuda_graphs"] = False
@@ -72,22 +71,25 @@ class TrainConfig(Config):
     channels_last: bool = False
     """Lay images out with their channels innermost, which suits convolutions."""
     sharding: Literal["none", "optimizer", "full", "machine"] = "none"
-    """What processes divide among them. optimizer: each updates a slice of the weights, and keeps moments and averages
-    of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of weights and
-    gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit beside
-    them; slower. machine: the same within each machine, and the machines add up their gradients (HSDP): for several
-    whose network is slower than what connects the GPUs of one. Any goes on with the
-    checkpoints of any other, on any number of processes."""
+    """State that processes divide among them. optimizer: each updates a slice of the weights, and keeps moments and
+    averages of that slice alone (ZeRO-1): less memory, and less to do in a step. full: each also keeps its share of
+    weights and gradient alone, and gathers the weights of a block when it computes (FSDP): for networks that do not fit
+    in memory otherwise; slower. machine: as full, but within each machine, and the machines add up their gradients
+    (HSDP): for several machines whose network is slower than what connects the GPUs of one. Each setting resumes from
+    the checkpoints of any other, on any number of processes."""
     reduce: Literal["float32", "bf16"] = "float32"
-    """In what processes send one another their gradients to be added up. bf16: half of the traffic, for networks
-    between machines that are slower than their GPUs; sums are rounded to 8 bits."""
+    """Precision in which processes send one another their gradients to be added up. bf16: half of the traffic, for
+    networks between machines that are slower than their GPUs; sums are rounded to 8 bits."""
     deterministic: Mode = "run"
     """off: whatever kernels are fastest. run: the same bytes again on the same machines with the same number of
     processes, after any kill. strict: with any number of processes, by adding in a fixed order; slower."""
     strict_chunk: int = Field(8, gt=0)
     """Examples computed at once with `deterministic: strict`; part of the result's last bits."""
     flip_probability: float = Field(0.5, ge=0, le=1)
-    """How often an example is mirrored."""
+    """Probability with which an example is mirrored."""
+    augment: Augment | None = None
+    """Augmentation of the images, of which the network is told, for small data sets: {} for the paper's. Unset: images
+    as they are, some of them mirrored (`flip_probability`)."""
     balance_classes: bool = False
     """Show every class as often as any other, however many images it has: of C classes every C examples hold one each,
     and no image comes again before all others of its class have come."""
@@ -106,13 +108,13 @@ class TrainConfig(Config):
     """Factors of the learning rate for parameters by name: {"y_embedder.*": 10}. A * stands for anything; factors of
     several patterns, and of `layer_decay`, are multiplied."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When to save what a run needs to go on."""
+    """When to save the state from which a run resumes."""
     log_every_steps: int = Field(100, gt=0)
     """Steps from one log line to the next; each gives means over the steps since the last."""
     validate_every_steps: int | None = Field(1000, gt=0)
     """Steps from one loss on the validation split to the next; unset: never."""
     validation_samples: int = Field(1024, gt=0)
-    """Samples of the validation split that are used, or all where there are fewer."""
+    """Number of samples of the validation split that are used, or all if the split has fewer."""
     grid_every_steps: int | None = Field(5000, gt=0)
     """Steps from one grid of samples to the next; unset: never."""
     max_hours: float | None = Field(None, gt=0)
@@ -123,21 +125,27 @@ class TrainConfig(Config):
         if self.weights == "ema" and not self.ema.names:
             raise ValueError("weights is ema but ema.rates is empty. Name a rate, or set weights to raw.")
         if isinstance(self.weights, float) and self.average is None:
-            known = ", ".join(self.ema.names) or "none"
+            averages = ", ".join(self.ema.names) or "none"
             raise ValueError(
-                f"weights is {self.weights:g}, but the averages are: {known}. Name the number of one of them."
+                f"weights is {self.weights:g}, but the averages are: {averages}. Name the number of one of them."
             )
         if self.weights == "best" and self.validate_every_steps is None:
             raise ValueError(
                 "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
             )
+        if self.augment is not None and self.augment.probability == self.flip_probability == 0:
+            raise ValueError(
+                "augment.probability and flip_probability are 0, so that no image is augmented. Leave augment out."
+            )
         if self.lora is not None and self.freeze:
             raise ValueError("lora and freeze are both set, but with adapters all else is frozen. Leave freeze out.")
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora is set, but there is nothing that adapters could adapt. Set init_from.")
-        needs_whole = f"optimizer: {self.optimizer.type}, which needs each parameter whole"
         if self.sharding == "optimizer" and not self.optimizer.moves_each_alone:
-            raise ValueError(f"sharding: optimizer does not go with {needs_whole}. Leave out one of the two.")
+            raise ValueError(
+                f"sharding: optimizer does not go with optimizer: {self.optimizer.type}, which needs each parameter "
+                f"whole. Leave out one of the two."
+            )
         if self.reduce == "bf16" and self.deterministic == "strict":
             raise ValueError(
                 "reduce: bf16 does not go with deterministic: strict, whose sums are exact. Leave out one of the two."
@@ -146,7 +154,6 @@ class TrainConfig(Config):
             conflicts = {
                 "deterministic: strict, whose sums have another order": self.deterministic == "strict",
                 "precision: fp16, whose overflows each process sees on its own": self.precision == "fp16",
-                needs_whole: self.optimizer.needs_whole,
                 "channels_last: true, whose weights have no rows to share": self.channels_last,
                 "compile: cuda_graphs, which needs weights that stay where they are": self.records,
             }
@@ -159,8 +166,7 @@ class TrainConfig(Config):
 
     @property
     def average(self) -> str | None:
-        """The average that counts: that previews and validation are made with, and that is written; None: there is
-        none."""
+        """Return the average that is used for previews and validation and that is written; None without an average."""
         if isinstance(self.weights, float):
             named = average_name(self.weights)
             return named if named in self.ema.names else None
@@ -168,21 +174,21 @@ class TrainConfig(Config):
 
     @property
     def records(self) -> bool:
-        """Whether a GPU records what the blocks of the network launch."""
+        """True if a GPU records what the blocks of the network launch."""
         return self.compile == "cuda_graphs"
 
     @property
     def spreads_weights(self) -> bool:
-        """Whether a process has a share of the weights alone."""
+        """True if each process holds only a share of the weights."""
         return self.sharding in ("full", "machine")
 
     @property
     def tunes(self) -> bool:
-        """Whether it speaks of parts of the network, which has to be built to check them."""
+        """True if the section names parts of the network, which has to be built to check them."""
         return bool(self.freeze or self.lora or self.lr_factors or self.optimizer.looks_inside)
 
     def advice(self) -> list[str]:
-        """What will work and was hardly meant, a sentence each."""
+        """Return a sentence for each setting that works but was hardly intended."""
         if self.weights == "raw" or self.average is None:
             return []
         share = self.ema.initial_share(self.average, self.steps)
@@ -197,7 +203,7 @@ class TrainConfig(Config):
         ]
 
     def keeps(self, step: int) -> bool:
-        """Whether the weights of a step can be had after the training: those of the end, and of checkpoints kept."""
+        """True if the weights of a step are available after the training: those of the end, and of checkpoints kept."""
         every = self.checkpoint.keep_every
         is_saved = step % self.checkpoint.every_steps == 0
         return step == self.steps or (step < self.steps and is_saved and every is not None and step % every == 0)
@@ -207,11 +213,11 @@ class TrainConfig(Config):
         if self.weights == "best":
             raise ValueError("train.weights is best, whose step may be earlier than the end. Leave out one of the two.")
         if number != "raw" and average_name(number) not in self.ema.names:
-            known = ", ".join(self.ema.names) or "none"
-            raise ValueError(f"the averages of train.ema are: {known}. Name the number of one of them, or raw.")
+            averages = ", ".join(self.ema.names) or "none"
+            raise ValueError(f"the averages of train.ema are: {averages}. Name the number of one of them, or raw.")
 
     def identity(self) -> dict[str, Any]:
-        """What of this section a run is: a checkpoint of another identity is never continued.
+        """Return the part of this section that identifies a run: a checkpoint of another identity is never resumed.
 
         Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
         The order of the averages does not count, unless the best of the first is kept.
@@ -229,12 +235,14 @@ class TrainConfig(Config):
         if self.reduce == "float32":
             free.add("reduce")
         free |= {
-            key for key in ("freeze", "lora", "layer_decay", "lr_factors", "balance_classes") if not getattr(self, key)
+            key
+            for key in ("freeze", "lora", "layer_decay", "lr_factors", "balance_classes", "augment")
+            if not getattr(self, key)
         }
-        told = {key: value for key, value in dump(self).items() if key not in free}
+        identity = {key: value for key, value in dump(self).items() if key not in free}
         if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
-            told["deterministic"] = "off"
+            identity["deterministic"] = "off"
         if self.weights != "best":  # which is the first average, as it was at some step
-            each = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
-            told["ema"][each].sort()
-        return told
+            key = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
+            identity["ema"][key].sort()
+        return identity

@@ -1,12 +1,12 @@
-"""Whether weights are of the training that a configuration describes: what the stages after it ask first."""
+"""Check that weights are of the training that a configuration describes, first of all in the stages after it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.config import differing_keys, read_yaml
-from image_diffusion.core.weights import read_model
+from image_diffusion.core.config.base import differing_keys, read_yaml
+from image_diffusion.core.files.weights import read_model
 
 
 def check_trained_by(folder: Path, config: Path | None) -> None:

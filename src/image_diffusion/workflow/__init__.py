@@ -1,1 +1,1 @@
-"""What the rules know when Snakemake starts. Nothing here imports torch, so that a dry run takes seconds."""
+"""Python of the rules when Snakemake starts. Nothing in this package imports torch, so that a dry run takes seconds."""

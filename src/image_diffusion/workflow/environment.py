@@ -1,4 +1,4 @@
-"""What the processes of the workflow find: Python, `logged`, and the package that lies beside the rules."""
+"""Environment of the processes of the workflow: Python, `logged`, and the package that lies beside the rules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 SHIPPED = Path("image_diffusion", "project")
-"""Where an installed package holds the workflow, beside itself."""
+"""Folder of the workflow in an installed package, beside the package."""
 
 
 def package_beside(root: Path) -> Path:
-    """The folder that holds the package of a workflow. root: the folder of the workflow, as cloned or as installed."""
+    """Return the folder that holds the package of a workflow. root: the folder of the workflow, as cloned or as
+    installed."""
     return root.parents[1] if root.parts[-2:] == SHIPPED.parts else root / "src"
 
 
@@ -21,10 +22,11 @@ def search_path(root: Path, path: str) -> str:
     root: the folder of the workflow. path: PATH as it is. An activated conda environment still goes before both.
     """
     ours = [str(Path(sys.executable).parent), str(root / "workflow" / "scripts")]
-    return os.pathsep.join([*ours, *(each for each in path.split(os.pathsep) if each not in ours)])
+    return os.pathsep.join([*ours, *(folder for folder in path.split(os.pathsep) if folder not in ours)])
 
 
 def with_package(source: Path) -> dict[str, str]:
-    """This process's environment, in which Python takes the package from `source`; `logged` does so for stages."""
+    """Return this process's environment, in which Python takes the package from `source`; `logged` does so for
+    stages."""
     path = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,4 +1,4 @@
-"""What Snakemake has to know of each experiment, as `configure` writes it down."""
+"""Facts about each experiment that Snakemake has to know, as `configure` writes them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from image_diffusion.core.files import read_json
-from image_diffusion.workflow.ledgers import LedgerPlan, read_ledgers
+from image_diffusion.core.files.atomic import read_json
+from image_diffusion.workflow.studies import StudyPlan, read_studies
 
 STAGES = ("crop", "encode", "embed", "train", "sample", "evaluate", "export")
-"""What an experiment goes through, in this order; an experiment that has no use for a stage leaves it out."""
+"""Stages of an experiment, in this order; an experiment that has no use for a stage leaves it out."""
 
 
 class Wildcards(Protocol):
-    """What the wildcards of a job stand for: Snakemake's own object, or a dict."""
+    """Values of the wildcards of a job: Snakemake's own object, or a dict."""
 
     def __getitem__(self, name: str, /) -> str: ...
 
@@ -29,15 +29,15 @@ class Plan:
     """One experiment, resolved. Paths are as the rules name them."""
 
     experiment: str
-    """Its name."""
+    """Name of the experiment."""
     system: str
     """The type of its system."""
     dataset: str
     """The folder of its data set under results/datasets."""
     source: dict[str, Any]
-    """Where its images come from, as its section data.source."""
+    """Source of its images, as its section data.source."""
     has_images: bool
-    """Whether those are images, or latents that others have encoded."""
+    """True if its source holds images, False for latents that others have encoded."""
     num_shards: int
     """Shards that its data set is cut into."""
     codec: str | None
@@ -47,15 +47,15 @@ class Plan:
     codec_files: list[str]
     """The files that its codec is read from, where others have trained it."""
     decoder_files: list[str]
-    """Those of the decoder that its samples are decoded by, where that is another one."""
+    """Files of the decoder that its samples are decoded by, if that is another one."""
     small_images: str | None
-    """What is enlarged: `validation` or a file."""
+    """Images that are enlarged: `validation` or a file."""
     small_images_experiment: str | None
     """The experiment whose samples are enlarged."""
     embeddings: str | None
-    """What images are made of: `validation` for the embeddings of held-out ones, or a folder."""
+    """Embeddings that images are made of: `validation` for those of held-out images, or a folder."""
     embeddings_experiment: str | None
-    """The experiment that makes those."""
+    """The experiment that makes its embeddings."""
     against: str | None
     """A file of images that samples are compared with, in place of real ones."""
     against_experiment: str | None
@@ -65,39 +65,39 @@ class Plan:
     tokens: str | None
     """The folder of the tokens that its own codec encodes the data set to."""
     judged_on_encoded: bool
-    """Whether `evaluate` also looks at what its codec encodes the data set to."""
+    """True if `evaluate` also looks at what its codec encodes the data set to."""
     pairs: str | None
     """The folder of its pairs of embeddings."""
     pairs_beside: bool
-    """Whether those are read beside its data, in place of them otherwise."""
+    """True if its pairs are read beside its data, False if in place of them."""
     pairs_of_images: bool
-    """Whether those are made from crops."""
+    """True if its pairs are made from crops."""
     pairs_of_source: bool
-    """Whether files of the data's source are read for those."""
+    """True if files of the data's source are read for its pairs."""
     pairs_of_detector: bool
-    """Whether the detector of the data set looks at those."""
+    """True if the detector of the data set looks at its pairs."""
     captions: str | None
     """The table that captions are read from."""
     prompts: str | None
     """The file that prompts are read from."""
+    pictures: list[str]
+    """The files of images and masks that samples are made of."""
     makes_samples: bool
-    """Whether `sample` makes images."""
+    """True if `sample` makes images."""
     keeps_samples: bool
-    """Whether it stores them all, or `evaluate` makes them as it looks at them."""
+    """True if it stores all samples, False if `evaluate` makes them as it looks at them."""
     makes_embeddings: bool
-    """Whether `sample` makes embeddings."""
+    """True if `sample` makes embeddings."""
     sample_jobs: int
-    """Jobs that share those."""
+    """Number of jobs that share the samples or embeddings."""
     sample_batches: int
-    """Batches that those are made in; a job makes whole ones."""
+    """Batches that the samples or embeddings are made in; a job makes whole ones."""
     global_batch: int
     """Examples of one step of training."""
-    seeds: str | None
-    """The ledger of its seeds, where it is trained with several."""
     detectors: list[str]
-    """What its metrics look at images with."""
+    """Detectors that its metrics look at images with."""
     references: dict[str, str]
-    """The configuration of each of those that looks at the data set, by the folder of what it saw."""
+    """Configuration of each detector that looks at the data set, by the folder of its reference features."""
     headline: str
     """The metric it is ranked by."""
     sweep: dict[str, dict[str, str]]
@@ -105,7 +105,7 @@ class Plan:
     export: str
     """The format it is exported to, or `none`."""
     resources: dict[str, int | str | None]
-    """What it asks a machine for: its section resources."""
+    """Resources that it asks a machine for: its section resources."""
     configs: dict[str, str]
     """The resolved configuration of each stage it goes through."""
     beyond_defaults: list[str]
@@ -128,55 +128,51 @@ class Plan:
         return [name for name in (*named, self.against_experiment, self.start_experiment) if name]
 
     def of_tokens(self) -> Plan:
-        """By which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
+        """Return the plan by which the data set of a discrete VAE is encoded to its tokens: it is its own codec."""
         configs = {"crop": self.configs["crop"], "encode": self.configs["tokens"]}
         return replace(self, codec=self.tokens, codec_experiment=self.experiment, codec_files=[], configs=configs)
 
 
 def plan_file(results: str | Path, name: str) -> Path:
-    """Where the plan of an experiment lies."""
+    """Return the file of the plan of an experiment."""
     return Path(results, name, "config", "plan.json")
 
 
 def read_plan(path: Path) -> Plan:
-    """A plan from its file. Raises ValueError when the file is missing, damaged, or not of this version."""
+    """Return a plan from its file. Raises ValueError when the file is missing, damaged, or not of this version."""
     data = read_json(path)
     try:
         return Plan(**{field.name: data[field.name] for field in fields(Plan)})
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no plan of this version: {error}. Delete it, and start Snakemake again.") from None
+        raise ValueError(f"{path} is not a plan of this version: {error}. Delete it and start again.") from None
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The experiments that Snakemake is to make and those that they build on, by name; and by what they share."""
+    """Experiments that Snakemake is to make and those that they build on, by name; and by what they share."""
 
     by_name: dict[str, Plan]
-    asked: tuple[str, ...] = ()
-    """Those that are not there for others alone, or for a ledger."""
-    ledgers: dict[str, LedgerPlan] = field(default_factory=dict)
-    """The ledgers that are asked for, and those of the seeds of experiments, by name."""
+    requested: tuple[str, ...] = ()
+    """Experiments that do not exist for others alone, or for a study."""
+    studies: dict[str, StudyPlan] = field(default_factory=dict)
+    """The requested studies, by name."""
 
     @classmethod
-    def read(cls, results: str | Path, names: Collection[str], ledgers: Collection[str] = ()) -> Plans:
-        """The plans of experiments and of the runs of ledgers, each followed by those that it builds on. Raises
+    def read(cls, results: str | Path, names: Collection[str], studies: Collection[str] = ()) -> Plans:
+        """Read the plans of experiments and of the runs of studies, each followed by those that it builds on. Raises
         ValueError (see `read_plan`)."""
-        of_ledgers = read_ledgers(results, ledgers)
-        found: dict[str, Plan] = {}
+        study_plans = read_studies(results, studies)
+        plans: dict[str, Plan] = {}
 
         def add(name: str) -> None:
-            if name not in found:
-                found[name] = read_plan(plan_file(results, name))
-                for other in found[name].builds_on:
+            if name not in plans:
+                plans[name] = read_plan(plan_file(results, name))
+                for other in plans[name].builds_on:
                     add(other)
 
-        for name in names:
+        for name in (*names, *(run for study in study_plans.values() for run in study.runs)):
             add(name)
-        of_ledgers |= read_ledgers(results, [seeds for name in names if (seeds := found[name].seeds)])
-        for ledger in of_ledgers.values():
-            for run in ledger.runs:
-                add(run)
-        return cls(found, tuple(names), of_ledgers)
+        return cls(plans, tuple(names), study_plans)
 
     @cached_property
     def datasets(self) -> dict[str, Plan]:
@@ -201,8 +197,8 @@ class Plans:
             (plan.dataset, name): config for plan in self.by_name.values() for name, config in plan.references.items()
         }
 
-    def of(self, wildcards: Wildcards) -> Plan:
-        """The plan that a job belongs to; for a data set, that of an experiment which uses it."""
+    def plan_for(self, wildcards: Wildcards) -> Plan:
+        """Return the plan that a job belongs to; for a data set, that of an experiment which uses it."""
         if "experiment" in wildcards.keys():  # noqa: SIM118 - Snakemake's wildcards are a list with names
             return self.by_name[wildcards["experiment"]]
         dataset = wildcards["dataset"]
@@ -213,13 +209,13 @@ class Plans:
         return self.datasets[dataset]
 
     def pattern(self, wildcard: str) -> str:
-        """The regular expression of what a wildcard may stand for: what there is, and nothing else."""
-        known: dict[str, Iterable[str]] = {
+        """Return the regular expression of the existing values of a wildcard, and nothing else."""
+        values: dict[str, Iterable[str]] = {
             "experiment": self.by_name,
             "dataset": self.datasets,
             "codec": sorted({codec for _, codec in self.latents}),
             "pairs": sorted({pairs for _, pairs in self.pairs}),
             "judge": sorted({judge for _, judge in self.references}),
-            "ledger": self.ledgers,
+            "study": self.studies,
         }
-        return "|".join(map(re.escape, known[wildcard])) or "none"
+        return "|".join(map(re.escape, values[wildcard])) or "none"

@@ -1,4 +1,5 @@
-"""Experiments become plans: `configure` is run when something has changed, and only then, since it imports torch."""
+"""Settings of the workflow are checked, and experiments become plans: `configure` is run when something has changed,
+and only then, since it imports torch."""
 
 from __future__ import annotations
 
@@ -10,32 +11,82 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files import digest, is_ahead, read_json, sha256_file, write_json
-from image_diffusion.core.inherited import read_inherited
-from image_diffusion.workflow.code import package_digest, stage_digests
+from image_diffusion.core.config.base import read_inherited, read_yaml
+from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.files.atomic import code_below, digest, is_ahead, read_json, sha256_file, write_json
+from image_diffusion.workflow.code_digest import package_digest, scripts_digest, stage_digests
 from image_diffusion.workflow.environment import package_beside, with_package
-from image_diffusion.workflow.ledgers import ledger_file
 from image_diffusion.workflow.plans import Plans, plan_file
-from image_diffusion.workflow.settings import check_settings
+from image_diffusion.workflow.studies import study_file
+
+RENAMED = {
+    "ledger": "ledger is called study now. Move config/ledgers to config/studies, call the rows of its files variants, "
+    "and start snakemake --config study=NAME."
+}
+"""Messages on settings of earlier versions."""
+
+
+def check_settings(
+    settings: Mapping[str, Any], schema: Mapping[str, Any], file: Path, experiments: Path, studies: Path
+) -> None:
+    """Raise ValueError for the first thing that cannot work.
+
+    settings: as Snakemake has them. schema: JSON Schema of them. file: where they were written, for what a reader of
+    the data alone cannot see: keys that stand twice. experiments, studies: the folders of what they name.
+    """
+    import jsonschema  # a tenth of a second: not for those whose settings have been checked
+
+    if file.is_file():
+        read_yaml(file)
+    for problem in jsonschema.Draft202012Validator(schema).iter_errors(settings):
+        raise ValueError(f"{file}: {_sentence(problem)}")
+    requested = {experiments: settings["experiments"], studies: settings.get("study") or []}
+    if not any(requested.values()):
+        raise ValueError(f"{file}: experiments: [] should be non-empty.")
+    for folder, names in requested.items():
+        existing = sorted(path.stem for path in folder.glob("*.yaml"))
+        for name in names:
+            if name not in existing:
+                close = nearest(name, existing)
+                advice = f" Did you mean {close}?" if close else ""
+                alternatives = f" Known: {', '.join(existing)}." if existing else ""
+                raise ValueError(f"{folder / name}.yaml does not exist.{advice}{alternatives}")
+
+
+def _sentence(problem: Any) -> str:
+    key, value = ".".join(map(str, problem.absolute_path)), problem.instance
+    match problem.validator:
+        case "additionalProperties":
+            keys = sorted(problem.schema["properties"])
+            name = next(name for name in value if name not in keys)
+            if name in RENAMED:
+                return RENAMED[name]
+            close, prefix = nearest(name, keys), f"{key}." if key else ""
+            advice = f"Did you mean {prefix}{close}?" if close else f"Known: {', '.join(keys)}."
+            return f"{prefix}{name} is not a known key. {advice}"
+        case _:
+            return f"{key}: {problem.message}." if key else f"{problem.message}."
+
 
 CONFIG = Path("config", "config.yaml")
 EXPERIMENTS = Path("config", "experiments")
-LEDGERS = Path("config", "ledgers")
+STUDIES = Path("config", "studies")
 NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
-"""What an experiment may be called."""
+"""Pattern of valid experiment names."""
 
 
-def wanted(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """What Snakemake is to make, as settings: the `experiments` that its command line names as targets, or else the
-    ledgers of the setting `ledger`, or else the setting `experiments`. Each of these is a list of names or one name.
+def requested(config: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the experiments and studies that Snakemake is to make, as settings: the `experiments` that its command
+    line names as targets, or else the studies of the setting `study`, or else the setting `experiments`. Each of these
+    is a list of names or one name.
 
     arguments: of the command line; one that is the name of a file in config/experiments is a target.
     """
-    named = [each for each in arguments if NAME.fullmatch(each) and (EXPERIMENTS / f"{each}.yaml").is_file()]
-    listed, ledgers = _several(config.get("experiments")), _several(config.get("ledger"))
-    if named or not ledgers:
-        return {"experiments": list(dict.fromkeys(named)) or listed, "ledger": []}
-    return {"experiments": [], "ledger": ledgers}
+    named = [name for name in arguments if NAME.fullmatch(name) and (EXPERIMENTS / f"{name}.yaml").is_file()]
+    listed, studies = _several(config.get("experiments")), _several(config.get("study"))
+    if named or not studies:
+        return {"experiments": list(dict.fromkeys(named)) or listed, "study": []}
+    return {"experiments": [], "study": studies}
 
 
 def _several(names: Any) -> Any:
@@ -43,65 +94,76 @@ def _several(names: Any) -> Any:
 
 
 def resolve(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Have the experiments checked and written out stage by stage; the digest of each stage's code.
+    """Check experiments and write them out stage by stage; return the digest of each stage's code, and of that of the
+    pages.
 
     root: the folder of the workflow. config: its configuration. The experiments are files of the folder Snakemake runs
     in. What was found last time is kept in results/.resolved.json, with the sha256 of every file that was read and
     written: what has changed, is damaged or is missing is made anew. Raises ValueError for the first mistake.
     """
     results, source = Path(str(config.get("results", "results"))), package_beside(root)
-    known = _read(results)
+    cached = _read(results)
     plain = json.loads(json.dumps(config, default=str))  # YAML knows dates
-    now: dict[str, Any] = {"config": digest(plain), "package": package_digest(source)}
-    if known.get("config") != now["config"]:
+    scripts = root / "workflow" / "scripts"
+    current: dict[str, Any] = {
+        "config": digest(plain),
+        "package": digest([package_digest(source), code_below(scripts)]),
+    }
+    if cached.get("config") != current["config"]:
         schema = json.loads((root / "workflow" / "schemas" / "config.schema.json").read_text())
-        check_settings(config, schema, CONFIG, EXPERIMENTS, LEDGERS)
-    same_package = known.get("package") == now["package"]
-    now["code"] = known["code"] if same_package else stage_digests(source)
-    now["experiments"], now["ledgers"] = config["experiments"], config.get("ledger") or []
-    asked = [now["experiments"], now["ledgers"]]
-    if same_package and [known["experiments"], known["ledgers"]] == asked and _intact(known["files"]):
-        now["files"] = known["files"]
+        check_settings(config, schema, CONFIG, EXPERIMENTS, STUDIES)
+    same_package = cached.get("package") == current["package"]
+    if same_package:
+        current["code"] = cached["code"]
     else:
-        experiments = [EXPERIMENTS / f"{name}.yaml" for name in now["experiments"]]
-        configure(experiments, results, source, [LEDGERS / f"{name}.yaml" for name in now["ledgers"]])
-        now["files"] = {str(path): sha256_file(path) for path in read_and_written(results, *asked)}
-    if now != known:
-        write_json(_cache(results), now)
-    return dict(now["code"])
+        current["code"] = {**stage_digests(source), "pages": scripts_digest(scripts, source)}
+    current["experiments"], current["studies"] = config["experiments"], config.get("study") or []
+    targets = [current["experiments"], current["studies"]]
+    if same_package and [cached["experiments"], cached["studies"]] == targets and _intact(cached["files"]):
+        current["files"] = cached["files"]
+    else:
+        experiments = [EXPERIMENTS / f"{name}.yaml" for name in current["experiments"]]
+        configure(experiments, results, source, [STUDIES / f"{name}.yaml" for name in current["studies"]])
+        current["files"] = {str(path): sha256_file(path) for path in read_and_written(results, *targets)}
+    if current != cached:
+        write_json(_cache(results), current)
+    return dict(current["code"])
 
 
 def resolved(results: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """What `resolve` found where Snakemake was started, and for which experiments and ledgers, as `wanted` has them:
-    for a job on another machine."""
-    known = read_json(_cache(results))
-    return dict(known["code"]), {"experiments": list(known["experiments"]), "ledger": list(known["ledgers"])}
+    """Return the result of `resolve` where Snakemake was started, and for which experiments and studies, as `wanted`
+    has them: for a job on another machine."""
+    cached = read_json(_cache(results))
+    return dict(cached["code"]), {"experiments": list(cached["experiments"]), "study": list(cached["studies"])}
 
 
-def configure(experiments: list[Path], results: Path, source: Path, ledgers: Sequence[Path] = ()) -> None:
+def configure(experiments: list[Path], results: Path, source: Path, studies: Sequence[Path] = ()) -> None:
     """Run `configure` of the package in a folder. Raises ValueError with what it says."""
-    given = ["--experiments", *map(str, experiments), "--results", str(results)]
-    given += ["--ledgers", *map(str, ledgers)]
-    command = [sys.executable, "-m", "image_diffusion.configure", *given]
+    arguments = ["--experiments", *map(str, experiments), "--results", str(results)]
+    arguments += ["--studies", *map(str, studies)]
+    command = [sys.executable, "-m", "image_diffusion", "configure", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=with_package(source))
     if done.returncode:
         raise ValueError(done.stderr.strip().removeprefix("error: "))
+    for line in done.stderr.splitlines():
+        if line.startswith("warning: "):
+            print(line, file=sys.stderr, flush=True)
 
 
-def read_and_written(results: Path, experiments: list[str], ledgers: list[str]) -> list[Path]:
-    """The files that `configure` read and wrote: those of the experiments and of all that they build on."""
-    known = Plans.read(results, experiments, ledgers)
-    plans, runs = known.by_name, {run for ledger in known.ledgers.values() for run in ledger.runs}
-    names = {*(plans.keys() - runs), *(name for ledger in known.ledgers.values() for name in ledger.experiments)}
+def read_and_written(results: Path, experiments: list[str], studies: list[str]) -> list[Path]:
+    """Return the files that `configure` read and wrote: those of the experiments and of all that they build on."""
+    loaded = Plans.read(results, experiments, studies)
+    plans, runs = loaded.by_name, {run for study in loaded.studies.values() for run in study.runs}
+    names = {*(plans.keys() - runs), *(name for study in loaded.studies.values() for name in study.experiments)}
     written = [read_inherited(EXPERIMENTS / f"{name}.yaml")[1] for name in names]
-    found = {path for files in written for path in files} | {plan_file(results, name) for name in plans}
-    found |= {LEDGERS / f"{name}.yaml" for name in ledgers}
-    found |= {ledger_file(results, name) for name in known.ledgers}
+    paths = {path for files in written for path in files} | {plan_file(results, name) for name in plans}
+    paths |= {STUDIES / f"{name}.yaml" for name in studies}
+    paths |= {study_file(results, name) for name in loaded.studies}
     for plan in plans.values():
         points = {Path(path) for axis in plan.sweep.values() for path in axis.values()}
-        found |= {*map(Path, plan.configs.values()), *map(Path, plan.references.values())}
-        found |= {*points, *(path.with_name("evaluate.yaml") for path in points)}
-    return sorted(found)
+        paths |= {*map(Path, plan.configs.values()), *map(Path, plan.references.values())}
+        paths |= {*points, *(path.with_name("evaluate.yaml") for path in points)}
+    return sorted(paths)
 
 
 def _cache(results: Path) -> Path:
@@ -109,18 +171,19 @@ def _cache(results: Path) -> Path:
 
 
 def _read(results: Path) -> dict[str, Any]:
-    """What was found last time; nothing where that cannot be read."""
+    """Read the result of the last time; empty if it cannot be read."""
     try:
-        known = read_json(_cache(results))
+        cached = read_json(_cache(results))
     except ValueError:
         return {}
     complete = (
-        isinstance(known, dict) and {"config", "package", "code", "experiments", "ledgers", "files"} <= known.keys()
+        isinstance(cached, dict) and {"config", "package", "code", "experiments", "studies", "files"} <= cached.keys()
     )
-    return known if complete else {}
+    return cached if complete else {}
 
 
 def _intact(files: Mapping[str, str]) -> bool:
-    """Whether all files are as they were, and none is from the future: that would be newer than what is made of it."""
+    """Return True if all files are unchanged, and none is from the future: that would be newer than what is made of
+    it."""
     paths = {Path(path): sha256 for path, sha256 in files.items()}
     return all(path.is_file() and not is_ahead(path) and sha256_file(path) == sha256 for path, sha256 in paths.items())

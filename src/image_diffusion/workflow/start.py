@@ -1,4 +1,4 @@
-"""What happens when Snakemake starts: the experiments become plans, and the rules get to know them."""
+"""Start of Snakemake: the experiments become plans, which the rules receive."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.exhausted import sentence_on
-from image_diffusion.core.files import digest, sha256_file
-from image_diffusion.core.lifeline import announce
-from image_diffusion.core.secrets import variable_of
-from image_diffusion.workflow.code import note_code
-from image_diffusion.workflow.devices import VARIABLE, devices_here
+from image_diffusion.core.files.atomic import digest, sha256_file
+from image_diffusion.core.native import fault_of
+from image_diffusion.core.process.out_of_resources import sentence_on
+from image_diffusion.core.process.parent_watch import announce
+from image_diffusion.core.process.secrets import variable_of
+from image_diffusion.workflow.code_digest import note_code
 from image_diffusion.workflow.environment import search_path
-from image_diffusion.workflow.files import Files
-from image_diffusion.workflow.machine import Machine
+from image_diffusion.workflow.inputs import Files
+from image_diffusion.workflow.jobs.gpu_locks import VARIABLE, devices_here
+from image_diffusion.workflow.parts import Parts, look_at_sources
 from image_diffusion.workflow.plans import Plans
-from image_diffusion.workflow.resolve import resolve, resolved, wanted
-from image_diffusion.workflow.sources import look_at_sources
+from image_diffusion.workflow.resolve import requested, resolve, resolved
+from image_diffusion.workflow.resources import Machine
 
 _LISTS = {"--list-rules", "--list", "-l", "--list-target-rules", "--lt", "--lint"}
-"""What asks Snakemake for its rules alone, which no file of a data set changes."""
+"""Arguments that ask Snakemake for its rules alone, which no file of a data set changes."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What the rules know."""
+class WorkflowContext:
+    """Context that the rules receive."""
 
     results: str
     """The folder of all results."""
     plans: Plans
     files: Files
+    parts: Parts
     machine: Machine
     code: Mapping[str, str]
     """The digest of each stage's code."""
     pages: str
-    """The sha256 of what makes pages: scripts and templates."""
+    """The sha256 of what makes pages: scripts, templates, and the code of the package that they import."""
 
 
 def start(
@@ -50,14 +52,14 @@ def start(
     arguments: Sequence[str] = (),
     cores: int = 1,
     limit: int | None = None,
-) -> Known:
+) -> WorkflowContext:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
-    root: the folder of the workflow. config: its configuration. queued: whether jobs are sent to a queue. remote:
-    whether this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its
-    command line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once,
-    where the caller says so. What Snakemake starts on this machine ends when it does, and finds
-    MLflow's store in its environment. A mistake ends Snakemake with one clear line.
+    root: the folder of the workflow. config: its configuration. queued: True if jobs are sent to a queue. remote: True
+    if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
+    line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
+    caller says so. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its
+    environment. A mistake ends Snakemake with one clear line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
@@ -70,15 +72,16 @@ def start(
                 "and replace_prefix, and set `results` in the module's config."
             )
         if remote:
-            code, asked = resolved(Path(results))
+            code, targets = resolved(Path(results))
         else:
-            asked = wanted(config, arguments)
-            code = resolve(root, {**config, **asked})
-        plans = Plans.read(results, asked["experiments"], asked["ledger"])
+            targets = requested(config, arguments)
+            code = resolve(root, {**config, **targets})
+        plans = Plans.read(results, targets["experiments"], targets["study"])
         if not remote:
             if not _LISTS & set(arguments):
                 look_at_sources(plans, Path(results), config.get("trust_ctime", True))
-            for sentence in note_code(plans, Path(results), code):
+            compiled = sorted(Path(__file__).parents[1].rglob("*.compiled"))
+            for sentence in (*note_code(plans, Path(results), code), *filter(None, map(fault_of, compiled))):
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {sentence_on(error) or error}") from None
@@ -86,13 +89,14 @@ def start(
     if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:
         os.environ[VARIABLE] = ",".join(devices)
         machine = replace(machine, devices=devices, limit=limit)
-    return Known(
+    return WorkflowContext(
         results=results,
         plans=plans,
-        files=Files(results, plans, machine.jobs_at_once),
+        files=Files(results, plans),
+        parts=Parts(results, plans, machine.jobs_at_once),
         machine=machine,
         code=code,
-        pages=_digest_of_pages(root / "workflow"),
+        pages=digest([_digest_of_pages(root / "workflow"), code["pages"]]),
     )
 
 

@@ -15,18 +15,20 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
-from image_diffusion.codecs.codec import Codec, from_uint8, to_uint8
-from image_diffusion.core.config import Config, dump
-from image_diffusion.core.files import digest
+from image_diffusion.codecs.base import Codec, from_uint8, to_uint8
+from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.pictures import image_grid
-from image_diffusion.core.streams import Streams
-from image_diffusion.core.types import Batch, DataSpec, Losses
-from image_diffusion.data.shards import open_shards
-from image_diffusion.metrics.intervals import mean_estimate
-from image_diffusion.metrics.moments import block_of_each
-from image_diffusion.samplers.noise import image_streams
-from image_diffusion.systems.given import Maker, Section, Sections, ToJudge, ToSample
-from image_diffusion.systems.system import System
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.metrics.distances.jackknife import mean_estimate
+from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.samplers.image_noise import image_streams
+from image_diffusion.systems.base import System
+from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
+from image_diffusion.systems.interface import Section
+from image_diffusion.systems.sampling import Sampling, SamplingInputs
 
 
 class Pixels(nn.Module):
@@ -41,12 +43,14 @@ class Pixels(nn.Module):
         return self.mean[label], self.log_std[label]
 
 
-def nats(network: Any, batch: Batch) -> Losses:
+class Nats(Objective):
     """-log p(x), nats per value."""
-    mean, log_std = network(batch.cond["kind"])
-    each = 0.5 * ((batch.x - mean) / log_std.exp()).square() + log_std + 0.5 * math.log(2 * math.pi)
-    loss = each.flatten(1).mean(dim=1)
-    return Losses(loss, {"nats": loss.detach()})
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        mean, log_std = network(batch.cond["kind"])
+        terms = 0.5 * ((batch.x - mean) / log_std.exp()).square() + log_std + 0.5 * math.log(2 * math.pi)
+        loss = terms.flatten(1).mean(dim=1)
+        return Losses(loss, {"nats": loss.detach()})
 
 
 class Drawing(Config):
@@ -86,11 +90,11 @@ class Judging(Config):
 class Drawn:
     """Draws the images of the stage `sample`."""
 
-    def __init__(self, given: ToSample) -> None:
-        settings = given.settings
-        self._network, self._temperature, self._codec = given.model.network, settings.temperature, given.codec
+    def __init__(self, inputs: SamplingInputs) -> None:
+        settings = inputs.settings
+        self._network, self._temperature, self._codec = inputs.model.network, settings.temperature, inputs.codec
         self._seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-        self.labels = self._seeds % len(given.model.classes)
+        self.labels = self._seeds % len(inputs.model.classes)
         self.titles: list[str] = []
         self.described: dict[str, Any] = {}
 
@@ -106,6 +110,37 @@ class Drawn:
         return {"steps": image_grid(torch.stack(steps, dim=1).flatten(0, 1), columns=5)}
 
 
+class GaussianSampling(Sampling):
+    """Sampling by drawing around the mean."""
+
+    def maker(self, inputs: SamplingInputs) -> Drawn:
+        return Drawn(inputs)
+
+
+class GaussianEvaluation(Evaluation):
+    """The likelihood of held-out images."""
+
+    def headline(self, settings: Judging) -> str:
+        return "nats"
+
+    def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
+        assert inputs.model is not None
+        data, settings = open_shards(inputs.data, "validation"), inputs.settings
+        parts = []
+        for start in range(0, data.num_samples, settings.batch_size):
+            rows = np.arange(start, min(start + settings.batch_size, data.num_samples))
+            x, label = from_uint8(data.gather(rows)), torch.from_numpy(data.labels[rows])
+            assert torch.equal(to_uint8(x), data.gather(rows))
+            streams = Streams(0, torch.from_numpy(rows), torch.from_numpy(rows))
+            with torch.no_grad():
+                parts.append(Nats()(inputs.model.network, Batch(x, {"kind": label}, streams)).loss.double())
+        each = torch.cat(parts)
+        entry = mean_estimate(each, block_of_each(len(each))).as_dict()
+        how = {"data": data.digest, "settings": dump(settings)}
+        protocol = {**how, "digest": digest(how), "num_samples": len(each)}
+        return {"metrics": {"nats": entry}, "curve": [], "classes": {}, "protocol": protocol}
+
+
 class GaussianSystem(System):
     """A Gaussian for each pixel of each class."""
 
@@ -118,34 +153,19 @@ class GaussianSystem(System):
     }
     reads: ClassVar = ("crops",)
 
-    def headline(self, experiment: Sections) -> str:
-        return "nats"
-
     def build_network(self, spec: DataSpec) -> Pixels:
         return Pixels(max(spec.num_classes, 1), (spec.channels, spec.resolution, spec.resolution))
 
-    def build_objective(self, spec: DataSpec) -> Any:
-        return nats
+    def build_objective(self, spec: DataSpec) -> Nats:
+        return Nats()
 
-    def batch(self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec) -> Batch:
+    def batch(
+        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+    ) -> Batch:
         return Batch(codec.draw(stored, streams), {"kind": label}, streams)
 
-    def maker(self, given: ToSample) -> Maker:
-        return Drawn(given)
+    def sampling(self) -> Sampling:
+        return GaussianSampling()
 
-    def judge(self, given: ToJudge) -> dict[str, Any]:
-        assert given.model is not None
-        data, settings = open_shards(given.data, "validation"), given.sections["evaluate"]
-        parts = []
-        for start in range(0, data.num_samples, settings.batch_size):
-            rows = np.arange(start, min(start + settings.batch_size, data.num_samples))
-            x, label = from_uint8(data.gather(rows)), torch.from_numpy(data.labels[rows])
-            assert torch.equal(to_uint8(x), data.gather(rows))
-            streams = Streams(0, torch.from_numpy(rows), torch.from_numpy(rows))
-            with torch.no_grad():
-                parts.append(nats(given.model.network, Batch(x, {"kind": label}, streams)).loss.double())
-        each = torch.cat(parts)
-        entry = mean_estimate(each, block_of_each(len(each))).as_dict()
-        how = {"data": data.digest, "settings": dump(settings)}
-        protocol = {**how, "digest": digest(how), "num_samples": len(each)}
-        return {"metrics": {"nats": entry}, "curve": [], "classes": {}, "protocol": protocol}
+    def evaluation(self) -> Evaluation:
+        return GaussianEvaluation()

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.files import Stamp, atomic_write, stamp_of
-from image_diffusion.data.sources.listing import FewFiles, Item, Listing
+from image_diffusion.core.files.atomic import Stamp, atomic_write, stamp_of
+from image_diffusion.data.sources.arrow import open_table
+from image_diffusion.data.sources.base import FewFiles, Item, Listing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,7 @@ class Part:
 
 
 class Embeddings(FewFiles):
-    """Embeddings of images and captions in `.npy` parts, captions in Parquet. There are no images to crop."""
+    """Embeddings of images and captions in `.npy` parts, captions in Parquet. The source has no images to crop."""
 
     type: Literal["embeddings"] = "embeddings"
     """Embeddings as clip-retrieval, img2dataset and LAION write them."""
@@ -47,33 +48,34 @@ class Embeddings(FewFiles):
     images: str = "img_emb"
     """Folder in it with the parts of image embeddings."""
     texts: str | None = "text_emb"
-    """Folder in it with the parts of text embeddings; null: there are none, captions are embedded."""
+    """Folder in it with the parts of text embeddings; null: the source has none, and captions are embedded."""
     metadata: str | None = "metadata"
-    """Folder in it with the parts of captions, Parquet; null: there are none."""
+    """Folder in it with the parts of captions, Parquet; null: the source has no captions."""
     caption_column: str = "caption"
     """Name of the column of captions."""
     id_column: str | None = None
     """Name of the column that names a pair for good, which decides its split; unset: its part and row."""
 
     def listing(self) -> Listing:
-        """There are no images. Raises ValueError."""
+        """Raise ValueError: the source has no images."""
         raise ValueError("data.source.type is embeddings: there are no images to crop. Set pairs.type to files.")
 
     def known_classes(self) -> list[str] | None:
-        """None: they are known when the files have been read."""
+        """Return None: the classes are known once the files have been read."""
         return None
 
     def read(self, item: Item) -> bytes:
-        """There are no images. Raises OSError."""
+        """Raise OSError: the source has no images."""
         raise OSError(f"{item.name} is an embedding, not an image")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
-        """Every part's files. Raises ValueError as `parts` does."""
+        """Return every part's files. Raises ValueError as `parts` does."""
         paths = [path for part in self.parts() for path in (part.image, part.text, part.metadata) if path]
         return {f"{path.parent.name}/{path.name}": (str(path), stamp_of(path)) for path in paths}
 
     def parts(self) -> list[Part]:
-        """The parts, by number. Raises ValueError for files that are missing, unreadable or do not fit together."""
+        """Return the parts, by number. Raises ValueError for files that are missing, unreadable or do not fit
+        together."""
         if self.metadata is None and self.texts is None:
             raise ValueError("data.source names neither texts nor metadata: nothing tells of the captions. Give one.")
         if self.metadata is None and self.id_column is not None:
@@ -89,7 +91,7 @@ class Embeddings(FewFiles):
                     f"data.source.path: {self.path}/{has} has a part {number}, but {self.path}/{lacks} has none. Copy "
                     f"every part of both."
                 )
-        found: list[Part] = []
+        parts: list[Part] = []
         for number, image in sorted(images.items()):
             rows, dim = open_rows(image).shape
             text = texts[number] if texts is not None else None
@@ -102,56 +104,57 @@ class Embeddings(FewFiles):
                         f"{image} has embeddings of {dim} dimensions but {text} of {text_dim}. Use those of one model."
                     )
             if table is not None:
-                _same_count(image, rows, table, _table_rows(table))
-            if found and dim != found[0].dim:
+                _same_count(image, rows, table, sum(open_table(table).sizes))
+            if parts and dim != parts[0].dim:
                 raise ValueError(
-                    f"{image} has embeddings of {dim} dimensions but {found[0].image} of {found[0].dim}. Use those of "
+                    f"{image} has embeddings of {dim} dimensions but {parts[0].image} of {parts[0].dim}. Use those of "
                     f"one model."
                 )
-            found.append(Part(image, text, table, rows, dim))
-        return found
+            parts.append(Part(image, text, table, rows, dim))
+        return parts
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """There are no images. Raises ValueError."""
+        """Raise ValueError: the source has no images."""
         raise ValueError("data.source.type is embeddings: there are no images beside which captions could lie.")
 
     def captions(self, part: Part) -> list[str]:
-        """The caption of every row of a part, empty where there is none."""
+        """Return the caption of every row of a part, empty where a row has none."""
         assert part.metadata is not None
         return [text if text.strip() else "" for text in _column(part.metadata, self.caption_column)]
 
     def ids(self, part: Part, number: int) -> list[str]:
-        """What names each pair of part number `number` for good. Raises ValueError where two have one name."""
+        """Return the permanent names of the pairs of part number `number`. Raises ValueError where two have one
+        name."""
         if self.id_column is None:
             return [f"{number}/{row}" for row in range(part.num_rows)]
         assert part.metadata is not None
-        found = _column(part.metadata, self.id_column)
-        if len(set(found)) != len(found) or "" in found:
+        ids = _column(part.metadata, self.id_column)
+        if len(set(ids)) != len(ids) or "" in ids:
             raise ValueError(
                 f"{part.metadata}: column {self.id_column} does not name each pair on its own. Choose another column, "
                 f"or leave data.source.id_column out."
             )
-        return found
+        return ids
 
     def _numbered(self, name: str, suffix: str) -> dict[int, Path]:
         folder = Path(self.path) / name
         if not folder.is_dir():
             raise ValueError(f"data.source.path: {folder} does not exist. Give the folder that holds {name}.")
-        found: dict[int, Path] = {}
+        paths: dict[int, Path] = {}
         for path in sorted(folder.glob(f"*{suffix}")):
             match = re.search(r"(\d+)$", path.stem)
-            if match is None or int(match[1]) in found:
+            if match is None or int(match[1]) in paths:
                 raise ValueError(f"{path} has no number of its own at the end of its name. Name parts like {name}_0.")
-            found[int(match[1])] = path
-        if not found:
+            paths[int(match[1])] = path
+        if not paths:
             raise ValueError(
                 f"data.source.path: {folder} holds no {suffix} file. Give the folder that holds the parts."
             )
-        return found
+        return paths
 
 
 def open_rows(path: Path) -> NDArray[np.floating]:
-    """The embeddings in a `.npy` file, [n, dim], memory-mapped. Raises ValueError for anything else."""
+    """Return the embeddings in a `.npy` file, [n, dim], memory-mapped. Raises ValueError for anything else."""
     import numpy as np  # here: asking whether a source has changed loads none of it
 
     try:
@@ -168,44 +171,17 @@ def _same_count(first: Path, rows: int, second: Path, other: int) -> None:
         raise ValueError(f"{first} has {rows:,} rows but {second} has {other:,}. Both must tell of the same pairs.")
 
 
-def _table_rows(path: Path) -> int:
-    parquet, failures = _pyarrow()
-    try:
-        count: int = parquet.read_metadata(path).num_rows
-    except failures as error:
-        raise ValueError(f"{path} is not valid Parquet: {' '.join(str(error).split())}") from None
-    return count
-
-
 @lru_cache(maxsize=4)
 def _column(path: Path, name: str) -> list[str]:
-    parquet, failures = _pyarrow()
-    try:
-        known: Sequence[str] = parquet.read_schema(path).names
-        if name not in known:
-            raise ValueError(f"{path} has no column '{name}'. Known: {', '.join(known)}.")
-        cells = parquet.read_table(path, columns=[name]).column(0).to_pylist()
-    except failures as error:
-        raise ValueError(f"{path} is not valid Parquet: {' '.join(str(error).split())}") from None
-    return ["" if cell is None else str(cell) for cell in cells]
+    return ["" if cell is None else str(cell) for cell in open_table(path).columns((name,))[name]]
 
 
 def write_columns(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     """Write a Parquet file with these columns, by name. Raises ValueError without pyarrow."""
-    parquet, _ = _pyarrow()
-    import pyarrow
-
-    with atomic_write(path) as file:
-        parquet.write_table(pyarrow.table({name: list(each) for name, each in columns.items()}), file)
-
-
-def _pyarrow() -> tuple[Any, tuple[type[Exception], ...]]:
-    """The module that reads Parquet, and what it raises."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(
-            "The captions of embeddings are Parquet: that needs the package pyarrow. Run: python -m pip install pyarrow"
-        ) from None
-    return pyarrow.parquet, (pyarrow.ArrowException, OSError)
+        raise ValueError("Captions of embeddings are Parquet, which needs the package pyarrow. Install it.") from None
+    with atomic_write(path) as file:
+        pyarrow.parquet.write_table(pyarrow.table({name: list(cells) for name, cells in columns.items()}), file)

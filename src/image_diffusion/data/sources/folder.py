@@ -9,33 +9,43 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from image_diffusion.core.config import Config
-from image_diffusion.core.files import Stamp, stamp_in
-from image_diffusion.data.sources.labels_file import LABELS_FILE, LARGEST_LABELS, labelled, labels_in
-from image_diffusion.data.sources.listing import (
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.files.atomic import Stamp, stamp_in
+from image_diffusion.core.texts import class_name
+from image_diffusion.data.sources.base import (
     LARGEST_TEXT,
-    Found,
+    FileGroup,
     Item,
     Listing,
     add_stamp,
     captions_in,
-    class_name,
+    is_hidden,
+    is_text,
     number_classes,
     number_labels,
     plain_text,
     read_image,
     values_in,
 )
+from image_diffusion.data.sources.layouts import (
+    LABELS_FILE,
+    LARGEST_LABELS,
+    Level,
+    by_folder,
+    labelled,
+    labels_in,
+    level_of,
+)
 
 T = TypeVar("T")
 
+_METADATA = ("metadata.csv", "metadata.jsonl")  # of the layout imagefolder of Hugging Face
 _CAPTIONS = (".txt", ".json")
-_NOT_DATA = {"__MACOSX", "Thumbs.db", "desktop.ini"}
 
 
 class Folder(Config):
@@ -52,8 +62,10 @@ class Folder(Config):
     """Images in a folder."""
     path: str = Field(min_length=1)
     """The folder, absolute or relative to where the command runs."""
-    classes: Literal["folders", "names", "labels", "none"] = "folders"
-    """folders: the folder at the first level is the class. names: what a file's name begins with, up to the first
+    classes: Literal["folders", "names", "labels", "none"] | Level = "folders"
+    """folders: the folder at the first level is the class; {level: 2}: that at the second, as for train/cat/1.jpg. With
+    folders, the names of splits (train, val, test) and one folder around all others are refused; a level says that its
+    folders are the classes. names: what a file's name begins with, up to the first
     underscore, wherever it lies: cat_0001.jpg, as improved-diffusion has it. labels: dataset.json in
     the folder tells them, as dataset_tool.py of StyleGAN3 and EDM2 writes it. none: unconditional, however the files
     are arranged."""
@@ -68,7 +80,7 @@ class Folder(Config):
             if value is not None and re.compile(value).groups != 1:
                 raise ValueError(f"{value!r} must have one group in parentheses, the class.")
         except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}.") from None
+            raise ValueError(f"{value!r} is not a regular expression: {error}.") from None
         return value
 
     @model_validator(mode="after")
@@ -78,74 +90,99 @@ class Folder(Config):
         return self
 
     def listing(self) -> Listing:
-        """Every file as an image, sorted by path. Raises ValueError when the folder is missing or empty."""
+        """Return every file as an image, sorted by path. Raises ValueError when the folder is missing or empty."""
         walk = Walk(self._root())
         names = sorted((plain_text(relative), relative) for relative in walk.files())
         if not names:
             raise ValueError(self._empty())
         beside = _beside_images(name for name, _ in names)
         names = [(name, relative) for name, relative in names if name not in beside]
-        walk.ignored += len(beside)
+        walk.passed_over += sorted(beside)
         rejected = sorted(walk.rejected)
+        notices = self._tables(name for name, _ in names)
         if self.classes == "names":
-            return self._by_name(names, rejected, walk.ignored)
+            return self._by_name(names, rejected, walk.passed_over)
         if self.classes == "labels":
-            found = labelled([each for each in names if each[0] != LABELS_FILE], self._labels(), self.path, "folder")
-            return replace(found, rejected=sorted([*found.rejected, *rejected]), ignored=walk.ignored)
+            listing = labelled([pair for pair in names if pair[0] != LABELS_FILE], self._labels(), self.path, "folder")
+            return replace(listing, rejected=sorted([*listing.rejected, *rejected]), passed_over=walk.passed_over)
         in_folders = [name for name, _ in names if "/" in name]
         if self.classes == "none" or not in_folders:
             items = [Item(name, None, (relative,)) for name, relative in names]
-            return Listing(items, [], rejected, walk.ignored)
-        numbers = number_classes(class_name(name.split("/", 1)[0]) for name in in_folders)
-        items = [
-            Item(name, numbers[class_name(name.split("/", 1)[0])], (relative,))
-            for name, relative in names
-            if "/" in name
-        ]
-        rejected += [(name, "lies outside every class folder") for name, _ in names if "/" not in name]
-        return Listing(items, list(numbers), sorted(rejected), walk.ignored)
+            return Listing(items, [], rejected, walk.passed_over, notices=notices)
+        listing = by_folder(names, level_of(self.classes, self.path, self._inside))
+        rejected = sorted([*listing.rejected, *rejected])
+        return replace(listing, rejected=rejected, passed_over=walk.passed_over, notices=notices)
 
-    def _by_name(self, names: list[tuple[str, str]], rejected: list[tuple[str, str]], ignored: int) -> Listing:
-        """The listing with classes from the names of the files."""
+    def _tables(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return a line for each table of images that a folder is not read with."""
+        return tuple(
+            f"{self.path}/{name} is not read: {{type: table, path: {self.path}/{name}, path_column: file_name, "
+            f"label_column: null}} as data.source reads the images that it names, and their captions"
+            for name in names
+            if PurePosixPath(name).name in _METADATA
+        )
+
+    def _by_name(
+        self, names: list[tuple[str, str]], rejected: list[tuple[str, str]], passed_over: list[str]
+    ) -> Listing:
+        """Return the listing with classes from the names of the files."""
         pattern = re.compile(self.class_pattern or r"(?:^|/)([^/_]+)_[^/]*$")
-        found = {name: class_name(match[1]) for name, _ in names if (match := pattern.search(name)) and match[1]}
-        numbers = number_labels(found.values(), self.path)
-        items = [Item(name, numbers[found[name]], (relative,)) for name, relative in names if name in found]
+        classes = {name: class_name(match[1]) for name, _ in names if (match := pattern.search(name)) and match[1]}
+        numbers = number_labels(classes.values(), self.path)
+        items = [Item(name, numbers[classes[name]], (relative,)) for name, relative in names if name in classes]
         reason = "no class in its name: " + ("no underscore" if self.class_pattern is None else "no match")
-        unnamed = [(name, reason) for name, _ in names if name not in found]
-        return Listing(items, list(numbers), sorted([*rejected, *unnamed]), ignored)
+        unnamed = [(name, reason) for name, _ in names if name not in classes]
+        return Listing(items, list(numbers), sorted([*rejected, *unnamed]), passed_over)
 
     def known_classes(self) -> list[str] | None:
-        """The folders at the first level that hold anything; None where the folder is not there yet."""
+        """Return the class folders that hold more than texts; None where the folder is not there yet. Raises ValueError
+        where its folders are splits, or one wraps all others."""
         if self.classes == "none":
             return []
         if self.classes in ("names", "labels"):
             return None
         try:
-            with os.scandir(self.path) as entries:
-                folders = [each for each in entries if each.is_dir() and not _is_ignored(each.name)]
-            return list(number_classes(class_name(plain_text(each.name)) for each in folders if any(os.scandir(each))))
+            folders = [""]
+            for _ in range(level_of(self.classes, self.path, self._inside)):
+                folders = [f"{above}{name}/" for above in folders for name in self._inside(above)]
+            return list(
+                number_classes(
+                    class_name(plain_text(folder.split("/")[-2]))
+                    for folder in folders
+                    if any(
+                        not is_hidden(entry.name) and not is_text(entry.name) for entry in os.scandir(self._at(folder))
+                    )
+                )
+            )
         except OSError:
             return None
 
+    def _inside(self, folder: str) -> set[str]:
+        """Return the names of the folders in a folder, a path from the source on."""
+        with os.scandir(self._at(folder)) as entries:
+            return {entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir()}
+
+    def _at(self, folder: str) -> str:
+        return f"{self.path}/{folder}"
+
     def read(self, item: Item) -> bytes:
-        """The bytes of one file. Raises OSError."""
+        """Return the bytes of one file. Raises OSError."""
         return read_image(Path(self.path) / str(item.address[0]))
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """The captions beside the images, by the name of the image without its extension: the lines of `.txt`, or the
-        key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
-        return {stem: captions for stem, captions in self._beside("caption", _CAPTIONS, captions_in) if captions}
+        """Return the captions beside the images, by the name of the image without its extension: the lines of `.txt`,
+        or the key "caption" of `.json`. Raises ValueError for a file that cannot be read as such."""
+        return {stem: captions for stem, captions in self._sidecars("caption", _CAPTIONS, captions_in) if captions}
 
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Keys of the `.json` beside the images, by the name of the image without its extension."""
-        return dict(self._beside("JSON", (".json",), lambda data, _: values_in(data, names)))
+        """Return keys of the `.json` beside the images, by the name of the image without its extension."""
+        return dict(self._sidecars("JSON", (".json",), lambda data, _: values_in(data, names)))
 
-    def _beside(
+    def _sidecars(
         self, what: str, extensions: tuple[str, ...], read: Callable[[bytes, str], T]
     ) -> Iterator[tuple[str, T]]:
-        """What is read of each file beside an image, with its name without the extension. what: it should be. Raises
-        ValueError."""
+        """Yield what is read of each file beside an image, with its name without the extension. what: it should be.
+        Raises ValueError."""
         root = self._root()
         for name in sorted(_beside_images(plain_text(name) for name in Walk(root).files())):
             stem, extension = os.path.splitext(name)  # noqa: PTH122 - Path would take a name apart further
@@ -158,11 +195,11 @@ class Folder(Config):
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{root}/{name} is no {what}: {error}. Repair or remove it.") from None
 
-    def found(self) -> Iterator[Found]:
-        """Every file that is not hidden. Raises ValueError when the folder is missing or empty."""
+    def file_groups(self) -> Iterator[FileGroup]:
+        """Yield every file that is not hidden. Raises ValueError when the folder is missing or empty."""
         empty = True
-        for found in Walk(self._root()).found():
-            yield found
+        for group in Walk(self._root()).file_groups():
+            yield group
             empty = False
         if empty:
             raise ValueError(self._empty())
@@ -171,7 +208,7 @@ class Folder(Config):
         return f"data.source.path: {self.path} holds no files. Put images into it, in class folders or not."
 
     def _labels(self) -> dict[str, str]:
-        """What dataset.json says. Raises ValueError where it is missing or says nothing."""
+        """Return the labels in dataset.json. Raises ValueError where it is missing or has none."""
         path = Path(self.path) / LABELS_FILE
         if not path.is_file():
             raise ValueError(f"data.source.classes is labels, but {path} does not exist. Write it, or set classes.")
@@ -191,14 +228,10 @@ class Folder(Config):
 
 
 def _beside_images(names: Iterable[str]) -> set[str]:
-    """Those of the names that end in `.txt` or `.json` and differ from another in that alone."""
+    """Return the names that end in `.txt` or `.json` and differ from another in that alone."""
     parts = [os.path.splitext(name) for name in names]  # noqa: PTH122
     stems = {stem for stem, extension in parts if extension.lower() not in _CAPTIONS}
     return {stem + extension for stem, extension in parts if extension.lower() in _CAPTIONS and stem in stems}
-
-
-def _is_ignored(name: str) -> bool:
-    return name.startswith(".") or name in _NOT_DATA
 
 
 class Walk:
@@ -206,22 +239,22 @@ class Walk:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.ignored = 0
+        self.passed_over: list[str] = []
         self.rejected: list[tuple[str, str]] = []
 
     def files(self) -> dict[str, Stamp]:
         """Path relative to the root, with "/" between its parts, to the stamp of every file that is not hidden."""
         return {
-            found.at(name)[len(self.root) + 1 :]: found.stamp(number)
-            for found in self.found()
-            for number, name in enumerate(found.names)
+            group.at(name)[len(self.root) + 1 :]: group.stamp(number)
+            for group in self.file_groups()
+            for number, name in enumerate(group.names)
         }
 
-    def found(self) -> Iterator[Found]:
-        """The same, folder by folder."""
+    def file_groups(self) -> Iterator[FileGroup]:
+        """Yield the files, folder by folder."""
         return self._below(self.root, "", (os.path.realpath(self.root),))
 
-    def _below(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[Found]:
+    def _below(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[FileGroup]:
         names: list[str] = []
         stamps, folders = array("q"), list[str]()
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -229,18 +262,18 @@ class Walk:
             with os.scandir(descriptor) as entries:
                 for entry in entries:
                     name = entry.name
-                    if _is_ignored(name):
-                        self.ignored += 1
+                    if is_hidden(name):
+                        self.passed_over.append(plain_text(prefix + name))
                         continue
                     try:
-                        found = entry.stat()
+                        status = entry.stat()
                     except OSError as error:
                         self.rejected.append((plain_text(prefix + name), _why(error)))
                         continue
-                    kind = stat.S_IFMT(found.st_mode)
+                    kind = stat.S_IFMT(status.st_mode)
                     if kind == stat.S_IFREG:
                         names.append(name)
-                        add_stamp(stamps, stamp_in(found))
+                        add_stamp(stamps, stamp_in(status))
                     elif kind == stat.S_IFDIR:
                         folders.append(name)
                     else:
@@ -248,7 +281,7 @@ class Walk:
         finally:
             os.close(descriptor)
         if names:
-            yield Found(plain_text(prefix), names, stamps, partial("{}/{}".format, folder))
+            yield FileGroup(plain_text(prefix), names, stamps, partial("{}/{}".format, folder))
         for name in folders:
             path = f"{folder}/{name}"
             real = os.path.realpath(path)

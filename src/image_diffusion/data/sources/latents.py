@@ -1,4 +1,4 @@
-"""What every source of latents shares: others have encoded the images, and none of those is here to be cropped."""
+"""Latents that other tools have encoded: none of their images is present to be cropped."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import hashlib
 import io
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config
-from image_diffusion.data.sources.listing import Found, Item, Listing
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.files.atomic import Stamp, stamp_of
+from image_diffusion.data.sources.archives.zip import ZipArchive
+from image_diffusion.data.sources.base import FewFiles, FileGroup, Item, Listing
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.layouts import LABELS_FILE, labels_in
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 UNIT = "latent"
-"""What an item of such a source is, in the singular."""
+"""Name of an item of such a source, in the singular."""
+_ARRAYS, _DTYPES = ("latents", "latents_flip"), ("F16", "F32", "F64")
+_FEATURES, _LABELS = "_features", "_labels"
 
 
 @dataclass(frozen=True)
@@ -35,75 +43,276 @@ class Encoded:
 
 
 class LatentSource(Config):
-    """Latents in place of images. One layout, one file; its name in `Source`."""
+    """Latents in place of images. Every layout is a class; its name is in `Source`."""
 
     type: str
     """Its name."""
     path: str = Field(min_length=1)
-    """Where the latents lie."""
+    """Path of the latents."""
 
     has_mirror_images: ClassVar[bool] = False
-    """Whether the mirror image of each image has been encoded too."""
+    """True if the mirror image of each image has been encoded too."""
     num_moments: ClassVar[Literal[1, 2]] = 1
     """2: mean and standard deviation; 1: the latent alone."""
     pixels: ClassVar[Literal["signed", "unit"]] = "signed"
-    """What the autoencoder was given: pixels in [-1, 1], or in [0, 1]."""
+    """Range of the pixels that the autoencoder was given: [-1, 1], or [0, 1]."""
 
     @abstractmethod
     def listing(self) -> Listing:
-        """Every encoded image, sorted by name, its class the number that the files give. Raises ValueError for files
-        that are missing, cut short, or do not fit together."""
+        """Return every encoded image, sorted by name, its class the number that the files give. Raises ValueError for
+        files that are missing, cut short, or do not fit together."""
 
     @abstractmethod
-    def found(self) -> Iterator[Found]:
-        """The files the latents come from, group by group. Raises ValueError when there are none."""
+    def file_groups(self) -> Iterator[FileGroup]:
+        """Yield the files of the latents, group by group. Raises ValueError when the source has none."""
 
     @abstractmethod
     def encoded(self, item: Item) -> Encoded:
-        """One of them. Raises ValueError naming the file that cannot be read or holds something else."""
+        """Return one encoded image. Raises ValueError naming the file that cannot be read or holds something else."""
 
     def settings(self) -> dict[str, object]:
-        """What else decides the numbers that `encoded` gives."""
+        """Return the further settings that decide the numbers that `encoded` gives."""
         return {}
 
     def known_classes(self) -> list[str] | None:
-        """None: they are known when the files have been read."""
+        """Return None: the classes are known once the files have been read."""
         return None
 
     def read(self, item: Item) -> bytes:
-        """There are no images. Raises OSError."""
+        """Raise OSError: the source has no images."""
         raise OSError(f"{item.name} is a latent, not an image")
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """There are no images. Raises ValueError."""
+        """Raise ValueError: the source has no images."""
         raise ValueError("data.source holds latents: there are no images beside which captions could lie.")
 
 
-def array_in(data: bytes, where: str) -> NDArray[np.generic]:
-    """What a `.npy` file holds. where: it lies. Raises ValueError for anything else."""
+class Edm2Latents(LatentSource):
+    """Means and standard deviations of a VAE as `dataset_tool.py encode` of NVlabs/edm2 writes them, unscaled and
+    without mirror images: a folder or a zip.
+
+        00000/img-mean-std-00000000.npy    float32 [2c, h, w]: the mean, then the standard deviation
+        dataset.json                       {"labels": [["00000/img-mean-std-00000000.npy", 5], …]} or {"labels": null}
+
+    Its autoencoder was given pixels in [0, 1] (`encode_pixels` in training/encoders.py divides by 255), where
+    diffusers' take [-1, 1]: the codec has to say `pixels: unit` to decode what is learnt from these.
+    """
+
+    type: Literal["edm2_latents"] = "edm2_latents"
+    """Latents as EDM2's dataset_tool.py encode writes them; path: the folder or the zip."""
+    classes: Literal["labels", "none"] = "labels"
+    """labels: dataset.json gives the classes. none: unconditional data."""
+
+    num_moments: ClassVar[Literal[1, 2]] = 2
+    pixels: ClassVar[Literal["signed", "unit"]] = "unit"
+
+    def file_groups(self) -> Iterator[FileGroup]:
+        return self._inner.file_groups()
+
+    def listing(self) -> Listing:
+        addresses = {item.name: item.address for item in self._inner.listing().items if item.name.endswith(".npy")}
+        if self.classes == "none":
+            return _listing(None, addresses, self.path)
+        labels = self._labels()
+        if unlabelled := sorted(addresses.keys() - labels.keys()):
+            raise ValueError(f"{self.path}: {LABELS_FILE} names no class of {unlabelled[0]}. Copy {LABELS_FILE} again.")
+        if missing := sorted(labels.keys() - addresses.keys()):
+            raise ValueError(f"{self.path}: {missing[0]} is missing, which {LABELS_FILE} names. Copy all of it again.")
+        return _listing({name: int(label) for name, label in labels.items()}, addresses, self.path)
+
+    def encoded(self, item: Item) -> Encoded:
+        where = f"{self.path}: {item.name}"
+        data, array = _array(self._inner, item, where)
+        if array.ndim != 3 or array.dtype.kind != "f" or len(array) % 2:
+            raise ValueError(f"{where} holds {array.dtype} {list(array.shape)}, not means and deviations [2c, h, w].")
+        return Encoded([array.reshape(2, len(array) // 2, *array.shape[1:])], _sha256(data))
+
+    @property
+    def _inner(self) -> Folder | ZipArchive:
+        if Path(self.path).is_dir():
+            return Folder(path=self.path, classes="none")
+        return ZipArchive(path=self.path, classes="none")
+
+    def _labels(self) -> dict[str, str]:
+        advice = "Copy it again, or set data.source.classes to none."
+        try:
+            data = self._inner.read(Item(LABELS_FILE, None, (LABELS_FILE,)))
+        except OSError as error:
+            raise ValueError(
+                f"{self.path}: {LABELS_FILE} cannot be read: {error.strerror or error}. {advice}"
+            ) from None
+        labels = labels_in(data, self.path)
+        if labels is None:
+            raise ValueError(f"{self.path}: {LABELS_FILE} names no classes. {advice}")
+        return labels
+
+
+class LightningDiTLatents(FewFiles, LatentSource):
+    """Latents as extract_features.py of hustvl/LightningDiT writes them, drawn once and unscaled, of images and of
+    their mirror images: a folder of safetensors files.
+
+        latents_rank00_shard000.safetensors, …    latents, latents_flip: [n, c, h, w]; labels: [n]
+        latents_stats.pt                          mean and deviation of some of them; not read, they are measured anew
+    """
+
+    type: Literal["lightningdit_latents"] = "lightningdit_latents"
+    """Latents as LightningDiT's extract_features.py writes them; path: the folder."""
+
+    has_mirror_images: ClassVar[bool] = True
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        paths = sorted(Path(self.path).glob("*.safetensors"))
+        if not paths:
+            raise ValueError(f"data.source.path: {self.path} holds no .safetensors file. Give the folder with them.")
+        return {path.name: (str(path), stamp_of(path)) for path in paths}
+
+    def listing(self) -> Listing:
+        labels: dict[str, int] = {}
+        addresses: dict[str, tuple[str | int, ...]] = {}
+        for name, (path, stamp) in self.files().items():
+            for row, label in enumerate(_labels(path, stamp)):
+                labels[f"{name}/{row:06d}"] = label
+                addresses[f"{name}/{row:06d}"] = (path, row)
+        return _listing(labels, addresses, self.path)
+
+    def encoded(self, item: Item) -> Encoded:
+        path, row = str(item.address[0]), int(item.address[1])
+        file = _open(path, stamp_of(Path(path)))
+        arrays = [file.get_slice(name)[row : row + 1] for name in _ARRAYS]
+        return Encoded(arrays, _sha256(*(array.tobytes() for array in arrays)))
+
+
+class FastDiTLatents(LatentSource):
+    """Latents as extract_features.py of chuanyangjin/fast-DiT writes them, two folders of `.npy` files.
+
+        imagenet256_features/0.npy, …    float32 [1, c, h, w], drawn once and multiplied with 0.18215
+        imagenet256_labels/0.npy, …      int64 [1]
+
+    Each image was mirrored by chance before it was encoded, once and for all, so there are no mirror images.
+    """
+
+    type: Literal["fastdit_latents"] = "fastdit_latents"
+    """Latents as fast-DiT's extract_features.py writes them; path: the folder with NAME_features and NAME_labels."""
+    scale: float = Field(0.18215, gt=0)
+    """Factor by which the latents were multiplied, which is divided out: the codec scales them itself."""
+
+    def file_groups(self) -> Iterator[FileGroup]:
+        for folder in self._folders():
+            for group in self._inner(folder).file_groups():
+                yield replace(group, folder=f"{folder}/{group.folder}")
+
+    def settings(self) -> dict[str, object]:
+        return {"scale": self.scale}
+
+    def listing(self) -> Listing:
+        folders = self._folders()
+        features, labels = ({item.name for item in self._inner(folder).listing().items} for folder in folders)
+        if odd := sorted(features ^ labels):
+            has, lacks = folders if odd[0] in features else reversed(folders)
+            raise ValueError(
+                f"{self.path}/{has}/{odd[0]} is there, but {self.path}/{lacks}/{odd[0]} is missing. Copy both."
+            )
+        return _listing(
+            {name: self._label(folders[1], name) for name in features},
+            {name: (folders[0], name) for name in features},
+            self.path,
+        )
+
+    def encoded(self, item: Item) -> Encoded:
+        folder, name = map(str, item.address)
+        data, array = self._array(folder, name)
+        if array.ndim != 4 or len(array) != 1 or array.dtype.kind != "f":
+            raise ValueError(
+                f"{self.path}/{folder}/{name} holds {array.dtype} {list(array.shape)}, not one latent, floats "
+                "[1, c, h, w]."
+            )
+        return Encoded([array.astype("float64") / self.scale], _sha256(data))
+
+    def _folders(self) -> tuple[str, str]:
+        """Return the names of both folders."""
+        names = sorted(path.name for path in Path(self.path).glob(f"*{_FEATURES}") if path.is_dir())
+        if len(names) != 1:
+            raise ValueError(
+                f"data.source.path: {self.path} holds {len(names)} folders NAME{_FEATURES}, not one. Give the folder "
+                f"in which NAME{_FEATURES} and NAME{_LABELS} lie."
+            )
+        labels = names[0].removesuffix(_FEATURES) + _LABELS
+        if not Path(self.path, labels).is_dir():
+            raise ValueError(f"data.source.path: {self.path}/{labels} is missing. Copy it beside {names[0]}.")
+        return names[0], labels
+
+    def _inner(self, folder: str) -> Folder:
+        return Folder(path=str(Path(self.path, folder)), classes="none")
+
+    def _array(self, folder: str, name: str) -> tuple[bytes, NDArray[np.generic]]:
+        return _array(self._inner(folder), Item(name, None, (name,)), str(Path(self.path, folder, name)))
+
+    def _label(self, folder: str, name: str) -> int:
+        _, array = self._array(folder, name)
+        if array.shape != (1,) or array.dtype.kind not in "iu":
+            raise ValueError(
+                f"{self.path}/{folder}/{name} holds {array.dtype} {list(array.shape)}, not one class, an integer [1]."
+            )
+        return int(array[0])
+
+
+def _array(source: Folder | ZipArchive, item: Item, where: str) -> tuple[bytes, NDArray[np.generic]]:
+    """Return a `.npy` file of a source, and the array that it holds. where: it lies. Raises ValueError for anything
+    else."""
     import numpy as np  # here: asking whether a source has changed loads none of it
 
     try:
-        found: NDArray[np.generic] = np.load(io.BytesIO(data), allow_pickle=False)
+        data = source.read(item)
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}. Copy it again.") from None
+    try:
+        array: NDArray[np.generic] = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"{where} is damaged or cut short: {told}. Copy it again.") from None
-    return found
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where} is damaged or cut short: {reason}. Copy it again.") from None
+    return data, array
 
 
-def sha256_of(*parts: bytes) -> str:
-    """Of bytes that stand one after another."""
+def _sha256(*parts: bytes) -> str:
+    """Return the sha256 of concatenated bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def listed(labels: Mapping[str, int] | None, addresses: Mapping[str, tuple[str | int, ...]], where: str) -> Listing:
-    """The items by name, where there are labels with those as their classes, which keep their numbers. where: they
-    come from. Raises ValueError for a negative one, and where there are no items."""
+def _listing(labels: Mapping[str, int] | None, addresses: Mapping[str, tuple[str | int, ...]], where: str) -> Listing:
+    """List the items by name, where labels exist with those as their classes, which keep their numbers. where: they
+    come from. Raises ValueError for a negative label, and where the source is empty."""
     if not addresses:
         raise ValueError(f"data.source.path: {where} holds no latents. Give the folder or file that the tool wrote.")
     if labels is None:
-        return Listing([Item(name, None, addresses[name]) for name in sorted(addresses)], [], [], 0, UNIT)
+        return Listing([Item(name, None, addresses[name]) for name in sorted(addresses)], [], [], unit=UNIT)
     if wrong := next((name for name in sorted(addresses) if labels[name] < 0), None):
         raise ValueError(f"{where}: the class of {wrong} is {labels[wrong]}. Classes are numbered from 0.")
     classes = [str(number) for number in range(max(labels[name] for name in addresses) + 1)]
-    return Listing([Item(name, labels[name], addresses[name]) for name in sorted(addresses)], classes, [], 0, UNIT)
+    return Listing([Item(name, labels[name], addresses[name]) for name in sorted(addresses)], classes, [], unit=UNIT)
+
+
+@lru_cache(maxsize=256)
+def _open(path: str, stamp: Stamp) -> Any:
+    """Open a file, memory-mapped. stamp: so that another file of that name is opened anew. Raises ValueError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}. Copy it again.") from None
+
+
+def _labels(path: str, stamp: Stamp) -> list[int]:
+    """Return the classes in a file, whose arrays fit them. Raises ValueError."""
+    file = _open(path, stamp)
+    if missing := sorted({*_ARRAYS, "labels"} - set(file.keys())):
+        raise ValueError(f"{path} has no tensor {missing[0]}. Expected {', '.join(_ARRAYS)} and labels.")
+    labels = file.get_tensor("labels")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise ValueError(f"{path}: labels are {labels.dtype} {list(labels.shape)}, not integers [n].")
+    for name in _ARRAYS:
+        part = file.get_slice(name)
+        shape, dtype = part.get_shape(), part.get_dtype()
+        if len(shape) != 4 or shape[0] != len(labels) or dtype not in _DTYPES:
+            raise ValueError(f"{path}: {name} is {dtype} {shape}, not floats [{len(labels)}, c, h, w], one a label.")
+    return [int(label) for label in labels]

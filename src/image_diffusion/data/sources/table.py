@@ -1,153 +1,224 @@
-"""A table of images: one row an image, its path and its class."""
+"""Tables of paths: one row an image, its path and perhaps its class; or a list, one line an image."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+import io
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from image_diffusion.core.files import Stamp, stamp_of
-from image_diffusion.data.sources.listing import FewFiles, Item, Listing, number_labels, read_image, texts_of
+from image_diffusion.core.files.atomic import Stamp, stamp_of
+from image_diffusion.core.process.errors import log_line_once
+from image_diffusion.core.texts import cell_text, class_name, decoded, lines_in
+from image_diffusion.data.sources.arrow import open_table
+from image_diffusion.data.sources.base import Item, Listing, RowSource, number_labels, read_image
+
+Part = Literal["path", "label", "caption"]
 
 
-class Table(FewFiles):
+class PathTable(RowSource):
+    """Rows that name image files by paths, absolute or relative to the table."""
+
+    type: str
+    """Name of the source."""
+    path: str = Field(min_length=1)
+    """The table."""
+
+    expected: ClassVar[str]
+    """Description of the file, for the message when it is missing."""
+
+    @abstractmethod
+    def key_columns(self) -> tuple[str, str | None]:
+        """Return the names of the columns of paths and of classes; None without classes."""
+
+    @abstractmethod
+    def cells(self, *columns: str) -> dict[str, list[str]]:
+        """Return these columns, and perhaps others. Raises ValueError."""
+
+    def listing(self) -> Listing:
+        """Return every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or
+        unfit."""
+        rows = sorted(self._labels(), key=lambda row: row[0])
+        numbers = number_labels((label for _, label in rows if label), self.path)
+        items: dict[str, Item] = {}
+        rejected = []
+        for path, label in rows:
+            if path in items:
+                rejected.append((path, "listed twice"))
+            elif label == "":
+                rejected.append((path, "no class"))
+            else:
+                items[path] = Item(path, None if label is None else numbers[label], (path,))
+        return Listing(list(items.values()), list(numbers), rejected)
+
+    def known_classes(self) -> list[str] | None:
+        """Return the classes in the column of classes; None where the table does not exist yet."""
+        if self.key_columns()[1] is None:
+            return []
+        try:
+            return list(number_labels((label for _, label in self._labels() if label), self.path))
+        except ValueError:
+            return None
+
+    def read(self, item: Item) -> bytes:
+        """Return the bytes of one file.
+
+        Raises OSError with the absolute path, which `strerror` leaves out: results hold paths as the table has them.
+        """
+        folder = Path(self.path).absolute().parent
+        try:
+            return read_image(folder / str(item.address[0]))
+        except OSError as error:
+            log_line_once(f"note: {self.path} names files that cannot be read. Relative paths begin in {folder}.")
+            reason = error.strerror or str(error)
+            unread = OSError(f"{reason}: {folder / str(item.address[0])}")
+            unread.strerror = reason
+            raise unread from None
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return the table, and every image in it that exists."""
+        table = Path(self.path)
+        files = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
+        for name, _ in self._labels():
+            path = table.parent / name
+            if path.is_file():
+                files[name] = (str(path), stamp_of(path))
+        return files
+
+    def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        paths, _ = self.key_columns()
+        cells = self.cells(paths, *columns)
+        return zip(cells[paths], zip(*(cells[name] for name in columns), strict=True), strict=True)
+
+    def _labels(self) -> list[tuple[str, str | None]]:
+        """Return (path, class) of every row; the class is None without a column of classes, empty where a cell is."""
+        table, (paths, labels) = Path(self.path), self.key_columns()
+        if not table.is_file():
+            raise ValueError(f"data.source.path: {table.absolute()} does not exist. Give {self.expected}.")
+        cells = self.cells(*filter(None, (paths, labels)))
+        if not cells[paths]:
+            raise ValueError(f"{table} has no rows. Give one row an image.")
+        names = [None] * len(cells[paths]) if labels is None else map(class_name, cells[labels])
+        return list(zip(cells[paths], names, strict=True))
+
+
+class Table(PathTable):
     """A CSV or Parquet file with a column of paths, absolute or relative to the table, and perhaps one of classes."""
 
     type: Literal["table"] = "table"
-    """A CSV or Parquet file of paths and classes."""
+    """A table of paths and classes: CSV, TSV, JSON lines or Parquet."""
     path: str = Field(min_length=1)
-    """The table: `.csv` with a header line, or `.parquet` (which needs the package pyarrow)."""
+    """The table: `.csv` or `.tsv` with a header line, `.jsonl` with an object a line, or `.parquet` (which needs the
+    package pyarrow)."""
     path_column: str = "path"
     """Name of the column of paths."""
     label_column: str | None = "label"
     """Name of the column of classes, text or numbers; null for unconditional data."""
 
-    def listing(self) -> Listing:
-        """Every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or unfit."""
-        return listing_of(self._rows(), self.path)
+    expected: ClassVar[str] = "a .csv, .tsv, .jsonl or .parquet file"
 
-    def known_classes(self) -> list[str] | None:
-        """Those in the column of classes; None where the table is not there yet."""
-        if self.label_column is None:
-            return []
+    def key_columns(self) -> tuple[str, str | None]:
+        return self.path_column, self.label_column
+
+    def cells(self, *columns: str) -> dict[str, list[str]]:
+        return read_columns(Path(self.path), *columns)
+
+
+class PathList(PathTable):
+    """A text file of paths, absolute or relative to it, as `find` prints them. A class or a caption may stand behind
+    the path, parted by a tab; a class that ends the line also by a space, as in the lists of Caffe."""
+
+    type: Literal["list"] = "list"
+    """A text file of paths."""
+    path: str = Field(min_length=1)
+    """The file, UTF-8. Empty lines are left out."""
+    parts: list[Part] = Field(["path"], min_length=1, max_length=3)
+    """Parts of a line, in its order."""
+
+    expected: ClassVar[str] = "a text file of paths"
+
+    @field_validator("parts")
+    @classmethod
+    def _has_a_path(cls, value: list[Part]) -> list[Part]:
+        if value[0] != "path" or len(set(value)) < len(value):
+            raise ValueError(f"{value} must begin with path and name nothing twice. Example: [path, label].")
+        return value
+
+    def key_columns(self) -> tuple[str, str | None]:
+        return "path", "label" if "label" in self.parts else None
+
+    def cells(self, *columns: str) -> dict[str, list[str]]:
         try:
-            return list(number_labels((label for _, label in self._rows() if label), self.path))
-        except ValueError:
-            return None
-
-    def read(self, item: Item) -> bytes:
-        """The bytes of one file. Raises OSError, with the whole path that was tried."""
-        return read_named(Path(self.path), item)
+            lines = lines_in(Path(self.path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{self.path} is not text in UTF-8: {error}.") from None
+        rows = [self._parted(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if missing := sorted({*columns} - {*self.parts}):
+            raise ValueError(
+                f"{self.path} has no {missing[0]}s. Set data.source.parts to [path, {missing[0]}], or as they stand."
+            )
+        return {part: [row[part] for row in rows] for part in self.parts}
 
     def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """The captions in columns of the table, by path."""
-        table = Path(self.path)
-        return captions_of_rows(read_columns(table, self.path_column, *columns), self.path_column, columns)
+        """Return the captions in the list, by path. Raises ValueError where it has none."""
+        return super().captions_beside(("caption",))
 
-    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """Columns of the table, by path."""
-        cells = read_columns(Path(self.path), self.path_column, *names)
-        rows = zip(*(cells[name] for name in names), strict=True)
-        return {
-            path: dict(zip(names, row, strict=True)) for path, row in zip(cells[self.path_column], rows, strict=True)
-        }
-
-    def files(self) -> dict[str, tuple[str, Stamp]]:
-        """The table, and every image in it that is there."""
-        return files_named(Path(self.path), (path for path, _ in self._rows()))
-
-    def _rows(self) -> list[tuple[str, str | None]]:
-        """(path, class) of every row; the class is None without a column of classes, empty where a cell is."""
-        table = Path(self.path)
-        if not table.is_file():
-            raise ValueError(f"data.source.path: {table.absolute()} does not exist. Give a .csv or .parquet file.")
-        columns = read_columns(table, *filter(None, (self.path_column, self.label_column)))
-        paths = columns[self.path_column]
-        if not paths:
-            raise ValueError(f"{table} has no rows. Give one row an image.")
-        labels = [None] * len(paths) if self.label_column is None else columns[self.label_column]
-        return list(zip(paths, labels, strict=True))
-
-
-def listing_of(rows: Iterable[tuple[str, str | None]], where: str) -> Listing:
-    """Every row, (path, class), as an image, sorted by path. The class is None where there are none, empty where it is
-    missing. where: the rows stand. Raises ValueError."""
-    rows = sorted(rows, key=lambda row: row[0])
-    numbers = number_labels((label for _, label in rows if label), where)
-    items: dict[str, Item] = {}
-    rejected = []
-    for path, label in rows:
-        if path in items:
-            rejected.append((path, "listed twice"))
-        elif label == "":
-            rejected.append((path, "no class"))
-        else:
-            items[path] = Item(path, None if label is None else numbers[label], (path,))
-    return Listing(list(items.values()), list(numbers), rejected, 0)
-
-
-def read_named(table: Path, item: Item) -> bytes:
-    """The bytes of a file whose path stands in a table. Raises OSError, with the whole path that was tried."""
-    where = table.absolute().parent / str(item.address[0])
-    try:
-        return read_image(where)
-    except OSError as error:
-        raise OSError(f"{error.strerror or error}: {where}") from None
-
-
-def files_named(table: Path, paths: Iterable[str]) -> dict[str, tuple[str, Stamp]]:
-    """A table, and every image in it that is there."""
-    found = {table.name: (str(table), stamp_of(table))} if table.is_file() else {}
-    for path in paths:
-        where = table.parent / path
-        if where.is_file():
-            found[path] = (str(where), stamp_of(where))
-    return found
+    def _parted(self, number: int, line: str) -> dict[Part, str]:
+        """Return the parts of a line. Raises ValueError where it has more or fewer."""
+        cells = line.split("\t") if len(self.parts) > 1 else [line]
+        if len(cells) == 1 and self.parts == ["path", "label"]:
+            cells = line.rstrip().rsplit(" ", 1)
+        if len(cells) != len(self.parts):
+            raise ValueError(
+                f"{self.path}, line {number}: {line[:80]!r} has {len(cells)} of the parts {', '.join(self.parts)}. "
+                "Part them by tabs, or set data.source.parts to what a line holds."
+            )
+        return {part: cell.strip() for part, cell in zip(self.parts, cells, strict=True)}
 
 
 def read_columns(table: Path, *wanted: str) -> dict[str, list[str]]:
-    """The columns of a `.csv` or `.parquet` file, cells as text, empty where there is nothing.
+    """Return the columns of a `.csv`, `.tsv`, `.jsonl` or `.parquet` file, cells as text, empty where there is nothing.
 
     Raises ValueError for a file that cannot be read, or without a wanted column.
     """
-    columns = _read_csv(table) if table.suffix.lower() == ".csv" else _read_parquet(table)
+    columns = _READERS.get(table.suffix.lower(), _read_parquet)(table)
     for name in wanted:
         if name not in columns:
             raise ValueError(f"{table} has no column '{name}'. Known: {', '.join(columns)}.")
     return columns
 
 
-def captions_of_rows(
-    cells: dict[str, list[str]], path_column: str, caption_columns: tuple[str, ...]
-) -> dict[str, list[str]]:
-    """The captions of each image, column by column; an image that several rows name has those of all of them."""
-    found: dict[str, list[str]] = {}
-    for row, path in enumerate(cells[path_column]):
-        found.setdefault(path, []).extend(texts_of([cells[name][row] for name in caption_columns]))
-    return found
-
-
-def _read_csv(table: Path) -> dict[str, list[str]]:
+def _read_csv(table: Path, delimiter: str = ",") -> dict[str, list[str]]:
     try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            rows = list(reader)
-            return {name: [(row[name] or "").strip() for row in rows] for name in reader.fieldnames or []}
-    except (csv.Error, UnicodeDecodeError) as error:
+        reader = csv.DictReader(io.StringIO(decoded(table.read_bytes()), newline=""), strict=True, delimiter=delimiter)
+        rows = list(reader)
+        return {name: [cell_text(row[name]) for row in rows] for name in reader.fieldnames or []}
+    except (csv.Error, ValueError) as error:
         raise ValueError(f"{table} is not valid CSV: {error}.") from None
 
 
+def _read_jsonl(table: Path) -> dict[str, list[str]]:
+    try:
+        rows = [json.loads(line) for line in lines_in(table.read_bytes()) if line.strip()]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: [cell_text(row.get(name)) for row in rows] for name in names}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{table} is not valid JSON, one object a line: {error}.") from None
+
+
 def _read_parquet(table: Path) -> dict[str, list[str]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{table}: reading Parquet needs the package pyarrow. Install it, or give a CSV.") from None
-    try:
-        columns = pyarrow.parquet.read_table(table).to_pydict()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{table} is not valid Parquet: {' '.join(str(error).split())}") from None
-    return {name: ["" if cell is None else str(cell) for cell in cells] for name, cells in columns.items()}
+    opened = open_table(table)
+    return {name: list(map(cell_text, cells)) for name, cells in opened.columns(tuple(opened.schema.names)).items()}
+
+
+_READERS: dict[str, Callable[[Path], dict[str, list[str]]]] = {
+    ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
+    ".jsonl": _read_jsonl,
+}

@@ -7,16 +7,17 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.types import DataSpec
-from image_diffusion.metrics.lpips import SMALLEST, LpipsConfig
+from image_diffusion.metrics.images.lpips import SMALLEST, LpipsConfig
 
 _KEY = "system.perceptual"
 
 
 class PerceptualConfig(LpipsConfig):
-    """LPIPS (Zhang et al. 2018) of an image and its reconstruction, and its weight. Nothing is fetched."""
+    """LPIPS (Zhang et al. 2018) of an image and its reconstruction, and its weight. The weights are never
+    downloaded."""
 
     weight: float = Field(1.0, gt=0)
-    """What the distance is multiplied with before it is added to the loss."""
+    """Factor of the distance in the loss."""
 
     def check(self, spec: DataSpec) -> None:
         """Raise ValueError where a file is missing, or the images do not fit."""
@@ -30,7 +31,7 @@ class PerceptualConfig(LpipsConfig):
                 raise ValueError(f"{_KEY}.{name} is {path}, which does not exist. Bring the file, or leave it out.")
 
     def distance(self) -> LpipsDistance:
-        """The term's distance. Raises ValueError for files that are not what they should be."""
+        """Build the distance of the term. Raises ValueError for files with other contents."""
         return LpipsDistance(self)
 
 

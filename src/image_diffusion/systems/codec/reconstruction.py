@@ -1,9 +1,11 @@
-"""What a codec keeps of images: pictures and numbers, of one batch and, now and then while it is trained, of many."""
+"""Reconstructions of a codec: pictures and metrics of one batch and, at intervals of its training, of many images."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,14 +13,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from image_diffusion.codecs.codec import from_uint8, to_uint8
-from image_diffusion.core.figures import new_figure, save_figure
+from image_diffusion.codecs.base import Codec, from_uint8, to_uint8
 from image_diffusion.core.pictures import image_grid, save_picture
-from image_diffusion.metrics.reconstruction import codebook_use, psnr, ssim
+from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.core.types import DataSpec
+from image_diffusion.metrics.images.reconstruction import codebook_use, psnr, ssim
 from image_diffusion.networks.autoencoder import Autoencoder
 from image_diffusion.networks.dvae import DVAE
-from image_diffusion.systems.given import Model, Preview, ToPreview
-from image_diffusion.systems.system import on_best_device
+from image_diffusion.systems.base import on_best_device
+from image_diffusion.systems.interface import TrainedNetwork
+from image_diffusion.systems.sampling import Embed, Predict, Preview, PreviewInputs, Sampling, Served
 
 _SHOWN = 16
 _SMALLEST_SSIM = 11  # pixels of its window
@@ -26,7 +30,7 @@ _SMALLEST_SSIM = 11  # pixels of its window
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What a codec makes of a batch.
+    """Reconstructions of a batch by a codec.
 
     images: uint8 [B, C, H, W]. decoded: the same shape, for each way the network has to decode them ("mean" of the
     posterior; "soft" and "hard" tokens). tokens: the most probable ones, int64 [B, h, w]; None without a codebook.
@@ -37,14 +41,15 @@ class Reconstruction:
     tokens: Tensor | None
 
     def quality(self) -> dict[str, Tensor]:
-        """Of each image, float64 [B]: "psnr_…" in dB and, from 11 pixels on, "ssim_…", of each way."""
-        found = {f"psnr_{way}": psnr(self.images, decoded) for way, decoded in self.decoded.items()}
+        """Return the quality of each image, float64 [B]: "psnr_…" in dB and, from 11 pixels on, "ssim_…", of each
+        way."""
+        values = {f"psnr_{way}": psnr(self.images, decoded) for way, decoded in self.decoded.items()}
         if self.images.shape[-1] >= _SMALLEST_SSIM:
-            found |= {f"ssim_{way}": ssim(self.images, decoded) for way, decoded in self.decoded.items()}
-        return found
+            values |= {f"ssim_{way}": ssim(self.images, decoded) for way, decoded in self.decoded.items()}
+        return values
 
     def picture(self) -> Image.Image:
-        """The images in a row, and under them a row for each way."""
+        """Return a picture with the images in a row, and under them a row for each way."""
         return image_grid(torch.cat([self.images, *self.decoded.values()]).cpu(), columns=len(self.images))
 
 
@@ -61,7 +66,7 @@ def reconstruct(network: nn.Module, images: Tensor) -> Reconstruction:
 def show_reconstructions(
     network: nn.Module, images: Tensor, batch_size: int, folder: Path, step: int
 ) -> dict[str, Path | float]:
-    """Encode and decode images, uint8 [N, C, H, W], and tell what is left of them, by name.
+    """Encode and decode images, uint8 [N, C, H, W], and return the measures of their reconstructions, by name.
 
     "reconstructions": a picture, the first images in a row, and under them a row for each way the network has to
     decode them. "psnr_…" in dB and "ssim_…" of each way, means over the images. Of a discrete VAE also "codebook": a
@@ -71,12 +76,12 @@ def show_reconstructions(
     sums: dict[str, Tensor] = {}
     counts: Tensor | None = None
     for start in range(0, len(images), batch_size):
-        found = reconstruct(network, images[start : start + batch_size])
-        for name, value in found.quality().items():
+        reconstruction = reconstruct(network, images[start : start + batch_size])
+        for name, value in reconstruction.quality().items():
             sums[name] = sums.get(name, value.new_zeros(())) + value.sum()
-        if isinstance(network, DVAE) and found.tokens is not None:
-            here = found.tokens.flatten().bincount(minlength=network.codebook.num_embeddings)
-            counts = here if counts is None else counts + here
+        if isinstance(network, DVAE) and reconstruction.tokens is not None:
+            counted = reconstruction.tokens.flatten().bincount(minlength=network.codebook.num_embeddings)
+            counts = counted if counts is None else counts + counted
     result: dict[str, Path | float] = {name: float(total) / len(images) for name, total in sums.items()}
     path = folder / f"reconstructions-{step:07d}.png"
     save_picture(reconstruct(network, images[:_SHOWN]).picture(), path)
@@ -89,26 +94,40 @@ def show_reconstructions(
     return result
 
 
-def preview_reconstructions(given: ToPreview) -> Preview:
-    """Shows what is left of held-out images, as many as the network is validated on."""
+@dataclass(frozen=True)
+class CodecSampling(Sampling):
+    """Previews and serving of a codec: it reconstructs images. decoded: name of the way to decode that counts."""
 
-    def draw(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
-        images = given.held_out.gather(np.arange(min(given.held_out.num_samples, given.num_samples)))
-        return show_reconstructions(network, images, given.settings.batch_size, folder, step)
+    decoded: str
 
-    return draw
+    def preview(self, inputs: PreviewInputs) -> Preview:
+        """Return the function that reconstructs held-out images, as many as the network is validated on."""
 
+        def draw(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
+            images = inputs.held_out.gather(np.arange(min(inputs.held_out.num_samples, inputs.num_samples)))
+            return show_reconstructions(network, images, inputs.settings.batch_size, folder, step)
 
-class Reconstructions:
-    """Encodes and decodes images that are sent to it."""
+        return draw
 
-    def __init__(self, model: Model, decoded: str) -> None:
-        self._network, self._decoded = on_best_device(model), decoded
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served:
+        return Served(images=(spec.resolution, spec.resolution, spec.channels))
 
-    def __call__(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The images, uint8 [N, H, W, C], as they are decoded from their latents."""
-        found = reconstruct(self._network, torch.tensor(images).permute(0, 3, 1, 2))
-        return found.decoded[self._decoded].permute(0, 2, 3, 1).cpu().contiguous().numpy()
+    def predictor(
+        self,
+        model: TrainedNetwork,
+        settings: Any,
+        codec: Callable[[], Codec],
+        weaker: TrainedNetwork | None,
+        embed: Embed | None = None,
+    ) -> Predict:
+        network = on_best_device(model)
+
+        def predict(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            """Return the images, uint8 [N, H, W, C], as they are decoded from their latents."""
+            decoded = reconstruct(network, torch.tensor(images).permute(0, 3, 1, 2)).decoded[self.decoded]
+            return decoded.permute(0, 2, 3, 1).cpu().contiguous().numpy()
+
+        return predict
 
 
 def plot_codebook(counts: Tensor, path: Path) -> None:

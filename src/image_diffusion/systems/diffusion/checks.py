@@ -1,83 +1,155 @@
-"""Whether the sections of a diffusion experiment go together, before any work is done."""
+"""Checks that the sections of a diffusion experiment fit each other, before any work is done."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
+from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec, SamplesOf
-from image_diffusion.systems.diffusion.enlarging import check_wanted
-from image_diffusion.systems.diffusion.likelihood import check_likelihood
+from image_diffusion.data.sources.latents import LatentSource
+from image_diffusion.objectives import Objective
+from image_diffusion.process import Process
+from image_diffusion.systems.base import Others, Sections, makes
+from image_diffusion.systems.diffusion.conditioning import Condition
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.evaluation import check_likelihood
+from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
-from image_diffusion.systems.diffusion.sampling import SampleConfig, chosen_classes
-from image_diffusion.systems.diffusion.sweep import check_sweep
-from image_diffusion.systems.given import Others, Sections
-from image_diffusion.systems.system import makes
-
-if TYPE_CHECKING:
-    from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.systems.diffusion.super_resolution import check_wanted
+from image_diffusion.systems.interface import TrainSettings
+from image_diffusion.systems.pictures import check_crop, listed
 
 
-def check_diffusion(system: DiffusionSystem, experiment: Sections, others: Others) -> None:
-    """Raise ValueError for what cannot work: sizes that do not fit one another, settings that would do nothing."""
-    system.objective.build(system.process.build(), DataSpec(channels=1, resolution=1, num_classes=1))
-    sample: SampleConfig = experiment.section("sample")
-    check_settings("sample", sample, system, experiment)
-    if experiment.train.grid_every_steps is not None:
-        check_settings("preview", experiment.section("preview"), system, experiment)
-    if system.objective.learns_intervals and not system.takes_intervals:
+def check_pairs(condition: Condition, aligned: bool, pairs: Any) -> None:
+    """Raise ValueError unless the section pairs provides exactly what training reads next to the images. aligned:
+    whether training reads the features of a teacher.
+    """
+    if aligned and condition.reads is not None:
         raise ValueError(
-            f"system.objective.type is {system.objective.type}, but the network of the system {system.type} takes no "
-            "intervals. Use the system dit, or another objective."
+            f"system.condition.type is {condition.type} and system.alignment is set, but training reads only one set "
+            f"next to the images: {condition.reads} or features. Remove one of the two."
         )
-    if getattr(system.objective, "direction", None) == "teacher" and experiment.train.init_from is None:
+    kind = "features" if aligned else condition.reads
+    if kind is None and pairs is not None and pairs.kind == "features":
+        raise ValueError(
+            "pairs is set, but system.alignment is not: nothing reads it. Leave it out, or add system.alignment, such "
+            "as {block: 1}."
+        )
+    if kind is None and pairs is not None:
+        raise ValueError(
+            "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the condition to "
+            f"{'text' if pairs.kind == 'captions' else 'embedding'}."
+        )
+    if kind is not None and (pairs is None or pairs.kind != kind):
+        reader = "system.alignment is set" if aligned else f"system.condition.type is {condition.type}"
+        mistake = "pairs is missing" if pairs is None else f"pairs.type is {pairs.type}"
+        example = "hashed" if kind == "pairs" else kind
+        raise ValueError(
+            f"{reader}, but {mistake}. It needs {kind}: add a section, such as pairs: {{type: {example}}}."
+        )
+    if condition.reads is not None:
+        condition.check_pairs(pairs)
+
+
+def check_objective(objective: Objective, process: Process, train: TrainSettings) -> None:
+    """Raise ValueError for an objective that does not fit the process, or lacks the weights that it starts from."""
+    objective.build(process.build(), DataSpec(channels=1, resolution=1, num_classes=1))
+    if getattr(objective, "direction", None) == "teacher" and train.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
         )
-    check_sweep(experiment.section("sweep"), sample, system, experiment.train)
+
+
+def check_sections(process: Process, low_resolution: int | None, experiment: Sections, others: Others) -> None:
+    """Raise ValueError for sections without effect or in conflict. low_resolution: side of the small images that the
+    network enlarges; None: it enlarges none.
+    """
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
-    if system.low_resolution is not None and not isinstance(experiment.codec, Rgb):
+    if low_resolution is not None and not isinstance(experiment.codec, Rgb):
         raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
     check_judged(experiment)
+    _check_pictures(experiment, low_resolution)
     likelihood = experiment.section("evaluate").likelihood
     if likelihood is not None:
-        check_likelihood(system, experiment.codec, likelihood)
+        check_likelihood(process, experiment.codec, likelihood)
     _check_against(experiment, others)
     check_kept(experiment, others)
 
 
-def check_kept(experiment: Sections, others: Others) -> None:
-    """Raise ValueError where images that are not stored are needed after they were judged, or looked at twice."""
-    for key, other in (("evaluate.against", others.against), ("sample.small_images", others.small_images)):
-        theirs = other.section("sample") if other is not None else None
-        if theirs is not None and theirs.num_stored < theirs.num_samples:
+def _check_pictures(experiment: Sections, low_resolution: int | None) -> None:
+    """Raise ValueError where there are no pictures that samples could be made of, or what is made of them cannot be
+    judged."""
+    sample: SampleConfig = experiment.section("sample")
+    if sample.given is not None or sample.start is not None:
+        if isinstance(experiment.data.source, LatentSource):
             raise ValueError(
-                f"{key}.experiment stores {theirs.num_stored:,} of its {theirs.num_samples:,} images, since its "
+                f"data.source.type is {experiment.data.source.type}, so that nothing says how the images of "
+                "sample.given and sample.start would be cropped. Leave them out."
+            )
+        check_crop(experiment.data)
+        listed(sample.given, sample.start)
+    check_tiles("sample", sample, low_resolution)
+    if sample.tiles is not None and sample.tiles.number > 1:
+        raise ValueError(
+            "sample.tiles makes pictures larger than the real images that evaluate compares them with. Leave it out, "
+            "and draw them from the trained model: image-diffusion sample NAME --set 'sample.tiles={rows: 2}'."
+        )
+
+
+def check_tiles(section: str, settings: SampleConfig, low_resolution: int | None) -> None:
+    """Raise ValueError for tiles of a network that enlarges images: those would have to be cut, too."""
+    if settings.tiles is not None and low_resolution is not None:
+        raise ValueError(
+            f"{section}.tiles is set, but the network enlarges images of {low_resolution} x {low_resolution}. Leave "
+            "it out."
+        )
+
+
+def check_kept(experiment: Sections, others: Others) -> None:
+    """Raise ValueError if images that are not stored are needed again after or during the evaluation."""
+    for key, other in (("evaluate.against", others.against), ("sample.small_images", others.small_images)):
+        settings = other.section("sample") if other is not None else None
+        if settings is not None and settings.num_stored < settings.num_samples:
+            raise ValueError(
+                f"{key}.experiment stores {settings.num_stored:,} of its {settings.num_samples:,} images, since its "
                 f"sample.keep is false. Leave that out."
             )
     sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
     needs = {
         "sample.pictures": sample.pictures,
+        "sample.given": sample.given is not None,
+        "sample.start": sample.start is not None,
         "sample.small_images: validation": sample.small_images == "validation",
         "evaluate.attributes": evaluate.attributes is not None,
         "evaluate.prompts": evaluate.prompts is not None,
     }
-    if not sample.keep and (asked := [key for key, is_set in needs.items() if is_set]):
+    if not sample.keep and (needing := [key for key, is_set in needs.items() if is_set]):
         raise ValueError(
-            f"sample.keep is false, so that images are looked at once, but {asked[0]} needs them again. Leave one of "
+            f"sample.keep is false, so that images are looked at once, but {needing[0]} needs them again. Leave one of "
             f"the two out."
         )
 
 
-def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem, experiment: Sections) -> None:
-    """Raise ValueError where the sampler, the guidance or the labels of a section do not fit system and data."""
+def check_settings(
+    section: str,
+    settings: SampleConfig,
+    reading: Reading,
+    learns_intervals: bool,
+    codec: CodecConfig,
+    classes: Sequence[str] | None,
+) -> None:
+    """Raise ValueError if the sampler, the guidance, the decoder or the labels of a section do not fit.
+    learns_intervals: whether the network learns average velocities. classes: of the data; None if unknown or unused.
+    """
     try:
-        settings.sampler.grid(system.process)
+        settings.sampler.grid(reading.process)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
     scale = settings.guidance.guidance_scale
-    if settings.sampler.asks_intervals and not system.objective.learns_intervals:
+    if settings.sampler.asks_intervals and not learns_intervals:
         raise ValueError(
             f"{section}.sampler.type is {settings.sampler.type}, but the network learns no average velocities. Set "
             "system.objective.type to mean_flow, or take another sampler."
@@ -87,16 +159,14 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
             f"{section}.guidance.guidance_scale is {scale:g}, but average velocities cannot be guided afterwards. Use "
             "1, and set system.objective.guidance_scale."
         )
-    if scale != 1 and not system.drops_labels and settings.weaker_weights is None:
+    if scale != 1 and not reading.drops_labels and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
     if settings.decoder is not None:
-        experiment.codec.check_decoder(f"{section}.decoder", settings.decoder)
-    system.check_asked(section, settings)
-    classes = experiment.data.source.known_classes() if not system.told_words else None
-    if scale != 1 and classes == [] and settings.weaker_weights is None:
+        codec.check_decoder(f"{section}.decoder", settings.decoder)
+    if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:
         raise ValueError(
             f"{section}.guidance.guidance_scale is {scale:g}, but the data have no classes that guidance could leave "
             f"out. Use 1, or set {section}.weaker_weights."
@@ -104,30 +174,32 @@ def check_settings(section: str, settings: SampleConfig, system: DiffusionSystem
     if classes is not None and not isinstance(settings.labels, str):
         if not classes:
             raise ValueError(f"{section}.labels names classes, but the data have none. Leave it out.")
-        chosen_classes(f"{section}.labels", settings.labels, classes)
+        chosen_classes(f"{section}.labels", settings.labels, list(classes))
 
 
 def _check_against(experiment: Sections, others: Others) -> None:
-    """Whether the samples of two experiments can be compared."""
+    """Raise ValueError if the samples of two experiments cannot be compared."""
     if others.against is None:
         return
     if not makes(others.against, "images"):
         raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
-    ours, theirs = ((each.data.channels, each.data.resolution) for each in (experiment, others.against))
-    if ours != theirs:
+    own, other = ((section.data.channels, section.data.resolution) for section in (experiment, others.against))
+    if own != other:
         raise ValueError(
-            f"evaluate.against.experiment makes images of {theirs[0]} x {theirs[1]} x {theirs[1]}, this one of "
-            f"{ours[0]} x {ours[1]} x {ours[1]}. Compare images of one size."
+            f"evaluate.against.experiment makes images of {other[0]} x {other[1]} x {other[1]}, this one of "
+            f"{own[0]} x {own[1]} x {own[1]}. Compare images of one size."
         )
 
 
-def check_embeddings(wanted: SamplesOf | str | None, experiment: Sections, prior: Sections | None) -> None:
-    """Raise ValueError where there are no embeddings of which images could be made, or a prior makes those of other
-    pairs. wanted: `Inputs.embeddings`."""
-    if wanted == "validation" and experiment.data.validation_fraction == 0:
+def check_embeddings(source: SamplesOf | str | None, experiment: Sections, prior: Sections | None) -> None:
+    """Raise ValueError if there are no embeddings to sample from, or if the prior learned from other pairs.
+
+    source: `SamplingSources.embeddings`.
+    """
+    if source == "validation" and not experiment.data.has_validation:
         raise ValueError(
-            "sample.embeddings is unset, so that images are made of the embeddings of held-out ones, but "
-            "data.validation_fraction is 0. Hold some images out, or name a prior: {experiment: NAME}."
+            "sample.embeddings is unset, so held-out images provide the embeddings, but data has no held-out images. "
+            "Set data.validation_fraction, or name a prior: {experiment: NAME}."
         )
     if prior is None:
         return
@@ -136,24 +208,29 @@ def check_embeddings(wanted: SamplesOf | str | None, experiment: Sections, prior
             "sample.embeddings.experiment makes no embeddings. Name one with a prior and a section sample, such as "
             "sample: {prompts: [a photo of a dog]}."
         )
-    ours, theirs = (
-        (pairs.type, getattr(pairs, "clip", None)) for pairs in (each.section("pairs") for each in (experiment, prior))
+    own, of_prior = (
+        (pairs.type, getattr(pairs, "clip", None))
+        for pairs in (sections.section("pairs") for sections in (experiment, prior))
     )
-    if ours != theirs and theirs[0] != "files":  # of which nothing says by what they were embedded
+    if own != of_prior and of_prior[0] != "files":  # whose encoder is unknown
         raise ValueError(
-            f"sample.embeddings.experiment makes embeddings such as pairs of type {theirs[0]} hold, but the network "
-            f"learns from pairs of type {ours[0]}. Give both the same type, and the same clip."
+            f"sample.embeddings.experiment samples embeddings like those of pairs of type {of_prior[0]}, but the "
+            f"network is trained on pairs of type {own[0]}. Use the same type and the same clip for both."
         )
 
 
-def check_small_images(system: DiffusionSystem, experiment: Sections, others: Others) -> None:
-    """Of a cascade: raise ValueError unless what one experiment makes is what the next one enlarges."""
+def check_small_images(side: int | None, experiment: Sections, others: Others) -> None:
+    """Raise ValueError unless the samples of one experiment of a cascade fit the next one. side: of the small images
+    that the network enlarges; None: it enlarges none.
+    """
     sample: SampleConfig = experiment.section("sample")
-    data, wanted, side, base = experiment.data, sample.small_images, system.low_resolution, others.small_images
-    check_wanted(wanted, side)
-    if wanted == "validation" and data.validation_fraction == 0:
-        raise ValueError("sample.small_images is validation, but data.validation_fraction is 0. Hold some images out.")
-    if isinstance(wanted, SamplesOf) and base is not None:
+    data, source, base = experiment.data, sample.small_images, others.small_images
+    check_wanted(source, side)
+    if source == "validation" and not data.has_validation:
+        raise ValueError(
+            "sample.small_images is validation, but data has no held-out images. Set data.validation_fraction."
+        )
+    if isinstance(source, SamplesOf) and base is not None:
         if not makes(base, "images"):
             raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
         if (base.data.resolution, base.data.channels) != (side, data.channels):

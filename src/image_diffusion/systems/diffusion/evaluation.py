@@ -1,76 +1,98 @@
-"""How a diffusion is judged: its samples beside real images, and the likelihood that it gives to those."""
+"""Evaluation of a diffusion model: its samples compared with real images, and the likelihood of real images."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
 
 from image_diffusion.codecs import CodecConfig
-from image_diffusion.core.config import dump, parse
+from image_diffusion.codecs.base import from_uint8
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.classes import ClassLabel, class_number
+from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.core.devices import best_device
-from image_diffusion.data.shards import open_shards
-from image_diffusion.metrics.cited import beside
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.metrics.curve import read_previews
-from image_diffusion.metrics.evaluation import NoImages, RealImages, evaluate_samples
-from image_diffusion.metrics.likelihood import LikelihoodConfig, measure_likelihood
-from image_diffusion.metrics.painted import evaluate_painted
-from image_diffusion.metrics.prompted import check_prompted, evaluate_prompted
+from image_diffusion.metrics.evaluate_samples import NoImages, RealImages, evaluate_samples
+from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
+from image_diffusion.metrics.images.painted_attributes import evaluate_painted
+from image_diffusion.metrics.images.prompt_alignment import check_prompted, evaluate_prompted
+from image_diffusion.metrics.learning_curve import read_previews
+from image_diffusion.metrics.published_results import compare_with_published
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.systems.diffusion.enlarging_evaluation import evaluate_enlarging
-from image_diffusion.systems.diffusion.likelihood import ImageBound, told_label
-from image_diffusion.systems.given import Model, ToJudge
-from image_diffusion.systems.system import on_best_device
+from image_diffusion.process import Process
+from image_diffusion.process.denoiser import NetworkDenoiser
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
+from image_diffusion.process.parameterization import clamp
+from image_diffusion.systems.base import on_best_device
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.super_resolution import evaluate_enlarging, shrink
+from image_diffusion.systems.evaluation import EvaluationInputs, ImageEvaluation
+from image_diffusion.systems.interface import TrainedNetwork
 
 
-def judge_diffusion(given: ToJudge) -> dict[str, Any]:
-    """What metrics.json holds, of samples where there are any, and of the likelihood where it is asked for.
-
-    Without a model, samples from anywhere are judged. Raises ValueError for what is missing or does not fit.
+@dataclass(frozen=True)
+class DiffusionEvaluation(ImageEvaluation):
+    """Evaluate samples against real images, if there are any, and the likelihood, if it is configured. Without a model,
+    samples of any origin are evaluated. reading, low_resolution: of the system, for the likelihood.
     """
-    settings: EvaluateConfig = given.sections["evaluate"]
-    data = real_images(given.data)
-    if given.samples is None and settings.likelihood is None:
-        raise ValueError("A diffusion model is judged by its samples. Name them: --samples samples.npz.")
-    result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
-    if given.samples is not None:
-        if settings.against is not None and given.reference is None:
-            raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
-        detectors = [each.build(given.detector, str(best_device())) for each in settings.detectors]
-        samples = given.read(given.samples, data.train.classes)
-        both = None
-        if settings.prompts is not None:
-            check_prompted(samples)
-            both = settings.prompts.build_both(str(best_device()))
-        previews, left_out = dict[int, Samples](), list[str]()
-        if given.previews is not None and given.model is not None:
-            run = given.previews / given.model.fingerprint
-            previews, left_out = read_previews(run, data.train.classes, given.model.num_steps)
-        result = evaluate_samples(
-            samples, data, detectors, settings, given.report, given.reference, previews, given.references
-        )
-        for sentence in left_out:
-            print(f"warning: {sentence}", file=sys.stderr, flush=True)
-        if left_out:
-            result["protocol"]["left_out"] = left_out
-        if settings.attributes is not None:
-            result["metrics"] |= evaluate_painted(samples, detectors)
-        if both is not None:
-            result["metrics"] |= evaluate_prompted(samples, both)
-            result["protocol"]["prompts"] = both.images.identity
-        result["metrics"] |= evaluate_enlarging(samples, data.validation, given.report)
-    if settings.likelihood is not None:
-        bits, result["likelihood"] = _likelihood(given.model, data, settings.likelihood, given.report)
-        result["metrics"] |= bits
-        result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
-    if settings.published:
-        result["published"] = beside(settings.published, result["metrics"])
-    return result
+
+    reading: Reading | None = None
+    low_resolution: int | None = None
+
+    def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
+        settings: EvaluateConfig = inputs.settings
+        data = real_images(inputs.data)
+        if inputs.samples is None and settings.likelihood is None:
+            raise ValueError("The evaluation of a diffusion model needs its samples. Name them: --samples samples.npz.")
+        result: dict[str, Any] = {"metrics": {}, "doubt": None, "curve": [], "classes": {}, "protocol": {}}
+        if inputs.samples is not None:
+            if settings.against is not None and inputs.reference is None:
+                raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
+            detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
+            samples = inputs.read(inputs.samples, data.train.classes)
+            both = None
+            if settings.prompts is not None:
+                check_prompted(samples)
+                both = settings.prompts.build_both(str(best_device()))
+            previews, left_out = dict[int, Samples](), list[str]()
+            if inputs.previews is not None and inputs.model is not None:
+                run = inputs.previews / inputs.model.fingerprint
+                previews, left_out = read_previews(run, data.train.classes, inputs.model.num_steps)
+            result = evaluate_samples(
+                samples, data, detectors, settings, inputs.report, inputs.reference, previews, inputs.references
+            )
+            for sentence in left_out:
+                print(f"warning: {sentence}", file=sys.stderr, flush=True)
+            if left_out:
+                result["protocol"]["left_out"] = left_out
+            if settings.attributes is not None:
+                result["metrics"] |= evaluate_painted(samples, detectors)
+            if both is not None:
+                result["metrics"] |= evaluate_prompted(samples, both)
+                result["protocol"]["prompts"] = both.images.identity
+            result["metrics"] |= evaluate_enlarging(samples, data.validation, inputs.report)
+        if settings.likelihood is not None:
+            bits, result["likelihood"] = _likelihood(
+                inputs.model, self.reading, self.low_resolution, data, settings.likelihood, inputs.report
+            )
+            result["metrics"] |= bits
+            result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
+        if settings.published:
+            result["published"] = compare_with_published(settings.published, result["metrics"])
+        return result
 
 
 def real_images(folder: Path | str) -> RealImages:
-    """The two splits of a folder of crops; of latents that others have encoded, no image."""
+    """Return the two splits of a folder of crops; imported latents have splits without images."""
     train, validation = open_shards(folder, "train"), open_shards(folder, "validation")
     if train.manifest["kind"] != "latents":
         return RealImages(train, validation)
@@ -79,22 +101,121 @@ def real_images(folder: Path | str) -> RealImages:
 
 
 def _likelihood(
-    model: Model | None, data: RealImages, settings: LikelihoodConfig, report: Path | None
+    model: TrainedNetwork | None,
+    reading: Reading | None,
+    low_resolution: int | None,
+    data: RealImages,
+    settings: LikelihoodConfig,
+    report: Path | None,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """The bits per dimension of real images, and their terms by timestep."""
-    if model is None:
+    """Return the bits per dimension of real images, and their terms by timestep."""
+    if model is None or reading is None:
         raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
     spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
     trained_on = f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]}"
     if shape != (spec.channels, spec.resolution, spec.resolution):
         raise ValueError(f"{trained_on}, but --data holds {list(shape)}. Name images of that size.")
-    label = told_label(model, settings.label)
+    label = likelihood_label(model, reading.drops_labels, settings.label)
     if label is None and spec.num_classes not in (0, num_classes):
         raise ValueError(
-            f"{trained_on} with {spec.num_classes} classes, but --data holds {num_classes}. Name images like its own, "
-            f"or with evaluate.likelihood.label the class that it is told of all of them."
+            f"{trained_on} with {spec.num_classes} classes, but --data has {num_classes}. Use images of its own "
+            f"classes, or set evaluate.likelihood.label to one class for all images."
         )
     codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
-    system: Any = model.system
-    bound = ImageBound(on_best_device(model), system, model.spec, codec, settings, label)
+    bound = ImageBound(on_best_device(model), reading, model.spec, codec, settings, label, low_resolution)
     return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)
+
+
+def check_likelihood(process: Process, codec: Config, settings: LikelihoodConfig) -> Discrete:
+    """Return the process. Raises ValueError for one without a likelihood of images.
+
+    It takes a chain of steps x_t -> x_s, each a Gaussian p(x_s | x_t) given x_t alone, that ends at pixels: a discrete
+    process on pixels, with any prediction and any variance. A flow or a continuous process is a differential equation
+    with no steps of its own, an estimate that is carried from step to step makes p depend on more than x_t, and the
+    decoder of latents gives no probability to a pixel.
+    """
+    advice = "Leave out evaluate.likelihood."
+    if not isinstance(codec, Rgb):
+        raise ValueError(
+            f"evaluate.likelihood: the network works on latents, from which no pixel has a probability. {advice}"
+        )
+    if not isinstance(process, Discrete):
+        raise ValueError(
+            f"evaluate.likelihood: the process {process.type} has no steps of which the bound could consist; "
+            f"only a discrete process has. {advice}"
+        )
+    process.build().grid(settings.timesteps or None)  # raises for a respacing that cannot be had
+    return process
+
+
+def likelihood_label(model: TrainedNetwork, drops_labels: bool, label: ClassLabel | None) -> int | None:
+    """Return the number of the class that the network is conditioned on for every image; None: each image's own.
+
+    drops_labels: whether labels were dropped in training. label: that of `LikelihoodConfig`. Raises ValueError for a
+    class that the network does not have.
+    """
+    if label is None:
+        return None
+    num_classes = model.spec.num_classes
+    if not num_classes:
+        raise ValueError("evaluate.likelihood.label is set, but the network has no classes. Leave it out.")
+    if label == "none" and label not in model.classes:
+        if not drops_labels:
+            raise ValueError(
+                "evaluate.likelihood.label is none, but the network never learned to do without a label. Name a class."
+            )
+        return num_classes
+    return class_number("evaluate.likelihood.label", label, model.classes or list(map(str, range(num_classes))))
+
+
+class ImageBound:
+    """Bound on the likelihood of images, on the device of the network. A super-resolution network is conditioned on
+    their small images, of side `low_resolution`; a class-conditional network on their labels, or on one label for all.
+
+    timesteps: of the process's schedule, the most noise first. Raises ValueError as `check_likelihood` does.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        reading: Reading,
+        spec: DataSpec,
+        codec: Config,
+        settings: LikelihoodConfig,
+        label: int | None = None,
+        low_resolution: int | None = None,
+    ) -> None:
+        process = check_likelihood(reading.process, codec, settings).build()
+        self._process = process.respaced(settings.timesteps) if settings.timesteps else process
+        self.timesteps: list[int] = self._process.timestep_map.flip(0).tolist()
+        self._network, self._reading, self._spec, self._settings = network, reading, spec, settings
+        self._label, self._low_resolution = label, low_resolution
+        self._device = next(network.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, labels: Tensor, numbers: Tensor) -> BitsPerDim:
+        """Return the bounds of uint8 images [B, C, H, W] with labels, int64 [B]. numbers: int64 [B], which key the
+        noise."""
+        x0, reading, grid = from_uint8(images.to(self._device)), self._reading, self._process.grid()
+        labels = labels if self._label is None else torch.full_like(labels, self._label)
+        cond = {"label": labels.to(self._device)} if self._spec.num_classes else {}
+        if self._low_resolution is not None:
+            cond["low_res"] = shrink(x0, self._low_resolution)
+        denoiser = NetworkDenoiser(
+            cast("Network", self._network),
+            self._process,
+            grid,
+            reading.prediction,
+            reading.variance,
+            cond,
+            clamp if self._settings.clip_denoised else None,
+        )
+        sample = numbers.to(self._device)
+
+        def noise(i: int) -> Tensor:
+            streams = Streams(self._settings.seed, torch.full_like(sample, i), sample)
+            return streams.normal("likelihood", tuple(x0.shape[1:]))
+
+        return bits_per_dim(
+            denoiser, grid, x0, noise, "fixed_large" if reading.variance == "fixed_large" else "fixed_small"
+        )

@@ -1,22 +1,20 @@
-"""Curves: the same weights sampled and judged at each of several settings, or the same settings with other weights of
-the training: of other steps, or other averages."""
+"""Sweeps: the same weights sampled and evaluated with several settings, or the same settings with weights of other
+steps or other averages."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config import Config, dump, parse
-from image_diffusion.systems.diffusion.sampling import SampleConfig
-from image_diffusion.systems.given import TrainSettings
-
-if TYPE_CHECKING:
-    from image_diffusion.systems.diffusion.family import DiffusionSystem
+from image_diffusion.core.config.base import Config, dump, parse
+from image_diffusion.process import Process
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.interface import TrainSettings
 
 
 class SweepConfig(Config):
-    """What is varied, one thing at a time; everything else is as in `sample`. Each list is a curve of its own."""
+    """Settings to vary, one at a time; all others are those of `sample`. Each list gives one curve."""
 
     guidance_scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Scales of classifier-free guidance, 1 for none."""
@@ -25,7 +23,7 @@ class SweepConfig(Config):
     num_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Numbers of sampling steps."""
     time_difference: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
-    """How much further the steps of ddpm and ddim go, in continuous time."""
+    """Additional distance of the steps of ddpm and ddim, in continuous time."""
     checkpoint: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps of the training whose weights are sampled. Their checkpoints are kept with train.checkpoint.keep_every."""
     ema: tuple[Annotated[float, Field(ge=0, lt=1)] | Literal["raw"], ...] = ()
@@ -35,7 +33,7 @@ class SweepConfig(Config):
     """Images at each point; unset: as many as `sample.num_samples`."""
 
     def points(self) -> dict[str, tuple[float | int | str, ...]]:
-        """The values of every curve that there can be."""
+        """Return the values of every possible curve."""
         return {
             "guidance_scale": self.guidance_scale,
             "sampler": self.sampler,
@@ -47,11 +45,12 @@ class SweepConfig(Config):
 
     @property
     def values(self) -> dict[str, list[str]]:
-        """The values of each curve that is asked for, as they are written in names of files."""
+        """Return the values of each configured curve, as they are written in names of files."""
         return {axis: [_written(value) for value in of] for axis, of in self.points().items() if of}
 
     def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
-        """What is sampled at one point. Raises ValueError when the sampler does not take the settings of `sample`."""
+        """Return the settings of sampling at one point. Raises ValueError when the sampler does not take the settings
+        of `sample`."""
         plain = dump(base)
         plain["num_samples"] = self.num_samples or base.num_samples
         if axis == "guidance_scale":
@@ -63,21 +62,26 @@ class SweepConfig(Config):
         elif axis == "sampler" and value != base.sampler.type:
             shared = ("num_steps", "clip_denoised", "shift")
             plain["sampler"] = {"type": value} | {name: plain["sampler"][name] for name in shared}
-        found: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
-        return found
+        settings: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
+        return settings
 
 
-def check_sweep(sweep: SweepConfig, sample: SampleConfig, system: DiffusionSystem, train: TrainSettings) -> None:
-    """Raise ValueError, before any work, for a point that cannot be sampled. train: what keeps the weights."""
+def check_sweep(
+    sweep: SweepConfig, sample: SampleConfig, process: Process, drops_labels: bool, train: TrainSettings
+) -> None:
+    """Raise ValueError, before any work, for a point that cannot be sampled.
+
+    drops_labels: whether labels are dropped in training. train: the section whose checkpoints and averages are sampled.
+    """
     check_values(sweep, train)
     for axis, values in sweep.values.items():
         for value in values:
             point = sweep.samples(axis, value, sample)
             try:
-                point.sampler.grid(system.process)
+                point.sampler.grid(process)
             except ValueError as error:
                 raise ValueError(f"sweep.{axis} {value}: {error}") from None
-            if point.guidance.guidance_scale != 1 and not system.drops_labels and point.weaker_weights is None:
+            if point.guidance.guidance_scale != 1 and not drops_labels and point.weaker_weights is None:
                 raise ValueError(
                     f"sweep.{axis} {value} guides, but the network never learns to do without a label. Use a "
                     "guidance_scale of 1, or set system.objective.label_drop_probability above 0."

@@ -1,0 +1,242 @@
+"""Any autoencoder of diffusers as a codec: its latents, normalised by their statistics over the data set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, from_uint8, in_slices, to_uint8
+from image_diffusion.codecs.diffusers_families import (
+    Decoder,
+    Factors,
+    Kind,
+    Vq,
+    as_declared,
+    check_decoder,
+    far_off,
+    kind_of,
+)
+from image_diffusion.codecs.hub_files import content_of, files_of, load_pretrained, settings_of
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import DataSpec
+
+
+class Diffusers(CodecSettings):
+    """An autoencoder of diffusers: AutoencoderKL of any family, AutoencoderKLFlux2, AutoencoderDC, AutoencoderRAE,
+    AutoencoderTiny or VQModel."""
+
+    type: Literal["diffusers"] = "diffusers"
+    """Any autoencoder of diffusers."""
+    weights: str
+    """Path of a local folder in diffusers' layout, or name on the Hugging Face Hub."""
+    subfolder: str | None = None
+    """Subfolder of the weights: vae, in the folder of a pipeline."""
+    normalisation: Literal["measured", "declared"] = "measured"
+    """Normalisation of latents to mean 0 and standard deviation 1. measured: each channel by its own mean and deviation
+    over the data set. declared: by the factors that the autoencoder's author gives (scaling_factor, shift_factor,
+    latents_mean, latents_std), which published networks were trained with."""
+    pixels: Literal["signed", "unit"] = "signed"
+    """Range of pixels that the autoencoder takes: [-1, 1], as it was trained, or [0, 1], as EDM2 gives them to Stable
+    Diffusion's; latents of EDM2 decode to the right colours with unit alone."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder of the latents."""
+        place = Path(self.weights).name or Path(self.weights).resolve().name
+        parts = [place, *([self.subfolder.replace("/", "-")] if self.subfolder else [])]
+        return "-".join([*parts, "unit"] if self.pixels == "unit" else parts)
+
+    @property
+    def pixel_range(self) -> Literal["signed", "unit"]:
+        return self.pixels
+
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of autoencoder that its config.json describes. Raises ValueError when that is not to be had,
+        or of another class."""
+        return kind_of(settings_of(self.weights, self.subfolder, "codec.weights"), self.name)
+
+    @property
+    def files(self) -> list[Path]:
+        return files_of(self.weights, self.subfolder)
+
+    def spec(self, images: DataSpec, autoencoder: LatentShape | None) -> DataSpec:
+        return self.kind.spec(images)
+
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
+        """Build the codec; its weights are loaded when first used. `weights` is its configuration's own."""
+        return DiffusersCodec(self, scale, device, dtype)
+
+    def tokens(self, weights: Path | None, device: torch.device, dtype: torch.dtype) -> VqTokens:
+        if not isinstance(self.kind, Vq):
+            raise ValueError(f"encode.tokens is set, but {self.name} has no codebook. Leave encode.tokens out.")
+        return VqTokens(DiffusersCodec(self, None, device, dtype), self.kind.num_tokens)
+
+    def scale_of(self, statistics: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return {"mean", "std"} that x is made with, and "declared", the same as the author gives them."""
+        if statistics is None:
+            return None
+        declared = statistics.get("declared")
+        if declared is None:
+            raise ValueError(f"The latents of {self.name} were encoded by another codec. Run encode again.")
+        if self.normalisation == "declared":
+            return {**declared, "declared": declared}
+        # A channel that never changes is left as it is.
+        std = [deviation if deviation > 0 else 1.0 for deviation in statistics["std"]]
+        return {"mean": statistics["mean"], "std": std, "declared": declared}
+
+    def encoded_by(self) -> Self:
+        return self.model_copy(update={"normalisation": "measured"})
+
+    def check_decoder(self, key: str, weights: str) -> None:
+        if self.pixels == "unit":
+            raise ValueError(
+                f"{key} is set, but codec.pixels is unit, and other decoders return signed pixels. Leave it out."
+            )
+        check_decoder(key, weights, self.kind.channels, self.kind.downsampling)
+
+    def advice(self, statistics: Mapping[str, Any]) -> str | None:
+        mean, std = as_declared(statistics, Factors(**statistics["declared"]))
+        if not far_off(mean, std):
+            return None
+        return (
+            f"By the factors that {self.name} declares, its latents have mean {mean:.2f} and standard deviation "
+            f"{std:.2f} over this data set, not 0 and 1. codec.normalisation: measured, the default, makes them that."
+        )
+
+
+@dataclass(frozen=True)
+class DiffusersCodec:
+    """An autoencoder and how its latents are normalised.
+
+    scale: of `Diffusers.scale_of`; None while encoding: latents are then x. decoder: decodes in place of its own.
+    given: the autoencoder, where it is at hand and need not be loaded.
+    """
+
+    settings: Diffusers
+    scale: Mapping[str, Any] | None
+    device: torch.device
+    dtype: torch.dtype
+    decoder: Decoder | None = None
+    loaded: Any = None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Return plain data that distinguishes this codec from every other: the content of its folder."""
+        content = content_of(self.settings.weights, self.settings.subfolder)
+        return {"type": "diffusers", **content} | ({"pixels": "unit"} if self.settings.pixels == "unit" else {})
+
+    @cached_property
+    def kind(self) -> Kind:
+        if self.loaded is None:
+            return self.settings.kind
+        return kind_of({**self.loaded.config, "_class_name": type(self.loaded).__name__}, self.settings.name)
+
+    @cached_property
+    def vae(self) -> Any:
+        if self.loaded is not None:
+            return self.loaded
+        weights, subfolder = self.settings.weights, self.settings.subfolder
+        return load_pretrained(self.kind.network(), weights, subfolder, self.device, self.dtype, "codec.weights")
+
+    @cached_property
+    def _factors(self) -> Factors:
+        return Factors([0.0], [1.0]) if self.scale is None else Factors(self.scale["mean"], self.scale["std"])
+
+    @property
+    def bounded(self) -> bool:
+        """Return False: latents have no range."""
+        return False
+
+    def declared(self) -> dict[str, Any]:
+        """Return the factors that the autoencoder's author gives, as plain data for the manifest: {"mean", "std"}."""
+        factors = self.kind.declared(self.vae)
+        return {"mean": list(factors.mean), "std": list(factors.std)}
+
+    def compile_encoder(self) -> None:
+        self.vae.encoder.compile()
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode uint8 [B, C, H, W] -> float32 [B, 2, c, h, w], mean and deviation; [B, 1, c, h, w] where it is
+        certain."""
+        return self.kind.encode(self.vae, self.pixels(images)).to(torch.float32)
+
+    def draw(self, stored: Tensor, streams: Streams) -> Tensor:
+        stored = stored.to(torch.float32)
+        latent = stored[:, 0]
+        if stored.shape[1] > 1:
+            latent = latent + stored[:, 1] * streams.normal("posterior", tuple(latent.shape[1:]))
+        return self._factors.normalise(latent)
+
+    def normalise(self, latent: Tensor) -> Tensor:
+        return self._factors.normalise(latent)
+
+    def with_decoder(self, weights: str, device: torch.device) -> DiffusersCodec:
+        return replace(self, decoder=Decoder(weights, device))
+
+    def packed(self) -> Packed:
+        settings = {"name": self.settings.name, "scale": self.scale, "pixels": self.settings.pixels}
+        return Packed(settings, self.vae)
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Self:
+        vae: Any = packed.network
+        settings = Diffusers(weights=packed.settings["name"], pixels=packed.settings.get("pixels", "signed"))
+        return cls(settings, packed.settings["scale"], vae.device, vae.dtype, loaded=vae)
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        latent = self._factors.restore(x.to(torch.float32))
+        if self.decoder is not None:
+            assert self.scale is not None
+            return self.decoder(Factors(**self.scale["declared"]).normalise(latent))
+        latent = latent.to(self.device, self.dtype)
+        pixels = self.kind.downsampling**2 * latent.shape[2] * latent.shape[3]
+        return in_slices(lambda part: self.shown(self.kind.decode(self.vae, part)), latent, pixels)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Convert uint8 [B, C, H, W] -> the input of the autoencoder."""
+        x = from_uint8(images.to(self.device))
+        return ((x + 1) / 2 if self.settings.pixels == "unit" else x).to(self.dtype)
+
+    def shown(self, decoded: Tensor) -> Tensor:
+        """Convert the output of the autoencoder -> uint8 [B, C, H, W]."""
+        return to_uint8(2 * decoded.float() - 1 if self.settings.pixels == "unit" else decoded)
+
+
+@dataclass(frozen=True)
+class VqTokens:
+    """Codes of a VQModel, in place of latents. num_tokens: in its codebook."""
+
+    codec: DiffusersCodec
+    num_tokens: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return plain data that distinguishes these tokens from all others."""
+        return {**self.codec.identity, "type": "vq_tokens", "num_tokens": self.num_tokens}
+
+    @property
+    def _kind(self) -> Vq:
+        assert isinstance(self.codec.kind, Vq)
+        return self.codec.kind
+
+    def compile_encoder(self) -> None:
+        self.codec.compile_encoder()
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        return self._kind.codes(self.codec.vae, self.codec.pixels(images))
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        return self.codec.shown(self._kind.decode_codes(self.codec.vae, tokens.to(self.codec.device).long()))

@@ -1,0 +1,346 @@
+"""Autoencoders of diffusers: the content of their config.json, how they are called, and their decoders alone.
+
+One class of diffusers, one class here; its name in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.codecs.base import in_slices, latent_spec, to_uint8
+from image_diffusion.codecs.hub_files import load_pretrained, settings_of
+from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.types import DataSpec
+
+_FAR = 0.2
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors that normalise latents to mean 0 and standard deviation 1: x = (latent - mean) / std.
+
+    mean, std: of each channel, or one number for all.
+    """
+
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def normalise(self, latent: Tensor) -> Tensor:
+        """Normalise latents [B, c, h, w] -> x."""
+        mean, std = self._like(latent)
+        return (latent - mean) / std
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Restore x [B, c, h, w] -> latents."""
+        mean, std = self._like(x)
+        return x * std + mean
+
+    def _like(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (
+            torch.tensor(value, dtype=x.dtype, device=x.device).view(-1, 1, 1) for value in (self.mean, self.std)
+        )
+        return mean, std
+
+
+def as_declared(statistics: Mapping[str, Any], declared: Factors) -> tuple[float, float]:
+    """Return mean and standard deviation of all numbers of latents, once they are normalised by the factors that an
+    author declared.
+
+    statistics: measured, {"mean", "std"} of each channel.
+    """
+    mean, std = (np.asarray(statistics[name], np.float64) for name in ("mean", "std"))
+    of_each = (mean - np.asarray(declared.mean)) / np.asarray(declared.std)
+    squares = (std / np.asarray(declared.std)) ** 2 + of_each**2
+    overall = float(of_each.mean())
+    return overall, float(np.sqrt(max(squares.mean() - overall**2, 0.0)))
+
+
+def far_off(mean: float, std: float) -> bool:
+    """True if x is more than a fifth away from mean 0 and standard deviation 1."""
+    return abs(mean) > _FAR or abs(std - 1) > _FAR
+
+
+class Kind(ABC):
+    """A class of autoencoders. settings: the config.json. where: its folder, for errors."""
+
+    is_certain: ClassVar[bool] = True
+    """True if an image has one latent; else a mean and a standard deviation."""
+    resolution: int | None = None
+    """Resolution, the only one that it decodes to; None: any that the downsampling divides."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        self._settings, self._where = settings, where
+        self.image_channels = int(self._get("in_channels"))
+        self.channels = int(self._get("latent_channels"))
+        self.downsampling = int(2 ** (len(self._get("block_out_channels")) - 1))
+
+    def _get(self, name: str) -> Any:
+        if name not in self._settings:
+            raise ValueError(f"{self._where}/config.json has no key {name}. Use a folder that diffusers wrote.")
+        return self._settings[name]
+
+    def spec(self, images: DataSpec) -> DataSpec:
+        """Return the shapes that the data fix for a network on these latents. Raises ValueError when the images do not
+        fit."""
+        if images.channels != self.image_channels:
+            raise ValueError(
+                f"data.channels is {images.channels}, but the autoencoder {self._where} reads {self.image_channels}. "
+                f"Set it to {self.image_channels}."
+            )
+        if self.resolution is not None and images.resolution != self.resolution:
+            raise ValueError(
+                f"data.resolution is {images.resolution}, but the autoencoder {self._where} decodes to "
+                f"{self.resolution} alone. Set it to {self.resolution}."
+            )
+        return latent_spec(images, self.channels, self.downsampling)
+
+    @staticmethod
+    @abstractmethod
+    def network() -> Any:
+        """Return the class in diffusers, which takes seconds to import."""
+
+    @abstractmethod
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        """Encode images in [-1, 1] -> [B, 2, c, h, w], mean and standard deviation; [B, 1, c, h, w] where it is
+        certain."""
+
+    def decode(self, vae: Any, latent: Tensor) -> Tensor:
+        """Decode latents [B, c, h, w] -> images in [-1, 1]."""
+        images: Tensor = vae.decode(latent).sample
+        return images
+
+    def declared(self, vae: Any) -> Factors:
+        """Return the factors that its author gives: diffusers' scaling_factor and shift_factor, or latents_mean and
+        latents_std (x = (latent - latents_mean) * scaling_factor / latents_std, as its pipelines have it)."""
+        return self._in_config()
+
+    def _in_config(self) -> Factors:
+        scaling = float(self._settings.get("scaling_factor") or 1.0)
+        shift = float(self._settings.get("shift_factor") or 0.0)
+        mean, std = self._settings.get("latents_mean"), self._settings.get("latents_std")
+        if mean is None or std is None:
+            return Factors([shift], [1.0 / scaling])
+        return Factors([float(value) for value in mean], [float(value) / scaling for value in std])
+
+
+class Kl(Kind):
+    """Rombach et al. 2022: Stable Diffusion, SDXL, SD3, FLUX.1, …: a posterior of 4, 16, … channels."""
+
+    is_certain = False
+
+    @staticmethod
+    def network() -> Any:
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+        return AutoencoderKL
+
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        posterior = vae.encode(images).latent_dist
+        return torch.stack([posterior.mean, posterior.std], dim=1)
+
+
+class KlFlux2(Kind):
+    """Autoencoder of FLUX.2. Its latents are the ones its pipeline works on: each patch of 2 x 2 elements is one of
+    four times as many channels, normalised by the running statistics of a batch norm that lies among the weights."""
+
+    is_certain = False
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        super().__init__(settings, where)
+        self._patch = tuple(int(edge) for edge in self._get("patch_size"))
+        if self._patch[0] != self._patch[1]:
+            raise ValueError(f"{where}/config.json has patch_size {list(self._patch)}. Patches must be square.")
+        self.channels *= math.prod(self._patch)
+        self.downsampling *= self._patch[0]
+
+    @staticmethod
+    def network() -> Any:
+        from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+
+        return AutoencoderKLFlux2
+
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        posterior = vae.encode(images).latent_dist
+        both = torch.stack([posterior.mean, posterior.std], dim=1)  # [B, 2, c, h, w]
+        return torch.nn.functional.pixel_unshuffle(both, self._patch[0])  # channel c p² + row p + column
+
+    def decode(self, vae: Any, latent: Tensor) -> Tensor:
+        return super().decode(vae, torch.nn.functional.pixel_shuffle(latent, self._patch[0]))
+
+    def declared(self, vae: Any) -> Factors:
+        norm = vae.bn
+        std = torch.sqrt(norm.running_var.double() + self._get("batch_norm_eps"))
+        return Factors(norm.running_mean.double().tolist(), std.tolist())
+
+
+class Dc(Kind):
+    """Deep compression autoencoder (Chen et al. 2024): 32 pixels along an edge to one and more, without a posterior."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        super().__init__({**settings, "block_out_channels": settings.get("encoder_block_out_channels", [])}, where)
+
+    @staticmethod
+    def network() -> Any:
+        from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
+
+        return AutoencoderDC
+
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        latent: Tensor = vae.encode(images).latent
+        return latent[:, None]
+
+
+class Rae(Kind):
+    """Features of a pretrained vision transformer, with a decoder for them (Zheng et al. 2025). It normalises its
+    latents itself, by statistics among its weights."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        self._settings, self._where = settings, where
+        self.image_channels, self.channels = int(self._get("num_channels")), int(self._get("encoder_hidden_size"))
+        self.downsampling = int(self._get("patch_size"))
+        self.resolution = self.downsampling * (
+            int(self._get("encoder_input_size")) // int(self._get("encoder_patch_size"))
+        )
+        if not settings.get("reshape_to_2d", True):
+            raise ValueError(
+                f"{where}/config.json has reshape_to_2d false. Set it to true: latents are [c, h, w] here."
+            )
+
+    @staticmethod
+    def network() -> Any:
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError("AutoencoderRAE needs the package transformers. Run: python -m pip install transformers.")
+        from diffusers.models.autoencoders.autoencoder_rae import AutoencoderRAE
+
+        return AutoencoderRAE
+
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        latent: Tensor = vae.encode((images + 1) / 2).latent  # it reads [0, 1]
+        return latent[:, None]
+
+    def decode(self, vae: Any, latent: Tensor) -> Tensor:
+        return super().decode(vae, latent) * 2 - 1
+
+    def declared(self, vae: Any) -> Factors:
+        return Factors([0.0], [1.0])
+
+
+class Tiny(Kind):
+    """TAESD and its kin: small and fast, for the latents of another autoencoder as its pipeline scales them."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        super().__init__({**settings, "block_out_channels": settings.get("encoder_block_out_channels", [])}, where)
+
+    @staticmethod
+    def network() -> Any:
+        from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
+
+        return AutoencoderTiny
+
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        latent: Tensor = vae.encode(images).latents
+        return latent[:, None]
+
+
+class Vq(Kind):
+    """A vector-quantised autoencoder (van den Oord et al. 2017; Rombach et al. 2022). Its latents are those before
+    they are quantised, which decoding does; its codes are tokens."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        super().__init__(settings, where)
+        self.channels = int(settings.get("vq_embed_dim") or self.channels)
+        self.num_tokens = int(self._get("num_vq_embeddings"))
+
+    @staticmethod
+    def network() -> Any:
+        from diffusers.models.autoencoders.vq_model import VQModel
+
+        return VQModel
+
+    def encode(self, vae: Any, images: Tensor) -> Tensor:
+        latent: Tensor = vae.encode(images).latents
+        return latent[:, None]
+
+    def codes(self, vae: Any, images: Tensor) -> Tensor:
+        """Encode images in [-1, 1] -> int64 [B, h, w], the nearest entry of the codebook."""
+        latent: Tensor = vae.encode(images).latents
+        indices: Tensor = vae.quantize(latent)[2][2]
+        return indices.view(len(latent), *latent.shape[2:])
+
+    def decode_codes(self, vae: Any, codes: Tensor) -> Tensor:
+        """Decode int64 [B, h, w] -> images in [-1, 1]."""
+        latent = vae.quantize.get_codebook_entry(codes.flatten(), (*codes.shape, self.channels))
+        images: Tensor = vae.decoder(
+            vae.post_quant_conv(latent), latent if self._settings.get("norm_type") == "spatial" else None
+        )
+        return images
+
+
+KINDS: dict[str, type[Kind]] = {
+    "AutoencoderKL": Kl,
+    "AutoencoderKLFlux2": KlFlux2,
+    "AutoencoderDC": Dc,
+    "AutoencoderRAE": Rae,
+    "AutoencoderTiny": Tiny,
+    "VQModel": Vq,
+}
+
+
+def kind_of(settings: Mapping[str, Any], where: str) -> Kind:
+    """Return the kind of autoencoder that a config.json describes. Raises ValueError for a class that is none of
+    these."""
+    name = str(settings.get("_class_name"))
+    if name not in KINDS:
+        close = nearest(name, list(KINDS))
+        advice = f" Did you mean {close}?" if close else ""
+        raise ValueError(f"{where} holds a {name}, which is not supported.{advice} Known: {', '.join(KINDS)}.")
+    return KINDS[name](settings, where)
+
+
+KEY = "sample.decoder"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decoder of x as the pipelines of both have it, normalised by the declared factors of each -> uint8 images [B, C,
+    H, W].
+
+    weights: a folder in diffusers' layout, or a name on the Hub; loaded when first used.
+    """
+
+    weights: str
+    device: torch.device
+
+    @cached_property
+    def kind(self) -> Kind:
+        return kind_of(settings_of(self.weights, None, KEY), self.weights)
+
+    @cached_property
+    def vae(self) -> Any:
+        return load_pretrained(self.kind.network(), self.weights, None, self.device, torch.float32, KEY)
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        latent = self.kind.declared(self.vae).restore(x.to(self.device, torch.float32))
+        pixels = self.kind.downsampling**2 * latent.shape[2] * latent.shape[3]
+        return in_slices(lambda part: to_uint8(self.kind.decode(self.vae, part)), latent, pixels)
+
+
+def check_decoder(key: str, weights: str, channels: int, downsampling: int) -> None:
+    """Raise ValueError where an autoencoder cannot decode latents of that shape, from its config.json alone."""
+    other = kind_of(settings_of(weights, None, key), weights)
+    if (other.channels, other.downsampling) != (channels, downsampling):
+        raise ValueError(
+            f"{key} is {weights}, which decodes latents of {other.channels} channels and 1/{other.downsampling} of an "
+            f"image's edge, but those of the codec have {channels} and 1/{downsampling}. Name one that fits."
+        )

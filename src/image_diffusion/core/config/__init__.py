@@ -1,0 +1,1 @@
+"""Configuration: validated sections, inheritance, and YAML."""

@@ -1,0 +1,228 @@
+"""Configuration as a record: typed, bounded, frozen; an unknown key is an error with a suggestion.
+
+`base: cifar10` at the top of a file stands for cifar10.yaml beside it. What the file itself writes is merged over that,
+key by key, as long as `type` is the same or left out. An empty section is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import typing
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from image_diffusion.core.config import yaml12
+from image_diffusion.core.config.errors import nearest, sentence
+from image_diffusion.core.process.secrets import check_no_secrets, shown
+
+T = TypeVar("T")
+
+
+class Config(BaseModel):
+    """Base of every configuration section. Frozen, and strict about unknown keys.
+
+    A section that is written in part keeps the rest of the default that applies where it is used (`merged`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {key: merged(fields[key].default, value) if key in fields else value for key, value in data.items()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
+        """Add the sentence under each field to the schema as its description. Read here alone: pydantic's own
+        use_attribute_docstrings reads the source of every class as it is made, a third of a second at each start."""
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, about in _sentences(cls).items():
+            properties[name]["description"] = about
+        return schema
+
+
+def merged(default: Any, written: Any) -> Any:
+    """Merge what is written of a section over the default that it replaces: a Config or plain data.
+
+    Key by key, and so in the sections inside, as long as `type` is the same or left out; another type starts from the
+    defaults of its own.
+    """
+    base = _set_by_hand(default)
+    if not isinstance(base, dict) or not isinstance(written, dict):
+        return written
+    if written.get("type", base.get("type")) != base.get("type"):
+        return written
+    return base | {key: merged(base[key], value) if key in base else value for key, value in written.items()}
+
+
+def _set_by_hand(default: Any) -> Any:
+    """Return, as plain data, the values of a default that differ from the defaults of its class, and its type."""
+    if isinstance(default, BaseModel):
+        names = [name for name in type(default).model_fields if name in default.model_fields_set or name == "type"]
+        return {name: _set_by_hand(getattr(default, name)) for name in names}
+    return default
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the plain data in a YAML file. Raises ValueError naming the file when it is missing or is not YAML."""
+    try:
+        return yaml12.from_text(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.{_files_beside(path)}") from None
+    except ValueError as error:  # bytes that are no text, too
+        raise ValueError(f"{path} is not valid YAML: {error}.") from None
+
+
+def parse(kind: Any, data: Any, where: str) -> Any:
+    """Validate plain data as `kind`: a Config class, or an annotated union of them.
+
+    Raises ValueError with one sentence a problem, each opening with `where` and the dotted key; also for URLs with
+    passwords or signatures, which none of the sentences shows.
+    """
+    try:
+        check_no_secrets(data)
+    except ValueError as error:
+        raise ValueError(f"{shown(where)}: {error}") from None
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        problems = [sentence(problem, kind, data) for problem in error.errors()]
+        raise ValueError(shown("\n".join(f"{where}: {problem}" for problem in dict.fromkeys(problems)))) from None
+
+
+def load(kind: type[T], path: Path, changes: Sequence[str] = ()) -> T:
+    """Read a YAML file as `kind`, with the changes of the command line. Raises ValueError (see `parse`)."""
+    return typing.cast("T", parse(kind, changed(read_yaml(path), changes), origin(path, changes)))
+
+
+def changed(data: Any, changes: Sequence[str]) -> Any:
+    """Merge the settings of `--set`, in order, over plain data: each "sample.sampler.num_steps=10", the value as YAML
+    has it. Raises ValueError for an empty one."""
+    for change in changes:
+        key, separator, text = change.partition("=")
+        names = key.split(".")
+        if not separator or not all(names):
+            raise ValueError(f"--set '{change}' is not a setting. Write KEY=VALUE, such as sample.num_samples=16.")
+        try:
+            value = yaml12.from_text(text)
+        except ValueError as error:
+            raise ValueError(f"--set {change}: the value is not valid YAML: {error}.") from None
+        for name in reversed(names):
+            value = {name: value}
+        data = merged(data, value)
+    return data
+
+
+def origin(path: Path | None, changes: Sequence[str]) -> str:
+    """Return the origin of the configuration, for the sentence on a mistake in it. path: None for defaults."""
+    return " --set ".join([str(path or "the defaults"), *changes])
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """Return plain data that `parse` turns back into an equal configuration, defaults included."""
+    return config.model_dump(mode="json")
+
+
+def differing_keys(ours: Any, theirs: Any, prefix: str = "") -> list[str]:
+    """Return the dotted keys whose values differ, each with both values: "train.optimizer.lr (0.0002 here, 0.0001
+    there)"."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = [*ours, *(key for key in theirs if key not in ours)]
+        return [d for key in keys for d in differing_keys(ours.get(key), theirs.get(key), f"{prefix}{key}.")]
+    return [] if ours == theirs else [f"{prefix[:-1]} ({ours!r} here, {theirs!r} there)"]
+
+
+def to_yaml(data: Any) -> str:
+    """Return plain data as YAML, keys in their given order: the same data always gives the same bytes."""
+    return yaml12.to_text(data)
+
+
+def _sentences(kind: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings of the fields of a class and of those it inherits from, by field."""
+    docstrings: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, Config) and base is not Config:
+            docstrings |= _sentences_of(base)
+    return {name: about for name, about in docstrings.items() if name in kind.model_fields}
+
+
+def _sentences_of(kind: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings of the fields in the source of one class; empty for a class that was made by a call."""
+    try:
+        written = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except OSError:
+        return {}
+    docstrings = {}
+    for field, below in pairwise(typing.cast("ast.ClassDef", written).body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                docstrings[name] = inspect.cleandoc(text)
+    return docstrings
+
+
+def _files_beside(path: Path) -> str:
+    """Suggest files in place of a missing one: one of a similar name, and all that exist."""
+    names = sorted(file.stem for file in path.parent.glob(f"*{path.suffix}"))
+    close = nearest(path.stem, names)
+    advice = f" Did you mean {close}?" if close else ""
+    return f"{advice} {path.parent} holds: {', '.join(names)}." if names else advice
+
+
+def beyond_defaults(config: Config, defaults: Config | None = None) -> set[str]:
+    """Return the dotted keys of values that differ from the defaults, those of its classes where none are given. A part
+    of another type counts with its key `type`, and is compared with the defaults of its own."""
+    keys: set[str] = set()
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        if isinstance(value, Config):
+            same = type(default) is type(value)
+            keys |= {f"{name}.{key}" for key in beyond_defaults(value, default if same else None)}
+            if not same and isinstance(default, Config) and "type" in type(value).model_fields:
+                keys.add(f"{name}.type")
+        elif value != default:
+            keys.add(name)
+    return keys
+
+
+BASE = "base"
+
+
+def read_inherited(path: Path) -> tuple[Any, list[Path]]:
+    """Return the plain data of a file merged over those of its bases, and every file that was read: itself, its base,
+    and so on.
+
+    Raises ValueError for a base that is missing, is not a name, or leads back to the file.
+    """
+    files, levels = [path], [read_yaml(path)]
+    while isinstance(levels[-1], dict) and BASE in levels[-1]:
+        current = files[-1]
+        name = levels[-1].pop(BASE)
+        if not isinstance(name, str):
+            raise ValueError(f"{current}: base is {name!r}. Expected the name of a file beside it, without .yaml.")
+        base = current.with_name(f"{name}.yaml")
+        if base in files:
+            way = " -> ".join(file.stem for file in (*files, base))
+            raise ValueError(f"{current}: base leads in a circle: {way}. Remove it from one of these files.")
+        try:
+            inherited = read_yaml(base)
+        except ValueError as error:
+            raise ValueError(f"{current}: base is {name}, but {error}") from None
+        files.append(base)
+        levels.append(inherited)
+    data = levels.pop()
+    for written in reversed(levels):
+        data = {key: value for key, value in merged(data, written).items() if value is not None or key not in written}
+    return data, files

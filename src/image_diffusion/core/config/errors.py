@@ -1,0 +1,164 @@
+"""Messages on mistakes in a configuration, one sentence each: the key, its value, and what to write in its place."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+Location = Sequence[int | str]
+
+
+def sentence(problem: Any, kind: Any, data: Any) -> str:
+    """Return a sentence on one of pydantic's problems (`ValidationError.errors`) with plain data that should have been
+    of a kind."""
+    location = _visible_location(problem["loc"], data)
+    key = _dotted(location) or "the file"
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{key} is not a known key. {_advice(kind, data, location)}"
+        case "missing":
+            return f"{key} is required."
+        case "union_tag_invalid":
+            tag = problem["ctx"]["tag"]
+            return f"Unknown {key} '{tag}'. Known: {problem['ctx']['expected_tags'].replace(chr(39), '')}."
+        case "union_tag_not_found":
+            return f"{key}.type is required. Known: {', '.join(_tags(_models_at(kind, data, location)))}."
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{key} is {_section_expected(problem['input'], _models_at(kind, data, location), location)}"
+        case "literal_error":
+            return f"Unknown {key} '{problem['input']}'. Known: {problem['ctx']['expected'].replace(chr(39), '')}."
+        case "value_error":
+            return f"{key}: {problem['ctx']['error']}" if location else str(problem["ctx"]["error"])
+        case _:
+            return f"{key} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}."
+
+
+def nearest(name: str, choices: Sequence[str]) -> str | None:
+    """Return the known name that a misspelt one may stand for."""
+    return next(iter(difflib.get_close_matches(name, choices, n=1)), None)
+
+
+def _advice(kind: Any, data: Any, location: Location) -> str:
+    """Suggest keys that may have been meant by an unknown one: a similar one, or one of its name further down."""
+    *parent, last = location
+    name, keys = str(last), sorted({field for model in _models_at(kind, data, parent) for field in model.model_fields})
+    below = list(_paths_below(_models_at(kind, data, parent), _value_at(data, parent)))
+    others = [model for model in _variants_at(kind, data, parent) if name in model.model_fields]
+    if others:
+        return f"It is a key of type {' and '.join(_tags(others))}."
+    close, close_below = nearest(name, keys), nearest(name, [path[-1] for path in below])
+    suggestions: list[Location] = (  # a name that is right in another place, before one that is nearly right here
+        _shallowest([[*parent, *path] for path in below if path[-1] == name])
+        or ([[*parent, close]] if close else [])
+        or _shallowest([[*parent, *path] for path in below if path[-1] == close_below])
+        or _shallowest([path for path in _paths_below(_models(kind), data) if path[-1] == name])
+    )
+    if suggestions:
+        return f"Did you mean {' or '.join(_dotted(path) for path in suggestions[:3])}?"
+    return f"Known: {', '.join(keys)}."
+
+
+def _section_expected(value: Any, models: list[type[BaseModel]], location: Location) -> str:
+    """Return the end of a sentence on a value that stands in place of a section."""
+    key, tags = (location[-1] if location else "it"), _tags(models)
+    if tags and isinstance(value, str):
+        meant = value if value in tags else nearest(value, tags)
+        choices = "" if meant else f" Known types: {', '.join(tags)}."
+        return f"'{value}', but a section is expected. Write {key}: {{type: {meant or tags[0]}}}.{choices}"
+    names = list(dict.fromkeys(field for model in models for field in model.model_fields))
+    keys = f", with keys such as {', '.join(names[:4])}" if names else ""
+    if value is None:
+        return f"empty, but a section is expected{keys}." + (" Set one, or leave it out." if location else "")
+    return f"{value!r}, but a section is expected{keys}."
+
+
+def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """Return the keys as the user wrote them: pydantic also lists the tags of the unions it passed through."""
+    visible: list[int | str] = []
+    for position, part in enumerate(location):
+        if isinstance(data, dict) and part not in data and (position + 1 < len(location) or part == data.get("type")):
+            continue
+        if position > 0 and not isinstance(data, dict | list):
+            break
+        visible.append(part)
+        data = _value_at(data, [part])
+    return visible
+
+
+def _value_at(data: Any, location: Location) -> Any:
+    """Return the value that the data hold at a place; None where they hold nothing."""
+    for part in location:
+        if isinstance(data, dict):
+            data = data.get(part)
+        else:
+            data = data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else None
+    return data
+
+
+def _models_at(kind: Any, data: Any, location: Location) -> list[type[BaseModel]]:
+    """Return the models that the value at a place may be of: the one that its `type` names, or all."""
+    return _chosen(_variants_at(kind, data, location), _value_at(data, location))
+
+
+def _variants_at(kind: Any, data: Any, location: Location) -> list[type[BaseModel]]:
+    """Return the models that are possible at a place, whatever `type` is written at the place itself."""
+    if not location:
+        return _models(kind)
+    first, *remaining = location
+    inner = _value_at(data, [first])
+    if isinstance(first, int):
+        return _variants_at(kind, inner, remaining)
+    models = _chosen(_models(kind), data)
+    kinds = [model.model_fields[first].annotation for model in models if first in model.model_fields]
+    return list(dict.fromkeys(model for annotation in kinds for model in _variants_at(annotation, inner, remaining)))
+
+
+def _paths_below(models: list[type[BaseModel]], data: Any, above: tuple[Any, ...] = ()) -> Iterator[list[str]]:
+    """Yield every possible key below a place, as paths from the place; keys in lists are left out."""
+    for model in _chosen(models, data):
+        for name, field in model.model_fields.items():
+            yield [name]
+            many = typing.get_origin(field.annotation) in (list, tuple, dict)
+            # A section may contain its own kind, such as the codec of a codec: without `above` this would not end.
+            inner = [] if many else [variant for variant in _models(field.annotation) if variant not in above]
+            for path in _paths_below(inner, _value_at(data, [name]), (*above, *inner)):
+                yield [name, *path]
+
+
+def _chosen(models: list[type[BaseModel]], data: Any) -> list[type[BaseModel]]:
+    """Return those of several models that have the `type` that the data name."""
+    tag = data.get("type") if isinstance(data, dict) else None
+    return [model for model in models if tag in _tags([model])] or models
+
+
+def _tags(models: list[type[BaseModel]]) -> list[str]:
+    """Return the values of `type` that distinguish the models."""
+    fields = [model.model_fields["type"] for model in models if "type" in model.model_fields]
+    return sorted(str(tag) for field in fields for tag in typing.get_args(field.annotation))
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    """Return every pydantic model that a type annotation can stand for."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    if isinstance(kind, typing.TypeAliasType if hasattr(typing, "TypeAliasType") else ()):
+        return _models(kind.__value__)
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType, typing.Annotated, list, tuple, dict):
+        return [model for argument in arguments for model in _models(argument)]
+    return []
+
+
+def _shallowest(paths: Sequence[Location]) -> list[Location]:
+    """Return the locations with the fewest keys, each once."""
+    least = min(map(len, paths), default=0)
+    return list(dict.fromkeys(tuple(path) for path in paths if len(path) == least))
+
+
+def _dotted(location: Location) -> str:
+    return ".".join(map(str, location))

@@ -1,0 +1,267 @@
+"""Files that are whole or absent, and digests of their content."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from image_diffusion.core.process.out_of_resources import writing
+
+ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError, ValueError)
+"""Exceptions that zipfile raises for an archive or a member that is damaged, is locked by a password, or is missing."""
+
+
+@contextmanager
+def atomic_write(path: Path, permit: Callable[[], None] | None = None) -> Iterator[BinaryIO]:
+    """Write a binary file that appears under `path` complete and on disk, or not at all.
+
+    Written under a hidden name in the same folder, flushed to disk, renamed; the folder entry is flushed too.
+    Unfinished files of killed processes under the same name are removed first. permit: called last of all; raises if
+    the file may not appear.
+    """
+    with writing(path):
+        yield from _atomic_write(path, permit)
+
+
+def _atomic_write(path: Path, permit: Callable[[], None] | None) -> Iterator[BinaryIO]:
+    make_folder(path.parent)
+    remove_unfinished(path.parent, glob.escape(path.name))
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    held = os.dup(descriptor)  # and with it the lock, until the file has its name
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield cast("BinaryIO", file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o666 & ~_umask())
+        if permit is not None:
+            permit()
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(held)
+    sync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove unfinished files that killed processes left in a folder. A file that is being written stays.
+
+    name: of the files, as a pattern.
+    """
+    for leftover in folder.glob(f".{name}.*.tmp"):
+        with suppress(OSError), leftover.open("rb") as file:  # it may have got its name meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder to fill, which then appears complete and on disk in the place of another one, or not at all.
+
+    Its files get the permissions of the umask. Unfinished folders of killed processes under the same name are removed
+    first: one process writes it at a time.
+    """
+    make_folder(folder.parent)
+    for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary,
+        writing(folder, Path(temporary)),
+    ):
+        written = Path(temporary) / folder.name
+        written.mkdir()
+        yield written
+        for path in written.rglob("*"):
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                finish_file(path)
+        sync_folder(written)
+        if folder.exists():
+            shutil.rmtree(folder)
+        written.rename(folder)
+        sync_folder(folder.parent)
+
+
+def finish_file(path: Path) -> None:
+    """Flush a file that a library wrote to disk, with the permissions of the umask: some make it their owner's alone.
+
+    Raises OSError.
+    """
+    path.chmod(0o666 & ~_umask())
+    _sync(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, where they are missing, each with its entry on disk."""
+    missing = list(itertools.takewhile(lambda ancestor: not ancestor.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for ancestor in reversed(missing):
+        sync_folder(ancestor.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_write(path) as file:
+        file.write(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+_AHEAD_S = 10.0
+
+
+def is_ahead(path: Path) -> bool:
+    """True if a file is from the future: a clock was wrong when it was written. Seconds, by which a file server may be
+    ahead, are ignored."""
+    return path.stat().st_mtime > time.time() + _AHEAD_S
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically, unless the file holds it already: its modification time then stays, unless it is
+    from the future."""
+    if not path.is_file() or is_ahead(path) or path.read_bytes() != text.encode("utf-8"):
+        write_text(path, text)
+
+
+def to_json(data: Any) -> str:
+    """Return plain data as JSON. The same data gives the same text; NaN and infinity are refused."""
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write plain data as JSON, atomically, with a key "seal": the digest of the rest, which `read_json` compares."""
+    plain = {key: value for key, value in json.loads(to_json(data)).items() if key != "seal"}
+    write_text(path, to_json({**plain, "seal": digest(plain)}))
+
+
+def read_json(path: Path) -> Any:
+    """Return the plain data in a JSON file, without its seal. Raises ValueError naming the file when it is missing or
+    not what was written."""
+    try:
+        return parse_json(path.read_bytes(), str(path), "Delete it and run the stage again.")
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+
+
+def parse_json(text: bytes, where: str, advice: str) -> Any:
+    """Return the plain data in the bytes of a JSON file, without its seal, which only our own files have.
+
+    Raises ValueError that opens with `where` and ends with the advice when they are not JSON or not what was sealed.
+    """
+    try:
+        data = json.loads(text.decode("utf-8"))
+        sealed = data.pop("seal", None) if isinstance(data, dict) else None
+        if sealed is not None and sealed != digest(data):
+            raise ValueError("its content differs from its seal")
+        return data
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: {error}. {advice}") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename survives a power cut."""
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+Stamp = tuple[int, int, int, int]
+"""Size in bytes, time of the last modification and of the last change of any kind in nanoseconds, inode number."""
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return a stamp that differs when a file is another one or has other content: times can be set, but not that of
+    the change.
+
+    Raises OSError.
+    """
+    return stamp_in(path.stat())
+
+
+def stamp_in(status: os.stat_result) -> Stamp:
+    """Return the stamp in the status that the system has returned for a file."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def code_below(folder: Path) -> str:
+    """Return a digest of every file of code below a folder, byte for byte: quick, and the same only when all code is.
+
+    Python, C, and the tables that modules read; what was compiled from them differs by compiler and does not count.
+    """
+    files = sorted(path for path in folder.rglob("*") if is_code(path))
+    return digest([[str(path.relative_to(folder)), sha256_file(path)] for path in files])
+
+
+def is_code(path: Path) -> bool:
+    """True if a file of the package is code or is read by code, rather than made from it or hidden."""
+    is_generated = path.suffix in {".compiled", ".pyc"} or "__pycache__" in path.parts
+    return not is_generated and not path.name.startswith(".") and path.is_file()
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page of HTML atomically, with the sha256 of the preceding text in its last line."""
+    write_text(path, f"{text.rstrip()}\n{_page_seal(text)}\n")
+
+
+def is_whole_page(path: Path) -> bool:
+    """True if a page is unchanged since `write_page` wrote it. Raises OSError."""
+    above, _, seal = path.read_bytes().decode("utf-8", "replace").rstrip("\n").rpartition("\n")
+    return seal == _page_seal(above)
+
+
+def _page_seal(text: str) -> str:
+    return f"<!-- sha256 of the above: {hashlib.sha256(text.rstrip().encode('utf-8')).hexdigest()} -->"
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file by its path from the folder, as SHA256SUMS says.
+
+    Raises OSError when the folder has none, ValueError when it cannot be read.
+    """
+    lines = (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    return {name: sha256 for sha256, name in (line.split("  ", 1) for line in lines)}
+
+
+def digest(data: Any) -> str:
+    """Return the sha256 of plain data in its canonical JSON form: key order and spacing do not count."""
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,236 @@
+"""Verify that files still hold what was written: each is hashed once, and trusted as long as its stamp stays.
+
+A disk that changes bytes behind the system's back changes no stamp: its damage is found where a file is read anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.atomic import Stamp, digest, read_json, sha256_file, stamp_of, write_json, write_text
+from image_diffusion.core.names import inside
+from image_diffusion.core.process.errors import log_line
+
+AT_ONCE_BYTES = 2 << 30
+"""Bytes that are hashed before training begins, a second or two; larger amounts are hashed during training."""
+
+_LISTING = "listing.json"
+_THREADS = 4  # hashlib works outside of Python's lock
+_SETTLED_S = 2.0  # a file that was written just now could be written again within the resolution of its times
+_LARGE_BYTES = 64 << 20  # above that it is worth a note, and waiting until the file has settled
+_EVERY_S = 10.0  # what was found is noted at least so often, for those who are killed
+
+
+def damaged(folder: Path, files: Mapping[str, str]) -> list[str]:
+    """Return the names of the files in a folder whose sha256 is not the given one; a missing file counts.
+
+    Results are noted in the folder, with the stamp of the file. Processes that ask for much at once ask one after
+    another, so that each file is hashed once. Raises OSError when a file cannot be read, ValueError for a name that
+    leads out of the folder.
+    """
+    for name in files:
+        inside(folder, name, follow=True)
+    with _alone(folder) if sum(unread(folder, files).values()) > AT_ONCE_BYTES else nullcontext():
+        hashes = _looked_up(folder, files)
+        return [name for name, sha256 in files.items() if hashes[name] != sha256]
+
+
+def describe(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
+    """Return the sha256 of files that were just written, by their path from a folder: the key "files" of a JSON file in
+    that folder.
+
+    That of large files is noted like the results of `damaged`, so that they need not be read again.
+    """
+    hashes = {os.path.relpath(path, folder): sha256_file(path) for path in paths if not _is_large(path)}
+    if large := [path for path in paths if _is_large(path)]:
+        settles_in_s = _SETTLED_S + 0.1 - min(_age_s(stamp_of(path)) for path in large)
+        time.sleep(min(max(0.0, settles_in_s), _SETTLED_S + 0.1))
+        hashes |= _looked_up(folder, [os.path.relpath(path, folder) for path in large])
+    return {name: hashes[name] for name in (os.path.relpath(path, folder) for path in paths)}
+
+
+def write_checksums(folder: Path) -> None:
+    """Write SHA256SUMS over all files in a folder and below it, as `sha256sum --check` reads it.
+
+    Hashes are noted beside the folder, from which other processes take them.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    hashes = describe(folder.parent, files)
+    lines = (f"{hashes[os.path.relpath(path, folder.parent)]}  {path.relative_to(folder)}\n" for path in files)
+    write_text(folder / "SHA256SUMS", "".join(lines))
+
+
+def write_listing(folder: Path, pattern: str) -> None:
+    """Write the sha256 of the files in a folder whose names fit a pattern, where any exist, to its listing.json.
+
+    A damaged listing stays damaged, whatever is added: what it listed before is not known.
+    """
+    if files := sorted(folder.glob(pattern)):
+        try:
+            listed, is_whole = read_listing(folder), True
+        except ValueError:
+            listed, is_whole = {}, False
+        listed = dict(sorted({**listed, **describe(folder, files)}.items()))
+        write_json(folder / _LISTING, {"files": listed, "digest": digest(listed) if is_whole else None})
+
+
+def read_listing(folder: Path) -> dict[str, str]:
+    """Return the listing that `write_listing` wrote; empty where it did not. Raises ValueError when it is, or was,
+    damaged."""
+    path = folder / _LISTING
+    if not path.is_file():
+        return {}
+    listing = read_json(path)
+    listed = listing.get("files") if isinstance(listing, dict) else None
+    if not isinstance(listed, dict) or listing.get("digest", digest(listed)) != digest(listed):  # older ones have none
+        raise ValueError(f"{path} is damaged.")
+    return listed
+
+
+def warn_about_previews(folder: Path, fault_of: Callable[[Path, Mapping[str, str]], str | None] | None = None) -> None:
+    """Warn of damaged previews of a training that are listed in a folder. Only the training could draw them again, and
+    that takes as long as it took.
+
+    fault_of: returns the fault of files that should have these sha256; left out: all are read that changed.
+    """
+    try:
+        fault = (fault_of or _fault_of)(folder, read_listing(folder))
+    except ValueError as error:
+        fault = str(error).rstrip(".")
+    if fault is not None:
+        log_line(
+            f"warning: the previews in {folder} have changed since they were drawn: {fault}. The curve leaves out "
+            f"damaged ones; only a new training draws them again."
+        )
+
+
+def _fault_of(folder: Path, files: Mapping[str, str]) -> str | None:
+    wrong = damaged(folder, files)
+    return f"{wrong[0]} is damaged" if wrong else None
+
+
+def _looked_up(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the sha256 of each file, from the notes where its stamp is known, or else hashed; empty for a missing
+    file."""
+    recorded = _recorded_checksums(folder)
+    hashes = {name: _known_hash(folder, name, recorded) for name in names}
+    if unknown := [name for name, sha256 in hashes.items() if sha256 is None]:
+        noted_at = time.monotonic()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            hashed = pool.map(lambda name: _stamp_and_hash(folder / name), unknown)
+            for name, (stamp, sha256) in zip(unknown, hashed, strict=True):
+                hashes[name] = sha256
+                if sha256 and abs(_age_s(stamp)) > _SETTLED_S:
+                    recorded[name] = [*stamp, sha256]
+                if time.monotonic() - noted_at > _EVERY_S:
+                    _note(folder, recorded)
+                    noted_at = time.monotonic()
+        _note(folder, recorded)
+    return {name: sha256 or "" for name, sha256 in hashes.items()}
+
+
+def check_files(folder: Path, files: Mapping[str, str], advice: str) -> None:
+    """Raise ValueError naming a file in a folder whose sha256 is not the given one, with the advice at the end."""
+    if wrong := damaged(folder, files):
+        others = f", and so are {len(wrong) - 1:,} others" if wrong[1:] else ""
+        raise ValueError(f"{folder / wrong[0]} is damaged{others}: its sha256 differs from the manifest's. {advice}")
+
+
+def unread(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Return the files that `damaged` would have to read, and the bytes of each; missing ones are left out."""
+    recorded = _recorded_checksums(folder)
+    pending = [name for name in names if (folder / name).is_file() and _known_hash(folder, name, recorded) is None]
+    return {name: (folder / name).stat().st_size for name in pending}
+
+
+class Inspection:
+    """Run `damaged` over so many bytes that it continues in the background while the files are already read. advice:
+    what to do about it.
+
+    Raises ValueError naming a damaged file: at once where that takes a second or two, else in `check` or `wait`.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, str], advice: str) -> None:
+        self._folder, self._files, self._advice = folder, files, advice
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if sum(unread(folder, files).values()) > AT_ONCE_BYTES:
+            self._thread = threading.Thread(target=self._inspect, daemon=True, name="verify")
+            self._thread.start()
+        else:
+            self._inspect()
+            self.check()
+
+    def check(self) -> None:
+        """Raise the error that has been found so far."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait until every file has been read. Raises the error that was found."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def _inspect(self) -> None:
+        try:
+            check_files(self._folder, self._files, self._advice)
+        except (ValueError, OSError) as error:  # raised where the files are read
+            self._error = error
+
+
+def _is_large(path: Path) -> bool:
+    return path.stat().st_size > _LARGE_BYTES
+
+
+def _known_hash(folder: Path, name: str, recorded: Mapping[str, Any]) -> str | None:
+    """Return the known hash of the file; None when it has not been read since it got its stamp."""
+    try:
+        *stamp, sha256 = recorded[name]
+        return str(sha256) if stamp == [*stamp_of(folder / name)] else None
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _stamp_and_hash(path: Path) -> tuple[Stamp, str]:
+    """Return the stamp and the hash of a file at one moment: the stamp is taken before the file is read."""
+    try:
+        return stamp_of(path), sha256_file(path)
+    except FileNotFoundError:
+        return (0, 0, 0, 0), ""
+
+
+def _age_s(stamp: Stamp) -> float:
+    """Return the seconds since a file was changed."""
+    return (time.time_ns() - max(stamp[1], stamp[2])) / 1e9
+
+
+def _recorded_checksums(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json(folder / ".verified.json"))
+    except (ValueError, OSError, TypeError):
+        return {}
+
+
+def _note(folder: Path, recorded: Mapping[str, Any]) -> None:
+    with suppress(OSError):  # a folder that is not ours: it is hashed again
+        write_json(folder / ".verified.json", dict(sorted(recorded.items())))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

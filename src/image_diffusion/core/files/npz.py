@@ -1,0 +1,132 @@
+"""Images as an `.npz`, written and read without ever being in memory as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import ZIP_FAULTS, atomic_write
+
+_LOCAL_HEADER = 30  # bytes in front of a member's name, APPNOTE.TXT 4.3.7
+
+
+def save_samples(path: Path, images: Tensor, labels: Tensor | None) -> None:
+    """Write uint8 [N, C, H, W] and int64 [N] as ADM's evaluator reads them: arr_0 [N, H, W, C] and, if any, arr_1."""
+    stream_samples(path, [images], len(images), labels)
+
+
+def stream_samples(path: Path, batches: Iterable[Tensor], count: int, labels: Tensor | None) -> None:
+    """Write images that come batch by batch, [B, C, H, W], `count` of them in all, as `save_samples` does: the same
+    bytes. Vectors [B, dim] are written as they are."""
+    with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
+        written = 0
+        with _member(archive, "arr_0") as member:
+            for batch in batches:
+                rows = batch.movedim(1, -1).contiguous().numpy()
+                if written == 0:
+                    _write_header(member, rows.dtype, (count, *rows.shape[1:]))
+                member.write(rows.data)
+                written += len(rows)
+        assert written == count
+        if labels is not None:
+            with _member(archive, "arr_1") as member:
+                _write_header(member, np.dtype(np.int64), tuple(labels.shape))
+                member.write(labels.contiguous().numpy().data)
+
+
+class ImageDigests:
+    """Digests of images that pass batch by batch: the sha256 of that of each image, [H, W, C], in order. Processes that
+    share the images can so compute it together."""
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []
+
+    def passed(self, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the batches, [B, C, H, W], unchanged."""
+        for batch in batches:
+            self._digests += digests_of(batch.movedim(1, -1).contiguous().numpy())
+            yield batch
+
+    @property
+    def combined(self) -> str:
+        """Return the digest of all images that have passed, in hexadecimal."""
+        return digest_of(self._digests)
+
+
+def digests_of(images: NDArray[Any]) -> list[bytes]:
+    """Return the sha256 of each image, [N, H, W, C]."""
+    return [hashlib.sha256(np.ascontiguousarray(image).data).digest() for image in images]
+
+
+def digest_of(digests: Iterable[bytes]) -> str:
+    """Return the sha256 of the digests of images, in hexadecimal."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an `.npz`, by name, every byte compared with its checksum; uncompressed arrays are read from
+    the file when they are accessed.
+
+    Raises ValueError when the file does not exist, or it is not whole.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays, zipfile.ZipFile(path) as archive:
+            return {name: _mapped(path, archive, name) if _maps(archive, name) else arrays[name] for name in arrays}
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+    except (*ZIP_FAULTS, TypeError) as error:
+        raise ValueError(f"{path} is damaged or not an .npz file: {error}. Write it again.") from None
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    return archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True)
+
+
+def _write_header(member: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    np.lib.format.write_array_header_1_0(
+        member, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+
+
+def _maps(archive: zipfile.ZipFile, name: str) -> bool:
+    if f"{name}.npy" not in archive.namelist():
+        return False
+    info = archive.getinfo(f"{name}.npy")
+    return info.compress_type == zipfile.ZIP_STORED and info.file_size > 0
+
+
+def _mapped(path: Path, archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    member = archive.getinfo(f"{name}.npy")
+    start = member.header_offset
+    with path.open("rb") as file:
+        file.seek(start)
+        header = file.read(_LOCAL_HEADER)
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        begin = file.seek(start + _LOCAL_HEADER + lengths)
+        if _crc32(file, member.file_size) != member.CRC:
+            raise ValueError(f"the checksum of {name} does not match its bytes")
+        file.seek(begin)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+        if dtype.hasobject:
+            raise ValueError(f"{name} holds Python objects")
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if fortran else "C")
+
+
+def _crc32(file: IO[bytes], size: int) -> int:
+    """Return the checksum of the next bytes of a file."""
+    checksum = 0
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        checksum, size = zlib.crc32(block, checksum), size - len(block)
+    return checksum

@@ -1,0 +1,1 @@
+"""The journal that a stage writes and that tracking replays."""

@@ -1,0 +1,53 @@
+"""Metric definitions: the meaning of each metric, which direction is better, and its source, for pages and studies.
+
+The table is metric_definitions.csv; docs/metrics.md shows it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_ON_INCEPTION = {
+    "fid": "fd",
+    "fid_infinity": "fd_infinity",
+    "sfid": "spatial_fd",
+    "kid": "kd",
+    "rfid": "reconstruction_fd",
+}
+_DECODED = re.compile(r"_(mean|soft|hard)$")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Metrics of one meaning. names: those of metrics.json, without a detector's, a space between two. better:
+    "higher", "lower", "nearer to …", "not above …", or nothing where it is not a merit. source: paper and equation."""
+
+    judged: str
+    names: str
+    meaning: str
+    better: str
+    source: str
+
+    @property
+    def is_share(self) -> bool:
+        """True if it is a share of something, from 0 to 1."""
+        return self.meaning.startswith("Share ")
+
+
+@cache
+def definitions() -> tuple[Definition, ...]:
+    """Return all definitions, in the order for reading."""
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        return tuple(Definition(**line) for line in csv.DictReader(file))
+
+
+def definition_of(metric: str) -> Definition | None:
+    """Return the definition of a metric by its full name, "inpipe_class_fd" or "fid"; None for a metric without one."""
+    by_name = {name: definition for definition in reversed(definitions()) for name in definition.names.split()}
+    bare = _ON_INCEPTION.get(_DECODED.sub("", metric), metric)
+    within = [name for name in by_name if f"_{name}_" in f"_{bare}_"]
+    return by_name[max(within, key=len)] if within else None

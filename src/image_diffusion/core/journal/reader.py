@@ -1,0 +1,419 @@
+"""Attempts of a stage, read from its journal and merged into one history: each step once.
+
+`core.journal` says how attempts are written. What an attempt wrote past the step that a later one resumed from is
+superseded; a line that a crash cut off is left out, and so is a damaged one, with a warning. The receipt of an attempt
+and the attempts that resumed from it say how many records it had, so that records that were lost are counted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+from zlib import crc32
+
+from image_diffusion.core.files.atomic import digest, read_json, sha256_file
+from image_diffusion.core.journal.writer import attempt_number, receipts_of
+from image_diffusion.core.process.errors import log_line_once
+
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}$')
+
+Status = Literal["finished", "failed", "stopped", "killed", "running"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number: a metric at a step. time: milliseconds since 1970."""
+
+    key: str
+    value: float
+    step: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """Image at a step, and the journal's copy of it. sha256: of what was copied; empty where it was not noted."""
+
+    key: str
+    step: int
+    time: int
+    path: Path
+    sha256: str = ""
+
+    @property
+    def fault(self) -> str | None:
+        """Return a sentence on the fault of the copy; None for one that is unchanged."""
+        if not self.path.is_file():
+            return "is missing"
+        return "is damaged" if self.sha256 and sha256_file(self.path) != self.sha256 else None
+
+
+Entry = TypeVar("Entry", Point, Image)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """File that a stage made: where it is shown, where it lies, and what it held when it was recorded."""
+
+    name: str
+    path: Path
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class History:
+    """The attempts of one run of a stage, merged: each step once, as the last attempt that did it wrote it.
+
+    id: of its first attempt; never changes. starts: when each attempt began. changed: parameters that a later attempt
+    gave another value (`params` keeps the first). superseded, superseded_images: what dead attempts wrote past the
+    step that was resumed from. damaged: what is left out, as "attempt-0001.jsonl line 7" or "attempt 18fb3396".
+    num_records, num_lost: records that the attempts are known to have had, and how many of them cannot be read.
+    """
+
+    id: str
+    stage: str
+    starts: list[int]
+    ended: int | None
+    status: Status
+    tags: dict[str, str]
+    params: dict[str, Any]
+    changed: dict[str, Any]
+    points: list[Point]
+    superseded: list[Point]
+    images: list[Image]
+    superseded_images: list[Image]
+    artifacts: list[Artifact]
+    damaged: list[str]
+    num_records: int
+    num_lost: int
+
+    @property
+    def loss(self) -> str | None:
+        """Return a sentence on the records that were lost; None where the history is complete."""
+        return f"{self.num_lost:,} of {self.num_records:,} records are lost" if self.num_lost else None
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Return the steps and values of a metric, by step."""
+        pairs = sorted((point.step, point.value) for point in self.points if point.key == key)
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def read_journal(folder: Path) -> History | None:
+    """Return the merged history of the stage whose attempts lie in `folder`, `results/<experiment>/journal/<stage>`.
+
+    When its attempts belong to several runs (the configuration changed), the run that was worked on last. None when the
+    folder holds no attempt.
+    """
+    histories = read_journals(folder)
+    return histories[-1] if histories else None
+
+
+def read_journals(folder: Path) -> list[History]:
+    """Return the merged history of every run whose attempts lie in `folder`, the one that was worked on last at the
+    end.
+
+    Attempts are in the order of their numbers, which were given one by one: neither clocks nor names decide. An attempt
+    belongs to the run with its fingerprint or parameters, of several to that of the attempts it resumes from; but one
+    that starts from the beginning after that run finished is a run of its own. A line that a crash cut off, at the end
+    of a file, is left out. A damaged one is left out with a warning. What identifies an attempt, its parameters and its
+    ending are taken from its receipt where the journal has lost them.
+    """
+    runs: list[list[_JournalFile]] = []
+    for attempt in _attempts_in(folder):
+        alike = [run for run in reversed(runs) if run[-1].run == attempt.run]
+        same = next(
+            (run for run in alike if any(earlier.id in attempt.after for earlier in run)), next(iter(alike), None)
+        )
+        if same is not None and (attempt.resumed is not None or not same[-1].finished):
+            runs.remove(same)  # and put at the end
+            runs.append([*same, attempt])
+        else:
+            runs.append([attempt])
+    return [_merge(run) for run in runs]
+
+
+def of_weights(history: History, model: Mapping[str, Any]) -> History:
+    """Return the history of a training beside the weights it ended with. model: their model.json; where that is of
+    another run than one that finished here, the journal of the weights is missing, and a warning says so."""
+    run = model.get("fingerprint")
+    if run is None or history.status != "finished" or history.tags.get("fingerprint") == run:
+        return history
+    log_line_once(f"warning: the journal of run {run}, which trained these weights, is missing.")
+    return replace(history, damaged=[*history.damaged, f"run {run}"])
+
+
+def logged_stages(journals: Path) -> list[Path]:
+    """Return the folder of each stage that has logged into `journals`, `results/<experiment>/journal`, sorted by name.
+    One that was removed is named where its receipts are left."""
+    receipts = receipts_of(journals / "stage").parent
+    names = {path.name for folder in (journals, receipts) for path in folder.glob("*") if path.is_dir()}
+    return [journals / name for name in sorted(names)]
+
+
+@dataclass
+class _JournalFile:
+    """num_lines: lines of its file, also those that cannot be read. expected: records that its receipt counts."""
+
+    header: dict[str, Any]
+    alive: bool
+    num_lines: int
+    num_records: int
+    expected: int = 0
+    params: dict[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    last_time: int = 0
+
+    @property
+    def id(self) -> str:
+        return str(self.header["id"])
+
+    @property
+    def after(self) -> dict[str, int]:
+        """Return the attempts that led to the checkpoint that this one began with, and the number of records of each at
+        that time."""
+        previous = self.header.get("after", ())  # an old journal counts no records, and none is missed
+        return previous if isinstance(previous, dict) else dict.fromkeys(previous, 0)
+
+    @property
+    def run(self) -> str:
+        fingerprint = self.header["tags"].get("fingerprint")
+        return f"fingerprint {fingerprint}" if fingerprint else f"params {digest(self.params)}"
+
+    @property
+    def resumed(self) -> int | None:
+        return cast("int | None", self.header["resume_step"])
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None and self.end["status"] == "finished"
+
+
+def _attempts_in(folder: Path) -> list[_JournalFile]:
+    """Return the attempts of a stage by their numbers, of the journal and of the receipts."""
+    receipts = _receipts(receipts_of(folder))
+    attempts: dict[int, _JournalFile] = {}
+    for path in folder.glob("attempt-*.jsonl"):
+        attempt = _read_attempt(path, receipts)
+        if attempt is not None:
+            attempts[attempt_number(path)] = attempt
+    present = {attempt.id for attempt in attempts.values()}
+    for receipt in receipts.values():
+        if receipt.id not in present:
+            attempts[receipt.number] = receipt.as_journal()
+    return [attempts[number] for number in sorted(attempts)]
+
+
+@dataclass(frozen=True)
+class _Receipt:
+    """Record that an attempt keeps of itself outside of its journal: see `core.journal`."""
+
+    number: int
+    header: dict[str, Any]
+    params: dict[str, Any]
+    end: dict[str, Any] | None
+    records: int
+
+    @property
+    def id(self) -> str:
+        return str(self.header["id"])
+
+    def as_journal(self) -> _JournalFile:
+        """Return the attempt as its receipt describes it: without a single record."""
+        last_time = (self.end or self.header)["time"]
+        return _JournalFile(
+            self.header, False, 0, 0, self.records, dict(self.params), end=self.end, last_time=last_time
+        )
+
+
+def _receipts(folder: Path) -> dict[str, _Receipt]:
+    """Return the receipts in a folder by the stem of their file, which is that of the journal."""
+    receipts = {}
+    for path in sorted(folder.glob("attempt-*.json")):
+        try:
+            content = read_json(path)
+            receipts[path.stem] = _Receipt(
+                attempt_number(path), content["header"], content["params"], content["end"], content["records"]
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            log_line_once(f"warning: {path} cannot be read, so that losses of its journal go unnoticed: {error}")
+    return receipts
+
+
+def _read_attempt(path: Path, receipts: Mapping[str, _Receipt]) -> _JournalFile | None:
+    """Return the attempt in a file; None where neither its first line nor a receipt identifies it."""
+    with path.open("rb") as file:
+        alive = _is_locked(file.fileno())
+        *lines, tail = file.read().split(b"\n")
+    if b',"crc32":"' in tail:  # else behind the last newline is nothing, or a line that a crash cut off
+        lines.append(tail)
+    records, damaged = [], []
+    sealed = any(_CHECKSUM.search(line) for line in lines[:2])
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_record(line, sealed))
+        except (ValueError, RecursionError) as error:  # a disk that lost power can leave zeros
+            damaged.append(f"{path.name} line {number}")
+            consequence = ""
+            if number == 1 and path.stem not in receipts:
+                consequence = " It is the header, and without it this attempt cannot be read."
+            log_line_once(f"warning: journal {path}: line {number} is damaged and left out: {error}.{consequence}")
+            if consequence:
+                return None
+    is_headed = bool(records) and records[0]["type"] == "attempt"
+    header = records[0] if is_headed else None
+    receipt = next(
+        (candidate for candidate in receipts.values() if header is not None and candidate.id == header["id"]), None
+    )
+    if header is None:
+        receipt = receipts.get(path.stem)
+        if receipt is None:
+            return None
+    attempt = receipt.as_journal() if receipt is not None else _JournalFile(header or {}, alive, 0, 0)
+    attempt.alive, attempt.num_lines, attempt.num_records = alive, len(lines), len(records)
+    attempt.damaged = damaged
+    if records and attempt.end is None:
+        attempt.last_time = records[-1]["time"]
+    counted: set[int] = set()
+    for record in records:
+        match record["type"]:
+            case "params":
+                attempt.params |= record["values"]
+            case "metrics":
+                step, at = record["step"], record["time"]
+                attempt.points += [Point(key, float(value), step, at) for key, value in record["values"].items()]
+                if "examples_seen" in record and step not in counted:  # once a step
+                    counted.add(step)
+                    attempt.points.append(Point("examples_seen", float(record["examples_seen"]), step, at))
+            case "image":
+                where = path.parent / record["path"]
+                sha256 = record.get("sha256", "")
+                attempt.images.append(Image(record["key"], record["step"], record["time"], where, sha256))
+            case "artifact":
+                where = Path(os.path.normpath(path.parent / record["path"]))
+                attempt.artifacts.append(Artifact(record["name"], where, record["size"], record["sha256"]))
+            case "end":
+                attempt.end, attempt.last_time = record, record["time"]
+    return attempt
+
+
+def _record(line: bytes, sealed: bool) -> dict[str, Any]:
+    """Parse a line. sealed: whether it must have a checksum; an old journal has none. Raises ValueError."""
+    checksum = _CHECKSUM.search(line)
+    if checksum is None and sealed:
+        raise ValueError("its checksum is missing")
+    text = line if checksum is None else line[: checksum.start()] + b"}"
+    if checksum is not None and crc32(text) != int(checksum[1], 16):
+        raise ValueError("its checksum does not match it")
+    record = json.loads(text)
+    if not isinstance(record, dict) or "type" not in record or "time" not in record:
+        raise ValueError("it is not a record")
+    return record
+
+
+def _merge(attempts: list[_JournalFile]) -> History:
+    """Merge the attempts of one run, in order, into one history. Each attempt holds up to the lowest step resumed from
+    after it; the attempts that the last one resumes from hold up to the lowest step resumed from among them, whatever
+    began elsewhere since."""
+    on_the_way = {attempts[-1].id, *attempts[-1].after} if attempts[-1].after else {attempt.id for attempt in attempts}
+    limits: list[float] = []
+    limit = limit_on_the_way = math.inf
+    for attempt in reversed(attempts):  # backwards, since only later attempts limit one
+        limits.insert(0, limit_on_the_way if attempt.id in on_the_way else limit)
+        resumed = -math.inf if attempt.resumed is None else attempt.resumed
+        limit = min(limit, resumed)
+        if attempt.id in on_the_way:
+            limit_on_the_way = min(limit_on_the_way, resumed)
+    points, superseded = _held([attempt.points for attempt in attempts], limits)
+    images, superseded_images = _held([attempt.images for attempt in attempts], limits)
+    first, last = attempts[0], attempts[-1]
+    ids = {attempt.id for attempt in attempts}
+    unknown = sorted({id_ for attempt in attempts for id_ in attempt.after} - ids)
+    for id_ in unknown:
+        _warn_of_loss(first.header["stage"], id_, last.after.get(id_, 0), last.after.get(id_, 0))
+    expected = {attempt.id: _expected(attempt, last) for attempt in attempts}
+    incomplete = []
+    for attempt in attempts:
+        if attempt.num_lines < expected[attempt.id]:
+            incomplete.append(attempt.id)
+            missing = expected[attempt.id] - attempt.num_records
+            _warn_of_loss(first.header["stage"], attempt.id, missing, expected[attempt.id])
+    params: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    for attempt in attempts:
+        changed |= {key: value for key, value in attempt.params.items() if params.setdefault(key, value) != value}
+    ended = None if last.alive and last.end is None else last.last_time
+    status: Status = last.end["status"] if last.end else ("running" if last.alive else "killed")
+    return History(
+        id=first.id,
+        stage=first.header["stage"],
+        starts=[attempt.header["time"] for attempt in attempts],
+        ended=ended,
+        status=status,
+        tags={key: value for attempt in attempts for key, value in attempt.header["tags"].items()},
+        params=params,
+        changed=changed,
+        points=points,
+        superseded=superseded,
+        images=images,
+        superseded_images=superseded_images,
+        artifacts=list({artifact.name: artifact for attempt in attempts for artifact in attempt.artifacts}.values()),
+        damaged=[
+            *(line for attempt in attempts for line in attempt.damaged),
+            *(f"attempt {id_[:8]}" for id_ in (*unknown, *incomplete)),
+        ],
+        num_records=sum(expected.values()) + sum(last.after.get(id_, 0) for id_ in unknown),
+        num_lost=sum(max(0, expected[attempt.id] - attempt.num_records) for attempt in attempts)
+        + sum(last.after.get(id_, 0) for id_ in unknown),
+    )
+
+
+def _expected(attempt: _JournalFile, last: _JournalFile) -> int:
+    """Return the number of records an attempt had: by its receipt, by the last attempt that resumed from it, by its
+    lines."""
+    return max(attempt.expected, last.after.get(attempt.id, 0), attempt.num_lines)
+
+
+def _warn_of_loss(stage: str, attempt: str, lost: int, records: int) -> None:
+    missing = "all records" if lost == records else f"{lost:,} of {records:,} records"
+    log_line_once(
+        f"warning: the journal of {stage} is incomplete: {missing} of attempt {attempt[:8]} are lost, and missing in "
+        f"the report and in MLflow. Restore the journal from a backup, or delete what the stage made to run it again."
+    )
+
+
+def _held(attempts: list[list[Entry]], limits: list[float]) -> tuple[list[Entry], list[Entry]]:
+    """Return the entries of the attempts: each (key, step) once, by the last attempt that holds at this step; and the
+    rest."""
+    latest: dict[tuple[str, int], Entry] = {}
+    superseded: list[Entry] = []
+    for entries, limit in zip(attempts, limits, strict=True):
+        for entry in entries:
+            if entry.step > limit:
+                superseded.append(entry)
+                continue
+            if (entry.key, entry.step) in latest:
+                superseded.append(latest[entry.key, entry.step])
+            latest[entry.key, entry.step] = entry
+    return list(latest.values()), superseded
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    return False

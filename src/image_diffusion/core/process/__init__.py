@@ -1,0 +1,1 @@
+"""Processes: commands, signals, errors, and progress."""

@@ -1,0 +1,100 @@
+"""Shared behaviour of commands: each ends with one clear line for people and a status for Snakemake."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from image_diffusion.core.process.errors import Stopped, log_line
+from image_diffusion.core.process.job_outcome import ending_of, note
+from image_diffusion.core.process.out_of_resources import sentence_on
+from image_diffusion.core.process.parent_watch import VARIABLE, end_with
+from image_diffusion.core.process.secrets import hidden
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+
+COMMANDS = (
+    *("init", "configure", "crop", "datasheet", "detect", "reference", "encode", "embed", "doctor", "train", "ema"),
+    *("sample", "evaluate", "sweep", "export", "track", "follow", "crate"),
+)
+"""Every command, in the order of use."""
+
+_TOOLS = ("init", "follow", "crate")
+
+
+class Parser(argparse.ArgumentParser):
+    """Command-line options. The description keeps its lines in the help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with a usage error; retrying cannot help."""
+        note("mistake", message)
+        super().error(message)
+
+    def add_config(self, about: str, required: bool = True) -> None:
+        """Add --config, the file of a stage, and --set, values that replace those of the file."""
+        self.add_argument("--config", type=Path, required=required, help=about)
+        self.add_argument(
+            *("--set", "-s"),
+            dest="changes",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="set a key of --config to another value, such as sample.num_samples=16; may be repeated",
+        )
+
+
+def module_of(name: str) -> str:
+    """Return the dotted name of the module of a command: a file of `stages`, or of `tools`."""
+    return f"image_diffusion.{'tools' if name in _TOOLS else 'stages'}.{name}"
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """ "2/8" -> (2, 8): part 2 of the parts 0 to 7, of work that several jobs share."""
+    try:
+        index, count = (int(number) for number in text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a part. Write 2/8 for part 2 of the parts 0 to 7.") from None
+    if not 0 <= index < count:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a part: parts are numbered from 0 to {count - 1}.")
+    return index, count
+
+
+def run(main: Callable[[], None], *smaller: str) -> None:
+    """Call `main` and end the process: 0 when it returns, 75 when it was stopped and can resume, 1 for a mistake.
+
+    ValueError, OSError, and what a full disk or too little memory raises, are reported in one line;
+    IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other exception is a defect of this program and keeps
+    its traceback. smaller: the keys of an experiment that make this command need less memory when they are smaller.
+    """
+    gc.enable()  # off while modules were imported
+    end_with(os.environ.get(VARIABLE, "").split())
+    try:
+        main()
+    except Stopped as stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been received, perhaps more than once
+        log_line(f"stopped: {stopped}")
+        note("stopped", str(stopped))
+        sys.exit(STOPPED)
+    except KeyboardInterrupt:
+        log_line("stopped: interrupted. Run the same command again to resume.")
+        sys.exit(130)
+    except Exception as error:
+        sentence = sentence_on(error, smaller)
+        is_expected = sentence is not None or isinstance(error, ValueError | OSError)
+        if not is_expected or os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
+            log_line(hidden(traceback.format_exc()))
+        if is_expected:
+            log_line(hidden(f"error: {sentence or error}"))
+        note(ending_of(error), hidden(f"{sentence or error or type(error).__name__}"))
+        sys.exit(1)

@@ -1,0 +1,107 @@
+"""Passwords and signatures of URLs: they come from the environment or from ~/.netrc, and are never shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from hashlib import sha256
+from typing import Any
+from urllib.parse import unquote
+
+STORE = "MLFLOW_TRACKING_URI"
+"""The environment variable with the store's URI: MLflow's own. A command line is visible to everybody on the
+machine."""
+
+_SECRETS = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+_URL = re.compile(r"""(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?:[^/\s@'"?#]*@)?(?P<place>[^\s'"?#]*)(?:\?[^\s'"#]*)?""")
+_USER = re.compile(r"""\bhttps?://[^/\s@'"?#]*@|://[^/\s:@'"?#]*:[^/\s@'"?#]*@""")
+_REFERENCE = r"\$\{[A-Za-z_]\w*\}"
+_SECRET = re.compile(
+    rf"""://[^\s'"]*[?&](?:[\w.-]*(?:signature|token|secret|passw(?:or)?d|credential|(?:api|access)[_-]?key(?:id)?)"""
+    rf"""|sig|key|auth)=(?!{_REFERENCE}(?:[&'"\s]|$))""",
+    re.IGNORECASE,
+)
+_QUERY = re.compile(r"""https?://[^\s'"?#]*\?(?P<query>[^\s'"#]*)""")
+_PARAMETER = re.compile(rf"(?:[\w.-]+=)?{_REFERENCE}")
+
+
+def store_named(uri: str | None) -> str:
+    """Return the URI that a command line names, which is never shown from now on; without one, the environment's."""
+    if uri is not None:
+        os.environ[STORE] = uri
+    if not os.environ.get(STORE):
+        raise ValueError(f"No MLflow store is named. Set {STORE}, or use --store.")
+    return os.environ[STORE]
+
+
+def without_password(uri: str) -> str:
+    """Return the URI without user, password and query."""
+    return re.sub("://.*@", "://", uri).partition("?")[0]
+
+
+def shown(text: str) -> str:
+    """Return a text with every URL without user, password and query."""
+    return _URL.sub(lambda match: match["scheme"] + match["place"], text)
+
+
+def check_no_secrets(data: Any, key: str = "") -> None:
+    """Raise ValueError naming the key of plain data whose URL has a user, a password, or a query that gives access."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            check_no_secrets(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(data, list):
+        for value in data:
+            check_no_secrets(value, key)
+    elif isinstance(data, str) and _USER.search(data):
+        raise ValueError(
+            f"{key} has a URL with a user or a password in it ({shown(data)}). Move them to ~/.netrc: machine HOST "
+            f"login USER password PASSWORD."
+        )
+    elif isinstance(data, str) and _SECRET.search(data):
+        raise ValueError(_query_advice(key, data))
+
+
+def check_query(url: str, key: str) -> None:
+    """Raise ValueError where a URL, or one in a command, has a query that is not read from environment variables."""
+    for match in _QUERY.finditer(url):
+        if not all(map(_PARAMETER.fullmatch, match["query"].split("&"))):
+            raise ValueError(_query_advice(key, url))
+
+
+def for_shell(url: str) -> str:
+    """Return a URL quoted for a POSIX shell, which puts the environment variables ${NAME} in it into their places.
+
+    Raises ValueError for a variable that is not set.
+    """
+    parts = re.split(f"({_REFERENCE})", url)
+    for reference in parts[1::2]:
+        if reference[2:-1] not in os.environ:
+            raise ValueError(f"the environment variable {reference[2:-1]} is not set")
+    return "".join(f'"{part}"' if number % 2 else shlex.quote(part) for number, part in enumerate(parts) if part)
+
+
+def _query_advice(key: str, url: str) -> str:
+    return (
+        f"{key} has a URL with a query ({shown(url)}), which would be written into results. Remove it, or move it "
+        f"to an environment variable and write ?${{NAME}} in its place."
+    )
+
+
+def variable_of(uri: str) -> str:
+    """Return the environment variable in which Snakemake hands a store's URI to its jobs: of several stores, each has
+    its own. The password is not part of the name."""
+    return f"IMAGE_DIFFUSION_STORE_{sha256(without_password(uri).encode()).hexdigest()[:8].upper()}"
+
+
+def hidden(text: str) -> str:
+    """Return a text without the passwords that the environment holds, and its URLs as `shown`."""
+    uri = os.environ.get(STORE, "")
+    credentials = re.findall("://(.*)@", uri)
+    passwords = [credential.partition(":")[2] for credential in credentials] + re.findall("password=([^&]*)", uri)
+    others = [os.environ.get(name, "") for name in _SECRETS]
+    for secret in (*credentials, *passwords, *map(unquote, passwords), *others):  # some messages decode it
+        if secret:
+            text = text.replace(secret, "***")
+    return shown(text)

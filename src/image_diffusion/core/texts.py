@@ -1,0 +1,54 @@
+"""Text that other programs wrote: decode it, split it into lines, and read a class or a cell from it."""
+
+from __future__ import annotations
+
+import codecs
+import math
+import unicodedata
+from typing import Any
+
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def decoded(data: bytes) -> str:
+    """Decode UTF-8, with or without a byte order mark, or UTF-16 with one.
+
+    Raises ValueError that names the line and the byte where the text is in another encoding.
+    """
+    encoding = "utf-16" if data.startswith(_UTF16) else "utf-8-sig"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        expected = "UTF-16" if encoding == "utf-16" else "UTF-8"
+        raise ValueError(
+            f"line {line:,}: the byte 0x{error.object[error.start]:02x} is not {expected} (it may be Latin-1). Save "
+            f"the file as UTF-8"
+        ) from None
+
+
+def lines_in(data: bytes) -> list[str]:
+    """Return the lines of a text without their ends: LF, CR LF or CR. Raises ValueError as `decoded` does."""
+    return decoded(data).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def class_name(text: str) -> str:
+    """Return the name of a class in Unicode's form NFC: file systems compose accents differently."""
+    return unicodedata.normalize("NFC", text)
+
+
+def class_in(cell: Any) -> str | None:
+    """Return the class that a cell of a table or a value of JSON names; None for a null, NaN or blank text.
+
+    A whole float is an integer: pandas stores integers as floats in a column with gaps.
+    """
+    return class_name(cell_text(cell)) or None
+
+
+def cell_text(cell: Any) -> str:
+    """Return a cell as text without blanks around it: nothing for a null or NaN, and no decimals for a whole float."""
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return str(cell).strip()

@@ -1,0 +1,1 @@
+"""Augmentation of pixels, of which the network is told."""

@@ -1,0 +1,185 @@
+"""Augmentation that does not leak into samples: the network is told what was done to each image of its training, and a
+sample is drawn as an image to which nothing was done.
+
+Karras et al. 2022, "Elucidating the design space of diffusion-based generative models" (arXiv:2206.00364), appendix
+F.2: the operations, their order and strengths, and the labels. Brightness, contrast and saturation, which that leaves
+out, are those of ADA: Karras et al. 2020, "Training generative adversarial networks with limited data"
+(arXiv:2006.06676), appendix B. The transposition makes the eight symmetries of a square complete.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch
+from image_diffusion.data.augment.warp import Affine, warp
+from image_diffusion.data.shards.loader import mirrored
+
+NUM_LABELS = 13
+"""Number of labels of an image, zeros where nothing was done to it."""
+_COLORS = "brightness", "contrast", "saturation"
+
+
+class Augment(Config):
+    """Augmentation of the training images, of which the network is told: samples show nothing of it. Of its operations
+    the horizontal flip is the one of `train.flip_probability`, which the network then knows of as well."""
+
+    probability: float = Field(0.12, ge=0, le=1)
+    """Probability of each operation below, for each on its own. 0: the horizontal flip is the only one, as for
+    latents."""
+    vertical_flip: bool = True
+    """Flip upside down, in half of the cases."""
+    transpose: bool = False
+    """Exchange rows and columns, in half of the cases: with both flips, the eight symmetries of a square."""
+    scale: float = Field(0.2, ge=0)
+    """Standard deviation of the binary logarithm of the factor by which an image is enlarged."""
+    rotation: float = Field(180.0, ge=0, le=180)
+    """Largest angle of a rotation to either side, in degrees."""
+    anisotropy: float = Field(0.2, ge=0)
+    """Standard deviation of the binary logarithm of the factor by which an image is stretched in some direction, and
+    shrunk across it."""
+    shift: float = Field(0.125, ge=0)
+    """Standard deviation of a shift along either axis, as a share of the side."""
+    brightness: float = Field(0.0, ge=0)
+    """Standard deviation of what is added to pixels in [-1, 1]: 0.2 in ADA. Grey or RGB."""
+    contrast: float = Field(0.0, ge=0)
+    """Standard deviation of the binary logarithm of the factor of pixels in [-1, 1]: 0.5 in ADA. Grey or RGB."""
+    saturation: float = Field(0.0, ge=0)
+    """Standard deviation of the binary logarithm of the factor of the difference from grey: 1 in ADA. RGB."""
+
+    def check(self, stored: str, channels: int) -> None:
+        """Raise ValueError for operations that the data do not allow. stored: crops, latents, …; channels: of a
+        crop."""
+        if stored != "crops" and self.probability > 0:
+            raise ValueError(
+                f"train.augment.probability is {self.probability:g}, but {stored} allow the stored mirror image alone. "
+                f"Set it to 0, leave train.augment out, or train on pixels."
+            )
+        for name in _COLORS:
+            allowed = (3,) if name == "saturation" else (1, 3)
+            if getattr(self, name) > 0 and channels not in allowed:
+                raise ValueError(
+                    f"train.augment.{name} is {getattr(self, name):g}, but the images have {channels} channels. It "
+                    f"needs {' or '.join(map(str, allowed))}: leave it out."
+                )
+
+    def draw(self, streams: Streams, flip_probability: float) -> Draws:
+        """Draw the operations on each sample of a batch. flip_probability: with which they were mirrored when read."""
+
+        def event(name: str, share: float = 1.0) -> Tensor:
+            return streams.event(f"augment/{name}", self.probability * share * bool(getattr(self, name)))
+
+        def strength(name: str, axis: str = "") -> Tensor:
+            return streams.normal(f"augment/{name}/strength{axis}").double() * event(name)
+
+        def angle(name: str, largest: float) -> Tensor:
+            return (2 * streams.uniform(f"augment/{name}/angle").double() - 1) * largest * event(name)
+
+        return Draws(
+            horizontal_flip=mirrored(streams, flip_probability),
+            vertical_flip=event("vertical_flip", 0.5),
+            transpose=event("transpose", 0.5),
+            scale=strength("scale"),
+            rotation=angle("rotation", math.radians(self.rotation)),
+            anisotropy=strength("anisotropy"),
+            direction=angle("anisotropy", math.pi),
+            shift_x=strength("shift", "/x"),
+            shift_y=strength("shift", "/y"),
+            **{name: strength(name) for name in _COLORS},
+        )
+
+    def apply(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return pixels [B, C, N, N] in [-1, 1] after their operations. They come with their horizontal flip."""
+        if self.vertical_flip:
+            x = torch.where(_columns(draws.vertical_flip), x.flip(2), x)
+        if self.transpose:
+            x = torch.where(_columns(draws.transpose), x.mT, x)
+        if self.scale or self.rotation or self.anisotropy or self.shift:
+            maps = Affine(
+                log2_scale=self.scale * draws.scale,
+                rotation=draws.rotation,
+                log2_stretch=self.anisotropy * draws.anisotropy,
+                direction=draws.direction,
+                shift_x=self.shift * draws.shift_x,
+                shift_y=self.shift * draws.shift_y,
+            )
+            x = warp(x, maps)
+        if self.brightness:
+            x = (x + _columns(self.brightness * draws.brightness).float()).clamp(-1, 1)
+        if self.contrast:
+            x = (x * _columns(torch.exp2(self.contrast * draws.contrast)).float()).clamp(-1, 1)
+        if self.saturation:
+            grey = x.mean(1, keepdim=True)
+            factor = _columns(torch.exp2(self.saturation * draws.saturation)).float()
+            changed = (grey + (x - grey) * factor).clamp(-1, 1)
+            x = torch.where(_columns(draws.saturation).ne(0), changed, x)
+        return x
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Operations on the samples of a batch, [B] each: bool for flips, otherwise float64, and 0 where nothing is done.
+
+    rotation, direction: angles in radians. All others: standard normal, in multiples of the strength.
+    """
+
+    horizontal_flip: Tensor
+    vertical_flip: Tensor
+    transpose: Tensor
+    scale: Tensor
+    rotation: Tensor
+    anisotropy: Tensor
+    direction: Tensor
+    shift_x: Tensor
+    shift_y: Tensor
+    brightness: Tensor
+    contrast: Tensor
+    saturation: Tensor
+
+    def labels(self) -> Tensor:
+        """Return the labels that the network is given, float32 [B, NUM_LABELS]. Angles come as points of a circle,
+        which has no end."""
+        columns = [
+            self.horizontal_flip,
+            self.vertical_flip,
+            self.transpose,
+            self.scale,
+            self.rotation.cos() - 1,
+            self.rotation.sin(),
+            self.anisotropy * self.direction.cos(),
+            self.anisotropy * self.direction.sin(),
+            self.shift_x,
+            self.shift_y,
+            self.brightness,
+            self.contrast,
+            self.saturation,
+        ]
+        return torch.stack([column.float() for column in columns], 1)
+
+
+def augmented(batch: Batch, augment: Augment, flip_probability: float) -> Batch:
+    """Return a batch whose x is augmented, and whose cond says how. flip_probability: with which its samples were
+    mirrored when they were read.
+
+    Raises ValueError where something goes with the images that is not moved with them.
+    """
+    if batch.features is not None or "low_res" in batch.cond:
+        raise ValueError(
+            f"train.augment is set, but moves the images alone, not their "
+            f"{'small images' if batch.features is None else 'features'}. Leave it out."
+        )
+    draws = augment.draw(batch.streams, flip_probability)
+    x = augment.apply(batch.x, draws) if augment.probability > 0 else batch.x
+    return replace(batch, x=x, cond=batch.cond | {"augment": draws.labels()})
+
+
+def _columns(values: Tensor) -> Tensor:
+    """[B] -> [B, 1, 1, 1]."""
+    return values[:, None, None, None]

@@ -1,0 +1,63 @@
+"""Affine maps of square images: one matrix for each image, and one resampling for all that the matrix stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Affine maps of images about their centre, float64 [B] each. They are applied in the order of the fields.
+
+    log2_scale: of the factor by which the image grows. rotation: in radians. log2_stretch: of the factor by which it
+    grows along `direction`, an angle in radians, and shrinks across. shift_x, shift_y: as shares of the side.
+    """
+
+    log2_scale: Tensor
+    rotation: Tensor
+    log2_stretch: Tensor
+    direction: Tensor
+    shift_x: Tensor
+    shift_y: Tensor
+
+    @property
+    def moves(self) -> Tensor:
+        """True for the images that do not stay as they are, bool [B]."""
+        changes = (self.log2_scale, self.rotation, self.log2_stretch, self.shift_x, self.shift_y)
+        return torch.stack(changes).ne(0).any(0)
+
+    def inverse(self) -> Tensor:
+        """Return the linear part of the inverse maps, float64 [B, 2, 2]: scale^-1 rotation^-1 stretch^-1."""
+        stretch = torch.exp2(-self.log2_stretch)
+        across = _turn(self.direction) * torch.stack([stretch, 1 / stretch], -1)[:, None, :]
+        along = _product(across, _turn(-self.direction))
+        return _product(_turn(-self.rotation), along) * torch.exp2(-self.log2_scale)[:, None, None]
+
+
+def warp(x: Tensor, maps: Affine) -> Tensor:
+    """Return images [B, C, N, N] after their maps: bicubic, mirrored at the edges, and held to [-1, 1]. An image that
+    stays in its place keeps its bits. The batch around an image changes no bit of it.
+    """
+    size = x.shape[-1]
+    inverse = maps.inverse()[:, :, :, None, None]  # [B, 2, 2, 1, 1]
+    places = (2 * torch.arange(size, dtype=torch.float64, device=x.device) + 1) / size - 1  # the centres of the pixels
+    column = (places[None, None, :] - 2 * maps.shift_x[:, None, None]).expand(-1, size, -1)  # [B, N, N]
+    row = (places[None, :, None] - 2 * maps.shift_y[:, None, None]).expand(-1, -1, size)
+    grid = torch.stack([inverse[:, i, 0] * column + inverse[:, i, 1] * row for i in range(2)], -1)  # [B, N, N, 2]
+    moved = F.grid_sample(x, grid.to(x.dtype), mode="bicubic", padding_mode="reflection", align_corners=False)
+    return torch.where(maps.moves[:, None, None, None], moved.clamp(-1, 1), x)
+
+
+def _turn(angle: Tensor) -> Tensor:
+    """Return the rotation by an angle [B] in radians, [B, 2, 2]."""
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the products of matrices [B, 2, 2], each by itself."""
+    return left[:, :, :1] * right[:, :1, :] + left[:, :, 1:] * right[:, 1:, :]

@@ -1,0 +1,86 @@
+"""The ADM centre crop: any image -> a square of a stated resolution.
+
+Dhariwal and Nichol 2021 (guided-diffusion, also DiT and EDM2): halve with a box filter while the shorter side is at
+least twice the target, scale bicubically so that the shorter side equals the target, cut out the centre.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from image_diffusion.data.crop import native_resize
+
+Resampling = Image.Resampling
+
+
+def scaled_size(width: int, height: int, resolution: int) -> tuple[int, int]:
+    """Return the size (width, height) an image is scaled to before its centre is cut out, halvings included."""
+    while min(width, height) >= 2 * resolution:
+        width, height = width // 2, height // 2
+    scale = resolution / min(width, height)
+    return round(width * scale), round(height * scale)
+
+
+def halve(image: Image.Image, resolution: int) -> Image.Image:
+    """Halve the image with a box filter until its shorter side is less than twice the resolution."""
+    while min(image.size) >= 2 * resolution:
+        image = image.resize((image.width // 2, image.height // 2), resample=Resampling.BOX)
+    return image
+
+
+def centre_crop(image: Image.Image, resolution: int) -> NDArray[np.uint8]:
+    """Return the centre of the image, [resolution, resolution], or [resolution, resolution, C] of a mode with several
+    bands.
+
+    The bytes of the original formula. Pillow makes them where the compiled resize cannot: where it was not compiled or
+    is not that of the Pillow at hand, for an image in several blocks of memory, and for one with alpha, by which Pillow
+    multiplies around each resize.
+    """
+    if image.mode in native_resize.BYTES and is_compiled():
+        image.load()
+        with suppress(ValueError):
+            return compiled_crop(native_resize.Pixels(image), resolution)
+    return np.asarray(pillow_crop(image, resolution))
+
+
+def pillow_crop(image: Image.Image, resolution: int) -> Image.Image:
+    """Compute the crop by Pillow, with less work on wide images: Pillow scales these along the rows first, so the
+    columns that the crop throws away are cut off before they are scaled along the columns. (Pillow 13 scales tall
+    images the other way round, and multiplies by alpha around a whole resize: both are left to it.)"""
+    image = halve(image, resolution)
+    width, height = scaled_size(*image.size, resolution)
+    left, top = (width - resolution) // 2, (height - resolution) // 2
+    if width > resolution and image.mode not in ("LA", "RGBA"):
+        image = image.resize((width, image.height), resample=Resampling.BICUBIC)
+        image = image.crop((left, 0, left + resolution, image.height))
+        return image.resize((resolution, resolution), resample=Resampling.BICUBIC)
+    image = image.resize((width, height), resample=Resampling.BICUBIC)
+    return image.crop((left, top, left + resolution, top + resolution))
+
+
+def compiled_crop(pixels: native_resize.Pixels, resolution: int) -> NDArray[np.uint8]:
+    """Compute the crop by the compiled resize."""
+    while min(pixels.size) >= 2 * resolution:
+        half = pixels.size[0] // 2, pixels.size[1] // 2
+        pixels.resize(half, is_bicubic=False, box=(0, 0, *half))
+    width, height = scaled_size(*pixels.size, resolution)
+    left, top = (width - resolution) // 2, (height - resolution) // 2
+    return pixels.resize((width, height), is_bicubic=True, box=(left, top, resolution, resolution))
+
+
+@cache
+def is_compiled() -> bool:
+    """True if a compiled resize is available and gives the bytes of the installed Pillow: tried on wide and tall
+    images, which Pillow scales along different axes first since version 13."""
+    if native_resize.library() is None:
+        return False
+    noise = np.random.default_rng(0).integers(0, 256, (120, 120, 3), dtype=np.uint8)
+    images = [Image.fromarray(noise[:height, :width]) for width, height in ((97, 41), (41, 97), (23, 120))]
+    return all(
+        (compiled_crop(native_resize.Pixels(image), 16) == np.asarray(pillow_crop(image, 16))).all() for image in images
+    )

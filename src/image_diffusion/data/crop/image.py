@@ -1,0 +1,207 @@
+"""One image file -> its crop or crops, or a reason why not.
+
+What is done with images that are not plain RGB, each recorded as a flag of the sample:
+
+  exif          stored turned or mirrored, by Exif or XMP: put upright, as Pillow's `exif_transpose` does
+  gray          grey or black and white: the grey value in each channel
+  palette       looked up before any resizing
+  alpha         transparent: composed over the configured background, unless the crop keeps alpha
+  cmyk          converted by Pillow without a colour profile, as the original does
+  colour_space  YCbCr, HSV, LAB: converted
+  16bit         more than 8 bits a channel: scaled to 8, as `stored` describes; of colour Pillow keeps the high byte
+  first_frame   animated or of several pages: the first one
+  profile       has a colour profile other than sRGB: it is ignored, or applied where data.profile is convert
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from image_diffusion.data.config import WHITE, DataConfig
+from image_diffusion.data.crop.jpeg_damage import FILLED, is_filled
+from image_diffusion.data.crop.stored import WIDE, Stored, describe, pages
+from image_diffusion.data.profiles import is_other, to_srgb
+
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA",
+)  # fmt: skip
+"""Formats that are read, by Pillow's names: all of them decode without running another program. JPEG includes MPO."""
+
+READER = 2
+"""Version of the treatment of files. Shards that an earlier version wrote are cropped again."""
+_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+_ORIENTATION = 0x0112
+_TGA_DESCRIPTOR = 17
+"""Place of the byte whose low four bits are the bits of opacity of a pixel (Truevision TGA 2.0)."""
+_CORE: Any = Image.core  # type: ignore[attr-defined]
+_BLOCK = 2**31 - 4096
+"""Largest block of memory that Pillow uses, in bytes."""
+
+
+class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
+    """Raised for a file that gives no crop, with the reason in a few words."""
+
+
+class Undecided(ValueError):  # noqa: N818 - likewise
+    """Raised for a file that needs a person to decide how it is read. The stage stops."""
+
+
+@dataclass(frozen=True)
+class Crop:
+    """squares: uint8 [C, resolution, resolution] each, one or more. size: (width, height) of the upright image. flags:
+    sorted. format, mode: of the file, by Pillow's names. values: `Stored.values` of the file."""
+
+    squares: list[NDArray[np.uint8]]
+    size: tuple[int, int]
+    flags: list[str]
+    format: str
+    mode: str
+    values: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Silence Pillow's warnings and lift its own limit of pixels: `crop_image` holds a stricter one. An image lies in
+    one block of memory, however large, so that its pixels can be shared with the compiled crop."""
+    limit, block = Image.MAX_IMAGE_PIXELS, _CORE.get_block_size()
+    Image.MAX_IMAGE_PIXELS = None
+    _CORE.set_block_size(_BLOCK)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+        _CORE.set_block_size(block)
+
+
+def crop_image(data: bytes, config: DataConfig) -> Crop:
+    """Return the crop or crops of an image file from its bytes.
+
+    Raises BadImage; and Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`.
+    """
+    if not data:
+        raise BadImage("an empty file")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image.size, config)
+            kind = str(image.format), image.mode
+            upright, flags, values = _decode(image, data, config)
+    except (BadImage, Undecided):
+        raise
+    except UnidentifiedImageError:
+        raise BadImage(_not_read(data)) from None
+    except Exception as error:  # decoders raise nearly anything when they are fed damaged files
+        raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
+    squares = config.crop.squares(upright, config.resolution, config.background or WHITE, data)
+    channels_last = [square[:, :, None] if square.ndim == 2 else square for square in squares]
+    squares = [np.ascontiguousarray(square.transpose(2, 0, 1)) for square in channels_last]
+    return Crop(squares, upright.size, sorted(flags), *kind, values)
+
+
+def _check_size(size: tuple[int, int], config: DataConfig) -> None:
+    """Judge an image by its header, before anything is decoded."""
+    width, height = size
+    if width * height > config.max_pixels:
+        raise BadImage(f"too large: {width} x {height} pixels, more than max_pixels = {config.max_pixels}")
+    if min(size) < config.min_side:
+        raise BadImage(f"too small: {width} x {height} pixels, less than min_side = {config.min_side}")
+    scaled = config.crop.scaled_size(width, height, config.resolution)
+    if scaled[0] * scaled[1] > max(config.max_pixels, config.resolution**2):
+        raise BadImage(f"too thin: {width} x {height} pixels would be scaled to {scaled[0]} x {scaled[1]}")
+
+
+def _not_read(data: bytes) -> str:
+    """Return the reason why Pillow finds none of `FORMATS` in a file."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:  # of any format; nothing is decoded
+            return f"a format that is not read ({image.format}); known: {', '.join(FORMATS)}"
+    except Exception:
+        return f"not an image: it starts with {data[:8]!r}"
+
+
+def _decode(image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.Image, set[str], list[int]]:
+    """Return the image upright and in the mode of the crops, with its flags and the values that it uses."""
+    stored, flags = describe(image, data), set()
+    if _has_more(image, data, config):
+        flags.add("first_frame")
+    is_turned = _is_turned(image)
+    image.load()
+    if image.format in ("JPEG", "MPO") and is_filled(data, _last_pixel(image)):
+        raise BadImage(f"damaged: {FILLED}")
+    if is_turned:
+        flags.add("exif")
+        image = ImageOps.exif_transpose(image)
+    profile = image.info.get("icc_profile") or b""
+    values = stored.values(image)
+    if stored.bits > 8:
+        flags.add("16bit")
+        image = _as_8bit(image, stored, config)
+    if image.format == "TGA" and image.mode in ("LA", "RGBA") and not data[_TGA_DESCRIPTOR] & 15:
+        image = image.convert(image.mode[:-1])  # no bit of a pixel is opacity
+    match image.mode:
+        case "L" | "1":
+            flags.add("gray")
+        case "LA" | "La":
+            flags |= {"gray", "alpha"}
+        case "P" | "PA":
+            flags.add("palette")
+        case "CMYK":
+            flags.add("cmyk")
+        case "YCbCr" | "HSV" | "LAB":
+            flags.add("colour_space")
+    if image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+        flags.add("alpha")
+    if is_other(image, profile):
+        flags.add("profile")
+        image = to_srgb(image, profile) if config.profile == "convert" else image
+    mode = _MODES[config.channels]
+    if "alpha" in flags and config.channels in (1, 3):
+        image = image.convert("RGBA")
+        if image.getchannel("A").getextrema()[1] == 0:
+            raise BadImage("nothing is visible: every pixel is transparent")
+        behind = Image.new("RGBA", image.size, (*(config.background or WHITE), 255))
+        image = Image.alpha_composite(behind, image).convert("RGB")
+    return image if image.mode == mode else image.convert(mode), flags, values
+
+
+def _last_pixel(image: Image.Image) -> tuple[int, ...]:
+    pixel: Any = image.getpixel((image.width - 1, image.height - 1))
+    return pixel if isinstance(pixel, tuple) else (pixel,)
+
+
+def _has_more(image: Image.Image, data: bytes, config: DataConfig) -> bool:
+    """True if a file holds more than the image that is taken. Raises Undecided for pages of a TIFF: they may be a
+    stack, channels or a document."""
+    if not getattr(image, "is_animated", False) or image.format != "TIFF":
+        return bool(getattr(image, "is_animated", False))
+    count = pages(data)
+    if count > 1 and config.pages is None:
+        raise Undecided(f"the file holds {count:,} pages. Set data.pages to first to take the first page of each file.")
+    return count > 1
+
+
+def _as_8bit(image: Image.Image, stored: Stored, config: DataConfig) -> Image.Image:
+    limits = config.range if isinstance(config.range, tuple) else None
+    if image.mode in WIDE:
+        try:
+            return stored.scaled(image, limits)
+        except ValueError as error:
+            raise BadImage(str(error)) from None
+    if limits is not None or stored.decoded_white < 255:
+        raise BadImage("colour of 16 bits, of which the high byte alone is read, in a range below 65,535")
+    return image
+
+
+def _is_turned(image: Image.Image) -> bool:
+    """True if Exif data or XMP, wherever Pillow finds them, say that an image is to be turned or mirrored."""
+    return image.getexif().get(_ORIENTATION, 1) in range(2, 9)

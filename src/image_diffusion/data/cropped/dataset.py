@@ -1,0 +1,190 @@
+"""Images -> shards of square crops, their records, and a manifest of the set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.atomic import make_folder, remove_unfinished, sha256_file, write_json
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.process.progress import Progress
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.image import crop_image
+from image_diffusion.data.cropped.checks import check_alpha, check_range, check_rejects
+from image_diffusion.data.cropped.plan import CropPlan, plan_crops, records_of_parts, write_note
+from image_diffusion.data.cropped.pool import crop_shards
+from image_diffusion.data.cropped.shard import ShardCropper, content_hashes
+from image_diffusion.data.quality.duplicates import (
+    dropped_rows,
+    held_out_by_name,
+    leaks_from_validation,
+    same_crops,
+)
+from image_diffusion.data.shards.records import (
+    FORMAT,
+    Quarantined,
+    ShardRecord,
+    class_histogram,
+    describe_shards,
+    record_hashes,
+    remove_surplus,
+    write_index,
+    write_quarantine,
+)
+from image_diffusion.data.shards.tar_layout import Layout
+from image_diffusion.data.sources.base import Listing, is_text
+from image_diffusion.data.sources.changes import remember
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """Result of a run of `crop_dataset`.
+
+    manifest: what it wrote. num_written: shards that were not up to date. records: of every shard, in order.
+    """
+
+    manifest: dict[str, Any]
+    num_written: int
+    records: list[ShardRecord]
+
+
+def crop_part(config: DataConfig, output: Path, note: Path, part: tuple[int, int], processes: int = 1) -> int:
+    """Crop the images of one part into `output`: the shards with `number % n == i` of part (i, n), and their records.
+    Returns how many were written.
+
+    note: a file from which `crop_dataset` reads which shards these are, of which files. processes: as for that one.
+    """
+    plan = plan_crops(config)
+    index, count = part
+    tasks = plan.tasks[index::count]
+    make_folder(output)
+    with Progress("crop", sum(len(items) for _, items in tasks), plan.listing.unit) as progress:
+        written = sum(is_new for _, is_new in crop_shards(_cropper(config, plan, output), tasks, processes, progress))
+    write_note(note, plan, output, tasks)
+    return written
+
+
+def crop_dataset(
+    config: DataConfig,
+    output: Path,
+    source_json: Path | None = None,
+    processes: int = 1,
+    made: Sequence[Path] = (),
+) -> Cropped:
+    """Crop every image of the source into `output`: shards, their records, quarantine.csv, index.npy, manifest.json.
+
+    source_json: where the source's fingerprint lies, to note in it what was read. processes: how many crop at once; the
+    bytes do not depend on it. made: the notes of `crop_part`: while the source is as those found it, their shards are
+    not compared with it again. Raises ValueError when the source is missing or empty, or when more than
+    `max_bad_fraction` of its files give no crop.
+    """
+    plan = plan_crops(config)
+    if plan.listing.unit == "image":  # before any work; the names inside tars are known afterwards
+        held_out_by_name([item.name for item in plan.listing.items], config.held_out)
+    for notice in plan.notices():
+        log_line(f"crop: {notice}.")
+    make_folder(output)
+    remove_unfinished(output)
+    cropper = _cropper(config, plan, output)
+    records, written = _crop_missing(cropper, plan, records_of_parts(made, plan, output), processes)
+    duplicates = same_crops(records) if config.duplicates == "drop" else {}
+    written |= _crop_without(duplicates, cropper, plan, records, processes)
+    bad = [Quarantined(path, reason) for path, reason in plan.listing.rejected]
+    bad = sorted(bad + [row for record in records for row in record.quarantined], key=lambda row: row.path)
+    listed = [*bad, *plan.excluded, *dropped_rows(records, duplicates)]
+    write_quarantine(output / "quarantine.csv", sorted(listed, key=lambda row: row.path))
+    rejects = [row for row in bad if not is_text(row.path)]
+    num_images = sum(sample.view == 0 for record in records for sample in (*record.samples, *record.dropped))
+    check_rejects(rejects, num_images + len(rejects), config.max_bad_fraction, output / "quarantine.csv")
+    check_alpha(records, config.channels, has_background=config.background is not None)
+    if config.range is None:
+        check_range(records)
+    _warn_of_empty_classes(plan.listing, records)
+    remove_surplus(output, config.num_shards)
+    write_index(output / "index.npy", records)
+    moved = leaks_from_validation(records, output, cropper.layout, config.validation_fraction, processes)
+    manifest = _manifest(config, plan.listing, cropper.layout, records, len(bad), output)
+    names = [sample.path for record in records for sample in record.samples]
+    splits = {"not_held_out": moved, "held_out": held_out_by_name(names, config.held_out)}
+    manifest |= {name: numbers for name, numbers in splits.items() if numbers}
+    write_json(output / "manifest.json", manifest)
+    if source_json is not None:
+        hashes: dict[str, str] = {}
+        for record in records:
+            hashes |= content_hashes((*record.samples, *record.dropped), record.quarantined)
+        remember(config.source, source_json, plan.files, hashes)
+    return Cropped(manifest, len(written), records)
+
+
+def _cropper(config: DataConfig, plan: CropPlan, output: Path) -> ShardCropper:
+    shape = config.channels, config.resolution, config.resolution
+    layout = Layout(("npy",), shape, "uint8", labelled=bool(plan.listing.classes))
+    return ShardCropper(config.source, partial(crop_image, config=config), config.crop_identity(), layout, output)
+
+
+def _crop_missing(
+    cropper: ShardCropper, plan: CropPlan, finished: dict[int, ShardRecord], processes: int
+) -> tuple[list[ShardRecord], set[int]]:
+    """Crop the shards that are not finished; return the records of all, in order, and which were written."""
+    records, written = dict(finished), set[int]()
+    with Progress("crop", len(plan.listing.items), plan.listing.unit) as progress:
+        progress.advance(sum(len(items) for shard, items in plan.tasks if shard in finished))
+        missing = [(shard, items) for shard, items in plan.tasks if shard not in finished]
+        for record, is_new in crop_shards(cropper, missing, processes, progress):
+            records[record.shard] = record
+            written |= {record.shard} if is_new else set()
+    return [records[shard] for shard, _ in plan.tasks], written
+
+
+def _crop_without(
+    duplicates: dict[str, str], cropper: ShardCropper, plan: CropPlan, records: list[ShardRecord], processes: int
+) -> set[int]:
+    """Crop again the shards that hold duplicates, or leave out images that are none any more, and replace their
+    records; return which were written."""
+    drops = {
+        record.shard: {row.path for row in (*record.samples, *record.dropped) if row.path in duplicates}
+        for record in records
+    }
+    again = [(shard, items) for shard, items in plan.tasks if records[shard].dropped_names() != drops[shard]]
+    if again:
+        total = sum(len(items) for _, items in again)
+        with Progress("crop: without duplicates", total, plan.listing.unit) as progress:
+            for record, _ in crop_shards(cropper, again, processes, progress, drops):
+                records[record.shard] = record
+    return {shard for shard, _ in again}
+
+
+def _warn_of_empty_classes(listing: Listing, records: Sequence[ShardRecord]) -> None:
+    counts = class_histogram(records, len(listing.classes))
+    if empty := [name for name, count in zip(listing.classes, counts, strict=True) if not count]:
+        shown = ", ".join(empty[:8]) + (", …" if len(empty) > 8 else "")
+        log_line(f"crop: {len(empty):,} of {len(listing.classes):,} classes have no image: {shown}.")
+
+
+def _manifest(
+    config: DataConfig, listing: Listing, layout: Layout, records: Sequence[ShardRecord], num_bad: int, output: Path
+) -> dict[str, Any]:
+    flags = Counter(flag for record in records for sample in record.samples for flag in sample.flags)
+    dropped = sum(sample.view == 0 for record in records for sample in record.dropped)
+    return {
+        "format": FORMAT,
+        "kind": "crops",
+        "name": config.name,
+        "crop": config.crop_identity(),
+        "classes": listing.classes,
+        "validation_fraction": config.validation_fraction,
+        **describe_shards(layout, records),
+        "histogram": class_histogram(records, len(listing.classes)),
+        "flags": dict(sorted(flags.items())),
+        "quarantined": num_bad,
+        **({"dropped": dropped} if dropped else {}),
+        "ignored": listing.ignored,
+        **({"passed_over": kinds} if (kinds := listing.kinds_passed_over()) else {}),
+        "index": sha256_file(output / "index.npy"),
+        "files": {**record_hashes(output, len(records)), **describe(output, [output / "quarantine.csv"])},
+    }

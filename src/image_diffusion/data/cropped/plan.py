@@ -1,0 +1,73 @@
+"""Plan of a crop: the images of a source, the shard of each, and the shards that other processes have written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.atomic import digest, read_json, stamp_of, write_json
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.filter import apply_filter
+from image_diffusion.data.crop.image import READER
+from image_diffusion.data.shards.records import FORMAT, Quarantined, ShardRecord, read_record, tar_path
+from image_diffusion.data.sources.base import FileGroup, Item, Listing, by_shard
+
+Task = tuple[int, list[Item]]
+"""A shard's number, and its images."""
+
+_KINDS = 8  # of files passed over, shown on the terminal
+
+
+@dataclass(frozen=True)
+class CropPlan:
+    """Images of a source and their shards.
+
+    files: of the source. listing: of its images, without those that `data.keep` excludes. tasks: in the order of the
+    shards. digest: of the names and stamps of the files, and of the settings.
+    """
+
+    files: list[FileGroup]
+    listing: Listing
+    excluded: list[Quarantined]
+    tasks: list[Task]
+    digest: str
+
+    def notices(self) -> list[str]:
+        """Return lines for the terminal about the layout, and about the files that are passed over."""
+        listing, notices = self.listing, list(self.listing.notices)
+        if listing.passed_over:
+            most = list(listing.kinds_passed_over().items())[:_KINDS]
+            kinds, example = ", ".join(f"{count:,} x {kind}" for kind, count in most), listing.passed_over[0]
+            notices.append(f"{listing.ignored:,} files are passed over: {kinds}; for example {example}")
+        return notices
+
+
+def plan_crops(config: DataConfig) -> CropPlan:
+    """List a source and assign its images to shards. Raises ValueError when the source is missing or empty."""
+    files = list(config.source.file_groups())
+    listing, excluded = apply_filter(config.source, config.source.listing(), config.keep)
+    tasks = list(enumerate(by_shard(listing.items, config.num_shards)))
+    stamps = sorted([group.folder, group.digest()] for group in files)
+    made_from = digest({"format": FORMAT, "reader": READER, "data": dump(config), "files": stamps})
+    return CropPlan(files, listing, excluded, tasks, made_from)
+
+
+def write_note(path: Path, plan: CropPlan, output: Path, tasks: Sequence[Task]) -> None:
+    """Note which shards a part has written to `output`, and of which files."""
+    shards = {str(shard): stamp_of(tar_path(output, shard)) for shard, _ in tasks}
+    write_json(path, {"of": plan.digest, "shards": shards})
+
+
+def records_of_parts(notes: Sequence[Path], plan: CropPlan, output: Path) -> dict[int, ShardRecord]:
+    """Return the records of the unchanged shards that parts have made of the same files, by number."""
+    records = {}
+    for note in map(read_json, notes):
+        for shard, stamp in note["shards"].items() if note["of"] == plan.digest else ():
+            with suppress(ValueError, OSError):
+                record = read_record(output, int(shard))
+                if [*stamp_of(tar_path(output, record.shard))] == stamp and record.describes_pixels():
+                    records[record.shard] = record
+    return records

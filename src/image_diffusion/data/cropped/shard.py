@@ -1,0 +1,153 @@
+"""Crop the images of one shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+from PIL import features
+
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.data.crop.image import READER, BadImage, Crop, Undecided, quiet_pillow
+from image_diffusion.data.crop.reading import images_of, state_of
+from image_diffusion.data.quality.duplicates import grey, image_views, pixel_hash, sharpness
+from image_diffusion.data.shards.records import (
+    FORMAT,
+    Quarantined,
+    Sample,
+    ShardRecord,
+    key_prefix,
+    record_path,
+    reusable_record,
+    write_record,
+)
+from image_diffusion.data.shards.tar_layout import KEY_DIGITS, Layout
+from image_diffusion.data.shards.writer import Chunk, histogram, write_shard
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.base import Item
+
+
+@dataclass(frozen=True)
+class ShardCropper:
+    """Settings that crop any shard of a set.
+
+    crop: an image file -> its crops. identity: everything that decides their pixels. output: the folder of the shards.
+    """
+
+    source: Source
+    crop: Callable[[bytes], Crop]
+    identity: dict[str, Any]
+    layout: Layout
+    output: Path
+
+    def write(
+        self, shard: int, items: list[Item], drop: Set[str] | None, count: Callable[[int], None]
+    ) -> tuple[ShardRecord, bool]:
+        """Write a shard and its record, unless it already holds exactly these images; return the record, and True if it
+        was written.
+
+        drop: names of the images that are left out; None: an existing shard may have left out any. count: called with
+        how many items are done, now and then. Raises ValueError for a tar that cannot be fetched.
+        """
+        if record_path(self.output, shard).is_file():
+            made_from = self._made_from(items, [state_of(self.source, item) for item in items])
+            record = reusable_record(self.output, shard, made_from)
+            if record is not None and drop in (None, record.dropped_names()) and record.describes_pixels():
+                count(len(items))
+                return record, False
+        samples: list[Sample] = []
+        greys: list[NDArray[np.uint8]] = []
+        bad: list[Quarantined] = []
+
+        def chunks() -> Iterator[Chunk]:
+            number = 0
+            for item in items:
+                count(1)
+                for image, read in images_of(self.source, item):
+                    try:
+                        sha256, crop = self._cropped(image.name, read)
+                    except _RejectedError as error:
+                        bad.append(error.row)
+                        continue
+                    for view, pixels in enumerate(crop.squares):
+                        key = "" if image.name in (drop or ()) else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
+                        about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(pixels)
+                        sample = Sample(key, image.name, sha256, image.label, *about, view=view, values=crop.values)
+                        samples.append(replace(sample, sharpness=sharpness(pixels)))
+                        greys.append(grey(pixels))
+                        if key:
+                            number += 1
+                            yield {"npy": pixels[np.newaxis]}, np.array([image.label or 0])
+
+        with quiet_pillow():
+            sha256, size, num_samples = write_shard(self.output, shard, self.layout, chunks())
+        every = _measured(samples, greys)
+        samples, dropped = [sample for sample in every if sample.key], [sample for sample in every if not sample.key]
+        # Of the bytes that were cropped: an image that changed in between must not pass for the one it was.
+        hashes = content_hashes(every, bad)
+        states = [hashes[item.name] if item.name in hashes else state_of(self.source, item) for item in items]
+        versions = {"pillow": PIL.__version__, "libjpeg_turbo": str(features.version("libjpeg_turbo"))}
+        record = ShardRecord(
+            shard=shard,
+            made_from=self._made_from(items, states),
+            sha256=sha256,
+            bytes=size,
+            num_samples=num_samples,
+            histogram=histogram(sample.label for sample in samples),
+            samples=samples,
+            made_with=versions,
+            quarantined=bad,
+            dropped=dropped,
+        )
+        write_record(self.output, record)
+        return record, True
+
+    def _cropped(self, name: str, read: Callable[[], bytes]) -> tuple[str, Crop]:
+        """Return the sha256 of an image file, and its crops. Raises _RejectedError for one that gives none, ValueError
+        for one that a person has to decide about."""
+        try:
+            data = read()
+        except OSError as error:
+            raise _RejectedError(Quarantined(name, f"cannot be read: {error.strerror or error}")) from None
+        sha256 = hashlib.sha256(data).hexdigest()
+        try:
+            return sha256, self.crop(data)
+        except Undecided as error:
+            raise ValueError(f"{name}: {error}") from None
+        except BadImage as error:
+            raise _RejectedError(Quarantined(name, str(error), sha256)) from None
+
+    def _made_from(self, items: list[Item], states: list[str]) -> str:
+        """Return a digest of everything that decides the bytes of a shard: the format, the crop, and each image's path,
+        content and class."""
+        images = [[item.name, state, item.label] for item, state in zip(items, states, strict=True)]
+        return digest({"format": FORMAT, "reader": READER, "crop": self.identity, "images": images})
+
+
+class _RejectedError(Exception):
+    """Raised for an image that gives no crop. row: of the quarantine."""
+
+    def __init__(self, row: Quarantined) -> None:
+        super().__init__(row.reason)
+        self.row = row
+
+
+def content_hashes(samples: Iterable[Sample], bad: Iterable[Quarantined]) -> dict[str, str]:
+    """Return the content hash of every file that was read, by its name."""
+    return {sample.path: sample.sha256 for sample in samples} | {row.path: row.sha256 for row in bad}
+
+
+def _measured(samples: Sequence[Sample], greys: Sequence[NDArray[np.uint8]]) -> list[Sample]:
+    """Return the samples with the measurements that their crops in grey give, computed of all of them at once."""
+    if not samples:
+        return []
+    pixels = np.stack(greys)
+    means, contrasts = pixels.mean((1, 2)).round(3).tolist(), pixels.std((1, 2)).round(3).tolist()
+    rows = zip(samples, image_views(pixels), means, contrasts, strict=True)
+    return [replace(sample, look=look, brightness=mean, contrast=contrast) for sample, look, mean, contrast in rows]

@@ -1,0 +1,1 @@
+"""Data sets derived from crops: latents, captions, and pairs."""

@@ -1,0 +1,1 @@
+"""Data quality: duplicates, split leaks, data sheets."""

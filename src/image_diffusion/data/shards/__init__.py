@@ -1,0 +1,1 @@
+"""Shards: writing, indexing, ordering, and loading."""

@@ -1,0 +1,154 @@
+"""Prefetch batches of a rank in one thread. No worker processes: a gather costs less than handing it over."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.prefetch import prefetch
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.data.shards.order import Balanced, Order, Shuffled, share
+from image_diffusion.data.shards.reader import Shards
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Samples as the shards hold them.
+
+    stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data, or with
+    balanced classes over its class. sample: int64 [B], the sample's number in its split; with the epoch it keys all its
+    random numbers. beside: what a set that was joined holds of them, [B, …]; nothing without one.
+    """
+
+    stored: Tensor
+    label: Tensor
+    epoch: Tensor
+    sample: Tensor
+    beside: tuple[Tensor, ...] = ()
+
+    def split(self, size: int) -> list[Examples]:
+        """Split examples into parts of at most `size` each, in their order."""
+        columns = (self.stored, self.label, self.epoch, self.sample, *self.beside)
+        return [_examples(parts) for parts in zip(*(torch.split(column, size) for column in columns), strict=True)]
+
+
+def _examples(columns: Sequence[Tensor]) -> Examples:
+    """Return examples from their columns, in the order of the columns."""
+    stored, label, epoch, sample, *beside = columns
+    return Examples(stored, label, epoch, sample, tuple(beside))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A rank's share of every global batch, endless or for a number of epochs.
+
+    dataset: what to read. global_batch: examples of a step, of all ranks together. seed: of the run; decides order
+    and flips. rank, world_size: this process and the number of them. start: examples all ranks have consumed.
+    flip_probability: how often an example is mirrored. prefetch: batches read ahead. device: where examples are put;
+    through reused page-locked memory when it is a GPU. epochs: stop after this many passes; the last batch may then
+    be smaller than the others, on some ranks even empty, and all ranks still see the same number of batches.
+    balance_classes: whether every class comes as often as any other; a pass is as many examples as without.
+    """
+
+    dataset: Shards
+    global_batch: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    start: int = 0
+    flip_probability: float = 0.0
+    prefetch: int = 3
+    device: torch.device | None = None
+    epochs: int | None = None
+    balance_classes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dataset.num_samples == 0:
+            raise ValueError("The split holds no samples. Add images, or change data.validation_fraction.")
+        if self.global_batch < 1:
+            raise ValueError(f"The global batch must be at least 1; got {self.global_batch}.")
+
+    def __iter__(self) -> Iterator[Examples]:
+        """Yield this rank's examples of each step from `start` on."""
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        staging = _Staging(self.device, self.prefetch + 1) if on_gpu and self.device is not None else None
+        with prefetch(self._in_order(staging), self.prefetch, "batches") as read:
+            for item in read:
+                yield staging.take(item) if staging is not None else item
+
+    def _in_order(self, staging: _Staging | None) -> Generator[Any, None, None]:
+        order: Order = (
+            Balanced(self.dataset.labels, self.seed)
+            if self.balance_classes
+            else Shuffled(self.dataset.num_samples, self.seed)
+        )
+        position = self.start
+        last = None if self.epochs is None else self.epochs * self.dataset.num_samples
+        while last is None or position < last:
+            end = position + self.global_batch if last is None else min(position + self.global_batch, last)
+            yield self._read(order, position, end, staging)
+            position = end
+
+    def _read(self, order: Order, start: int, stop: int, staging: _Staging | None) -> Any:
+        mine = share(start, stop, self.rank, self.world_size)
+        samples, epochs = order.at(*mine)
+        sample, epoch = torch.from_numpy(samples), torch.from_numpy(epochs)
+        flip = None
+        if self.flip_probability > 0 and len(samples):
+            flip = mirrored(Streams(self.seed, epoch, sample), self.flip_probability).numpy()
+        label = torch.from_numpy(self.dataset.labels[samples])
+        beside = self.dataset.gather_beside(samples, flip)
+        if staging is not None:
+            return staging.put(self.dataset, samples, flip, (label, epoch, sample, *beside))
+        return self._placed(Examples(self.dataset.gather(samples, flip), label, epoch, sample, beside))
+
+    def _placed(self, examples: Examples) -> Examples:
+        if self.device is None or self.device.type == "cpu":
+            return examples
+        columns = (examples.stored, examples.label, examples.epoch, examples.sample, *examples.beside)
+        return _examples([column.to(self.device) for column in columns])
+
+
+def mirrored(streams: Streams, probability: float) -> Tensor:
+    """Return which of the samples are mirrored, bool [B]."""
+    return streams.event("flip", probability)
+
+
+class _Staging:
+    """Transfer to a GPU: a ring of page-locked buffers, copied on a stream of their own while the GPU computes."""
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._device, self._depth, self._turn = device, depth, 0
+        self._stream = torch.cuda.Stream(device)
+        self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def put(self, dataset: Shards, samples: Any, flip: Any, columns: tuple[Tensor, ...]) -> Any:
+        """Gather into the next buffer and start its copy; returns what `take` needs."""
+        turn = self._turn % self._depth
+        self._turn += 1
+        if turn == len(self._buffers):
+            buffer = torch.empty((len(samples) + 1, *dataset.shape), dtype=dataset.dtype, pin_memory=True)
+            self._buffers.append((buffer, torch.cuda.Event()))
+        buffer, copied = self._buffers[turn]
+        copied.synchronize()
+        if len(buffer) < len(samples):
+            buffer = torch.empty((len(samples), *dataset.shape), dtype=dataset.dtype, pin_memory=True)
+            self._buffers[turn] = (buffer, copied)
+        stored = dataset.gather(samples, flip, out=buffer)
+        with torch.cuda.stream(self._stream):
+            moved = [tensor.to(self._device, non_blocking=True) for tensor in (stored, *columns)]
+            copied.record(self._stream)
+        return moved, copied
+
+    def take(self, item: Any) -> Examples:
+        """Return the examples on the GPU; the caller's stream waits for their copy, the caller does not."""
+        moved, copied = item
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        for tensor in moved:
+            tensor.record_stream(current)
+        return _examples(moved)

@@ -1,0 +1,336 @@
+"""Reader of a set of shards: memory-mapped, any sample at any time, with no index but an offset and a stride.
+
+A set lies in a folder of this machine, or behind a URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import digest, read_json
+from image_diffusion.core.files.checksums import Inspection, check_files
+from image_diffusion.core.names import inside
+from image_diffusion.core.process.secrets import shown
+from image_diffusion.data.shards.manifest import check_manifest
+from image_diffusion.data.shards.mmap import Region
+from image_diffusion.data.shards.records import content_digest, read_index, share_of_hashes
+from image_diffusion.data.shards.remote import Remote, cache_folder
+from image_diffusion.data.shards.tar_layout import BLOCK, Layout
+
+Split = Literal["train", "validation", "test", "all"]
+
+_DTYPES = {
+    "uint8": torch.uint8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_ADVICE = "Run the stage that writes it again."
+_AT_ONCE = 8
+"""Shards that are fetched at a time."""
+
+
+class Shards:
+    """The samples of one split of a set of shards, numbered from 0 in the order of the shards.
+
+    num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
+    shape, dtype: of one stored sample. manifest: the set's manifest. digest: changes when any sample,
+    its order or its split does. beside: another set that has been joined to it, sample by sample.
+    """
+
+    def __init__(
+        self, folder: Path | Remote, manifest: dict[str, Any], split: Split, inspection: Inspection | None = None
+    ) -> None:
+        self.manifest, self._inspection = manifest, inspection
+        self.digest = content_digest(manifest)
+        self.beside: Shards | None = None
+        self.shape = tuple(manifest["shape"])
+        self.dtype = _DTYPES[manifest["dtype"]]
+        self.classes: list[str] = manifest["classes"]
+        self.num_classes = len(self.classes)
+        entries = manifest["shards"]
+        self._folder = folder
+        index = self._read_index()
+        counts = np.array([entry["num_samples"] for entry in entries], dtype=np.int64)
+        chosen = _in_split(index["content"], manifest, split)
+        self.labels: NDArray[np.int64] = index["label"][chosen].astype(np.int64)
+        self.num_samples = len(chosen)
+        self._chosen = chosen
+        self._content: NDArray[np.uint64] = index["content"][chosen]
+
+        # A tar is made of blocks and every array begins at the same place of one. So the shards side by side are a
+        # table with a row for each block, most of them never asked for, and a gather is one selection of rows.
+        self._region = Region([entry["bytes"] for entry in entries])
+        self._missing = np.ones(len(entries), dtype=np.bool_)
+        if isinstance(folder, Path) and inspection is not None:
+            self._put({shard: inside(folder, entry["file"], follow=True) for shard, entry in enumerate(entries)})
+        offsets: dict[str, int] = manifest["offsets"]
+        self._table = _rows(self._region.bytes, offsets["npy"] % BLOCK, self.shape, self.dtype)
+        first = np.cumsum(counts) - counts
+        self._shard = np.repeat(np.arange(len(counts)), counts)[chosen]
+        starts = self._region.starts[self._shard] + (chosen - first[self._shard]) * manifest["stride"]
+        self._row: NDArray[np.int64] = (starts + offsets["npy"]) // BLOCK
+        self._twin = (offsets["flip.npy"] - offsets["npy"]) // BLOCK if "flip.npy" in offsets else None
+
+    def untrained(self) -> list[str]:
+        """Return the names of the classes of which this split has no sample."""
+        counts = np.bincount(self.labels, minlength=self.num_classes)[: self.num_classes]
+        return [name for name, count in zip(self.classes, counts.tolist(), strict=True) if not count]
+
+    def gather(
+        self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Return samples by number, [B, *shape]; where `flip` [B] is true, of the mirrored image.
+
+        A set that stores both reads the twin; crops are mirrored here. out: a contiguous CPU tensor [>= B, *shape]
+        whose first B rows are filled and returned, so that memory can be reused. Raises ValueError when a shard
+        cannot be fetched, or one was found to be damaged.
+        """
+        if self._inspection is not None:
+            self._inspection.check()
+        count = len(indices)
+        out = torch.empty((count, *self.shape), dtype=self.dtype) if out is None else out[:count]
+        if self._missing.any():
+            self._fetch(np.unique(self._shard[indices]))
+        rows = self._row[indices]
+        if flip is not None and self._twin is not None:
+            rows = rows + flip * self._twin
+        torch.index_select(self._table, 0, torch.from_numpy(rows), out=out.view(count, self._table.shape[1]))
+        if flip is not None and self._twin is None and flip.any():
+            mirrored = torch.from_numpy(np.flatnonzero(flip))
+            out[mirrored] = out[mirrored].flip(-1)
+        return out
+
+    @property
+    def has_mirror_images(self) -> bool:
+        """True if samples can be mirrored: crops can, latents where their twins are stored."""
+        return self._twin is not None or self.manifest["kind"] == "crops"
+
+    def carried(self) -> dict[str, Path]:
+        """Return the paths of the files that go with what is learnt from the set, by name, on this machine.
+
+        Raises ValueError for a file that cannot be fetched, is damaged, or lies outside the set's folder.
+        """
+        files: dict[str, str] = self.manifest.get("carried", {})
+        if isinstance(self._folder, Path):
+            check_files(self._folder, files, _ADVICE)
+            return {name: inside(self._folder, name) for name in files}
+        return {name: self._folder.fetch(name, sha256) for name, sha256 in files.items()}
+
+    def held_out(self) -> NDArray[np.bool_]:
+        """True for each of these samples that the set keeps from training, [N]."""
+        index = self._read_index()
+        train = _in_split(index["content"], self.manifest, "train")
+        kept = np.ones(len(index), dtype=np.bool_)
+        kept[train] = False
+        return kept[self._chosen]
+
+    def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
+        """Return what the set that was joined holds of these samples; nothing without one. Where `flip` [B] is true, of
+        the mirrored image: a set that stores no twins holds data without a mirror image, such as words."""
+        if self.beside is None:
+            return ()
+        return (self.beside.gather(indices, flip if self.beside._twin is not None else None),)
+
+    def join(self, other: Shards) -> Shards:
+        """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each. Returns
+        itself. Both hold the samples of a shard in one order. Raises ValueError where they have none in common."""
+        mine, theirs = _common(self, other)
+        if self.num_samples and not len(mine):
+            raise ValueError(
+                f"The {other.manifest['kind']} are of other images than the {self.manifest['kind']}: they have none in "
+                f"common. Make both from the same crops."
+            )
+        self._take(mine)
+        other._take(theirs)
+        self.beside, self.digest = other, digest([self.digest, other.digest])
+        return self
+
+    def _take(self, rows: NDArray[np.int64]) -> None:
+        """Keep only some of the samples, by number."""
+        self.labels, self._content, self._shard = self.labels[rows], self._content[rows], self._shard[rows]
+        self._row, self._chosen, self.num_samples = self._row[rows], self._chosen[rows], len(rows)
+
+    def hold(self) -> Shards:
+        """Read every sample into memory once and gather from there. Returns itself."""
+        self._fetch(np.unique(self._shard))
+        rows = self._row if self._twin is None else np.concatenate([self._row, self._row + self._twin])
+        self._table = self._table.index_select(0, torch.from_numpy(rows))
+        self._row = np.arange(self.num_samples)
+        self._twin = None if self._twin is None else self.num_samples
+        return self
+
+    def _read_index(self) -> NDArray[np.void]:
+        """Read the index, a row for each sample of the set. Raises ValueError when it does not fit the manifest."""
+        if isinstance(self._folder, Path):
+            path = self._folder / "index.npy"
+            index = read_index(path)
+            check_files(self._folder, {"index.npy": self.manifest["index"]}, _ADVICE)
+        else:
+            self._folder.discard_damaged([self.manifest["index"]])
+            path = self._folder.fetch("index.npy", self.manifest["index"])
+            index = read_index(path)
+        if len(index) != self.manifest["num_samples"]:
+            raise ValueError(
+                f"{path} lists {len(index):,} samples but the manifest {self.manifest['num_samples']:,}. {_ADVICE}"
+            )
+        unknown = index["label"][(index["label"] < 0) | (index["label"] >= self.num_classes)]
+        if self.num_classes and len(unknown):
+            raise ValueError(f"{path} gives class {unknown[0]} of {self.num_classes} to a sample. {_ADVICE}")
+        return index
+
+    def copy_to(self, folder: Path, first: int = 0) -> None:
+        """Copy every shard into a folder, from a number on around, and read from the copies from then on; a concurrent
+        `gather` reads on from the original shards. Files are kept under their sha256, which is checked: files already
+        present, from another process too, are not copied again. Raises ValueError when one cannot be copied."""
+        if not isinstance(self._folder, Path):  # what is fetched lies on this machine
+            return
+        near = Remote(f"file://{self._folder.absolute()}", folder)
+        entries = self.manifest["shards"]
+        near.discard_damaged(entry["sha256"] for entry in entries)
+        for number in range(first, first + len(entries)):
+            entry = entries[number % len(entries)]
+            self._put({number % len(entries): near.fetch(entry["file"], entry["sha256"], entry["bytes"])})
+
+    def verified(self) -> None:
+        """Wait until every file of the set on this machine was compared with its hash. Raises ValueError."""
+        if self._inspection is not None:
+            self._inspection.wait()
+
+    def _fetch(self, shards: NDArray[np.int64]) -> None:
+        """Put the missing shards into their places, once they are known to be good."""
+        wanted = shards[self._missing[shards]].tolist()
+        if not wanted:
+            return
+        entries = [self.manifest["shards"][shard] for shard in wanted]
+        if isinstance(self._folder, Path):
+            check_files(self._folder, {entry["file"]: entry["sha256"] for entry in entries}, _ADVICE)
+            self._put(
+                {
+                    shard: inside(self._folder, entry["file"], follow=True)
+                    for shard, entry in zip(wanted, entries, strict=True)
+                }
+            )
+            return
+        remote = self._folder
+        if self._inspection is None:
+            remote.discard_damaged(entry["sha256"] for entry in entries)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            paths = pool.map(lambda entry: remote.fetch(entry["file"], entry["sha256"], entry["bytes"]), entries)
+            self._put(dict(zip(wanted, paths, strict=True)))
+
+    def _put(self, paths: dict[int, Path]) -> None:
+        for shard, path in paths.items():
+            self._region.put(shard, path)
+            self._check_header(shard, path)
+            self._missing[shard] = False
+
+    def _check_header(self, shard: int, path: Path) -> None:
+        """Raise ValueError when the first array of a shard does not say that it is of the manifest's shape and type."""
+        names = tuple(self.manifest["offsets"])
+        layout = Layout(names, self.shape, self.manifest["dtype"], labelled=self.num_classes > 0)
+        end = int(self._region.starts[shard]) + layout.offsets()[names[0]]
+        header = self._region.bytes[end - len(layout.header) : end].numpy().tobytes()
+        if self.manifest["shards"][shard]["num_samples"] and header != layout.header:
+            raise ValueError(
+                f"{path} does not hold {self.manifest['dtype']} {list(self.shape)}, as the manifest says. {_ADVICE}"
+            )
+
+
+def open_shards(
+    folder: Path | str,
+    split: Split = "train",
+    codec_identity: dict[str, Any] | None = None,
+    cache: Path | None = None,
+    in_background: bool = False,
+) -> Shards:
+    """Open the set of shards in a folder that `crop` or `encode` wrote. Each file is compared with its hash before it
+    is read, once for each stamp it has (`core.verify`).
+
+    folder: a path, or a URL; then each shard is fetched when it is first read, and kept in `cache` (unset: see
+    `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the
+    hash of the content. codec_identity: the codec they are about to be used with, checked against the one that wrote
+    them. in_background: compare all files now, or where that takes long while they are read: `verified` waits for it.
+    Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
+    """
+    is_url = "://" in str(folder)
+    where = Remote(str(folder), cache or cache_folder()) if is_url else Path(folder)
+    path = shown(f"{folder}/manifest.json") if is_url else f"{folder}/manifest.json"
+    if isinstance(where, Path) and not Path(path).is_file():
+        raise ValueError(f"{path} does not exist. Run the stage that writes {folder} first.")
+    manifest = check_manifest(where.manifest() if isinstance(where, Remote) else read_json(Path(path)), path)
+    if codec_identity is not None and "codec" in manifest and manifest["codec"] != codec_identity:
+        raise ValueError(
+            f"The latents in {shown(str(folder))} were made by codec {_short(manifest['codec'])}, "
+            f"not by {_short(codec_identity)}. Run encode with this codec, or train with that codec."
+        )
+    if isinstance(where, Path):
+        for shard in manifest["shards"]:
+            _check_size(inside(where, shard["file"], follow=True), shard["bytes"])
+    inspection = None
+    if in_background:
+        hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
+        inspection = where.inspect(hashes.values()) if isinstance(where, Remote) else Inspection(where, hashes, _ADVICE)
+    return Shards(where, manifest, split, inspection)
+
+
+def _check_size(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing. Run the stage that writes it again.")
+    if path.stat().st_size != size:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, not {size:,}. Run the stage that writes it again.")
+
+
+def _in_split(content: NDArray[np.uint64], manifest: Mapping[str, Any], split: Split) -> NDArray[np.int64]:
+    """Return the numbers of the samples of a split: validation has the lowest hashes, test those above, train the rest.
+    The manifest's `not_held_out` are trained on and its `held_out` are for validation, whatever their hash is."""
+    if split == "all":
+        return np.arange(len(content))
+    fraction = manifest["validation_fraction"]
+    held_out = content < share_of_hashes(fraction + manifest.get("test_fraction", 0.0))
+    validation = content < share_of_hashes(fraction)
+    for numbers, is_held_out in ((manifest.get("not_held_out", []), False), (manifest.get("held_out", []), True)):
+        held_out[numbers] = validation[numbers] = is_held_out
+    return np.flatnonzero({"train": ~held_out, "validation": validation, "test": held_out & ~validation}[split])
+
+
+def _rows(region: Tensor, lead: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the numbers of an array that began at byte `lead` of any block: one row a block, rows overlapping."""
+    numel = int(np.prod(shape, dtype=np.int64))
+    numbers = region[lead : len(region) - (len(region) - lead) % dtype.itemsize].view(dtype)
+    step = BLOCK // dtype.itemsize
+    return numbers.as_strided((max(0, (len(numbers) - numel) // step + 1), numel), (step, 1))
+
+
+def _common(first: Shards, second: Shards) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of the samples that two sets share, in the order of the first."""
+    _, mine, theirs = np.intersect1d(_keys(first), _keys(second), assume_unique=True, return_indices=True)
+    order = np.argsort(mine)
+    return mine[order], theirs[order]
+
+
+def _keys(shards: Shards) -> NDArray[np.void]:
+    """Return a key that distinguishes each sample from all others: its shard, its content, and how many equal ones the
+    shard has before."""
+    number, content, count = shards._shard, shards._content, shards.num_samples
+    order = np.lexsort((content, number))  # stable
+    begins = np.ones(count, dtype=np.bool_)
+    begins[1:] = (number[order][1:] != number[order][:-1]) | (content[order][1:] != content[order][:-1])
+    position = np.arange(count)
+    keys = np.empty(count, dtype=[("shard", "<i8"), ("content", "<u8"), ("nth", "<i8")])
+    keys["shard"], keys["content"] = number, content
+    keys["nth"][order] = position - np.maximum.accumulate(np.where(begins, position, 0))
+    return keys
+
+
+def _short(identity: dict[str, Any]) -> str:
+    return f"{identity.get('name', identity.get('type', 'unknown'))} ({digest(identity)[:12]})"

@@ -1,0 +1,248 @@
+"""Records beside the shards: one record a shard, one manifest a set, one small index of all samples."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from image_diffusion.core.files.atomic import atomic_write, digest, read_json, sha256_file, write_json, write_text
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.data.shards.tar_layout import Layout
+
+FORMAT = 1
+"""Version of the shards, records and manifests. Another version is written anew, and refused when read."""
+
+UNWANTED = "data.keep: "
+"""Prefix of the reason for an image that `data.keep` leaves out."""
+
+INDEX = np.dtype([("label", "<i4"), ("content", "<u8")])
+"""One entry a sample: its class (0 without classes) and the first eight bytes of its source's sha256."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a shard: its key in the tar, and the image it was made from.
+
+    path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
+    mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.look` of the crop.
+    brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
+    neighbouring pixels, likewise. view: which of the crops of its image it is. values: `Stored.values` of the file. All
+    from `format` on are empty where an earlier version wrote the record.
+    """
+
+    key: str
+    path: str
+    sha256: str
+    label: int | None
+    size: tuple[int, int]
+    flags: list[str]
+    format: str = ""
+    mode: str = ""
+    pixels: str = ""
+    look: str = ""
+    brightness: float = 0.0
+    contrast: float = 0.0
+    sharpness: float = 0.0
+    view: int = 0
+    values: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One file that gave no sample, and why. sha256 is empty when it could not be read."""
+
+    path: str
+    reason: str
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Everything about one shard. A shard whose record says another `made_from` than its inputs is written anew.
+
+    made_from: digest of all that decided its bytes. sha256, bytes: of the tar. histogram: samples of each class that
+    occurs, by its number. made_with: versions of the libraries that made it. statistics: sums over the numbers of a
+    latent shard, None for crops. dropped: images that were cropped and left out, as duplicates of others.
+    """
+
+    shard: int
+    made_from: str
+    sha256: str
+    bytes: int
+    num_samples: int
+    histogram: dict[str, int]
+    samples: list[Sample]
+    made_with: dict[str, str]
+    quarantined: list[Quarantined] = field(default_factory=list)
+    statistics: dict[str, Any] | None = None
+    dropped: list[Sample] = field(default_factory=list)
+    format: int = FORMAT
+
+    def dropped_names(self) -> set[str]:
+        """Return the names of the images that were left out."""
+        return {sample.path for sample in self.dropped}
+
+    def describes_pixels(self) -> bool:
+        """Return True if the record has the hash and the look of each crop: those of earlier versions do not."""
+        return all(sample.pixels for sample in (*self.samples, *self.dropped))
+
+
+def tar_path(folder: Path, shard: int) -> Path:
+    """Return the path of a shard."""
+    return folder / f"shard-{shard:05d}.tar"
+
+
+def record_path(folder: Path, shard: int) -> Path:
+    """Return the path of a shard's record."""
+    return folder / f"shard-{shard:05d}.json"
+
+
+def key_prefix(shard: int) -> str:
+    """Return the prefix of every key in a shard: keys are unique in the whole set."""
+    return f"{shard:05d}-"
+
+
+def write_record(folder: Path, record: ShardRecord) -> None:
+    """Write a shard's record; the shard itself is written first."""
+    write_json(record_path(folder, record.shard), asdict(record))
+
+
+def read_record(folder: Path, shard: int) -> ShardRecord:
+    """Return a shard's record. Raises ValueError when it is missing, damaged or of another format."""
+    path = record_path(folder, shard)
+    data = read_json(path)
+    try:
+        if data["format"] != FORMAT:
+            raise ValueError(f"{path} has format {data['format']}; this version reads format {FORMAT}. Run crop again.")
+        samples = _samples(data.pop("samples"))
+        dropped = _samples(data.pop("dropped", []))
+        quarantined = [Quarantined(**entry) for entry in data.pop("quarantined")]
+        return ShardRecord(samples=samples, quarantined=quarantined, dropped=dropped, **data)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete it and run the stage again.") from None
+
+
+def _samples(entries: list[dict[str, Any]]) -> list[Sample]:
+    return [Sample(**{**entry, "size": tuple(entry["size"])}) for entry in entries]
+
+
+def reusable_record(folder: Path, shard: int, made_from: str) -> ShardRecord | None:
+    """Return the record of a shard that is already as it should be, its bytes checked; None when it must be written."""
+    try:
+        record = read_record(folder, shard)
+        path = tar_path(folder, shard)
+        if record.made_from != made_from or path.stat().st_size != record.bytes:
+            return None
+        return record if sha256_file(path) == record.sha256 else None
+    except (ValueError, OSError):
+        return None
+
+
+def index_of(record: ShardRecord) -> NDArray[np.void]:
+    """Return the data that a reader needs of every sample of a shard, `INDEX` [num_samples]."""
+    return np.array([(sample.label or 0, int(sample.sha256[:16], 16)) for sample in record.samples], dtype=INDEX)
+
+
+def write_index(path: Path, records: Iterable[ShardRecord]) -> None:
+    """Write the data that a reader needs of every sample, in the order of the shards, as one `.npy` file."""
+    write_indices(path, map(index_of, records))
+
+
+def write_indices(path: Path, indices: Iterable[NDArray[np.void]]) -> None:
+    """Write the indices of a set from those of each shard, in their order."""
+    with atomic_write(path) as file:
+        np.save(file, np.concatenate([np.empty(0, dtype=INDEX), *indices]), allow_pickle=False)
+
+
+def read_index(path: Path) -> NDArray[np.void]:
+    """Return the index of a set. Raises ValueError when it is missing or damaged."""
+    try:
+        index: NDArray[np.void] = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist. Run the stage that writes {path.parent} again.") from None
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}. Run the stage that writes {path.parent} again.") from None
+    if index.dtype != INDEX:
+        raise ValueError(f"{path} is damaged: it holds {index.dtype}. Run the stage that writes {path.parent} again.")
+    return index
+
+
+def share_of_hashes(fraction: float) -> np.uint64:
+    """Return the hash below which that share of all contents lies."""
+    return np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+
+def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str, Any]:
+    """Return the part of a manifest that describes the layout. The same for crops and latents."""
+    return {
+        "shape": list(layout.shape),
+        "dtype": layout.dtype,
+        "offsets": layout.offsets(),
+        "stride": layout.stride,
+        "num_samples": sum(record.num_samples for record in records),
+        "shards": [
+            {
+                "file": tar_path(Path(), record.shard).name,
+                "sha256": record.sha256,
+                "bytes": record.bytes,
+                "num_samples": record.num_samples,
+            }
+            for record in records
+        ],
+    }
+
+
+def content_digest(manifest: dict[str, Any]) -> str:
+    """Return a digest that changes when any sample, its order or its split does, and with nothing else."""
+    names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
+    chosen = {name: manifest[name] for name in ("not_held_out", "held_out") if manifest.get(name)}
+    return digest({name: manifest[name] for name in names if name in manifest} | chosen)
+
+
+def record_hashes(folder: Path, num_shards: int) -> dict[str, str]:
+    """Return the sha256 of every record, by its name."""
+    return describe(folder, [record_path(folder, shard) for shard in range(num_shards)])
+
+
+def write_quarantine(path: Path, bad: Iterable[Quarantined]) -> None:
+    """Write the files without a sample, and the reasons, as a table for people."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["path", "reason", "sha256"])
+    table.writerows([row.path, row.reason, row.sha256] for row in bad)
+    write_text(path, text.getvalue())
+
+
+def read_unwanted(path: Path) -> list[Quarantined]:
+    """Read the images of the table that `data.keep` left out. Raises ValueError when it is missing."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist. Run crop again.")
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [Quarantined(row["path"], row["reason"], row["sha256"]) for row in csv.DictReader(file)]
+    return [row for row in rows if row.reason.startswith(UNWANTED)]
+
+
+def class_histogram(records: Iterable[ShardRecord], num_classes: int) -> list[int]:
+    """Return the number of samples of each class, by its number."""
+    counts = [0] * num_classes
+    for record in records:
+        for label, count in record.histogram.items():
+            counts[int(label)] += count
+    return counts
+
+
+def remove_surplus(folder: Path, num_shards: int) -> None:
+    """Delete the shards and records of an earlier run that had more of them, and unfinished files of killed runs."""
+    wanted = {path(folder, shard).name for shard in range(num_shards) for path in (tar_path, record_path)}
+    for path in folder.glob("shard-*"):
+        if path.suffix in (".tar", ".json") and path.name not in wanted:
+            path.unlink()
+    for path in folder.glob(".*.tmp"):
+        path.unlink()

@@ -1,0 +1,124 @@
+"""Shards behind a URL: each file is fetched when it is first needed, checked, and kept.
+
+Any address that fsspec reads: http and https; s3, gs and others with the package that fsspec asks for. Files are kept
+under the sha256 of their content, which the manifest states: what is fetched is what was written, a set that changes
+in one shard is fetched anew in one shard, and processes of a machine share what any of them has fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from image_diffusion.core.files.atomic import atomic_write, parse_json
+from image_diffusion.core.files.checksums import Inspection, damaged
+from image_diffusion.core.names import inside
+from image_diffusion.core.process.secrets import shown
+
+T = TypeVar("T")
+
+_WAITS_S = (1.0, 5.0)
+"""Seconds to wait before another attempt, for each attempt after the first."""
+_BLOCK = 1 << 20
+
+
+def place(text: str) -> Path | str:
+    """Return the place that a command is given to read: a path, or a URL as it is."""
+    return text if "://" in text else Path(text)
+
+
+def folder_of(manifest: Path | str) -> Path | str:
+    """Return the folder that a manifest lies in, a path or a URL."""
+    return manifest.parent if isinstance(manifest, Path) else manifest.rpartition("/")[0]
+
+
+def cache_folder() -> Path:
+    """Return the folder of fetched files: IMAGE_DIFFUSION_CACHE, or ~/.cache/image-diffusion. Nothing deletes them."""
+    return Path(os.environ.get("IMAGE_DIFFUSION_CACHE") or "~/.cache/image-diffusion").expanduser()
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A set of shards. url: the folder of its manifest. cache: where its files are kept."""
+
+    url: str
+    cache: Path
+
+    def manifest(self) -> Any:
+        """Return the plain data of its manifest, fetched each time. Raises ValueError."""
+        url = f"{self.url}/manifest.json"
+        return parse_json(patiently(url, lambda: b"".join(_blocks(url))), shown(url), "Write it again.")
+
+    def inspect(self, hashes: Iterable[str]) -> Inspection | None:
+        """Compare the cached copies of these files with their hashes; None when none is cached."""
+        kept = {sha256: sha256 for sha256 in hashes if (self.cache / sha256).is_file()}
+        return Inspection(self.cache, kept, "Run the same command again: it is fetched anew.") if kept else None
+
+    def discard_damaged(self, hashes: Iterable[str]) -> None:
+        """Remove damaged copies of these files from the cache, so that they are fetched anew."""
+        kept = {sha256: sha256 for sha256 in hashes if (self.cache / sha256).is_file()}
+        for sha256 in damaged(self.cache, kept) if kept else []:
+            (self.cache / sha256).unlink(missing_ok=True)
+
+    def fetch(self, file: str, sha256: str, size: int | None = None) -> Path:
+        """Return the path of a file of the set on this machine, fetched unless it is present.
+
+        sha256: of its content. size: its bytes, where they are known. Raises ValueError when it cannot be fetched, or
+        is not what the manifest says it is.
+        """
+        path = inside(self.cache, sha256)
+        lock = self.cache / f".{sha256}.lock"
+        if not self._is_there(path, size):
+            self.cache.mkdir(parents=True, exist_ok=True)
+            with lock.open("w") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                if not self._is_there(path, size):  # another process may have fetched it meanwhile
+                    url = f"{self.url}/{inside(Path(), file, follow=True)}"
+                    patiently(url, lambda: _download(url, path, sha256))
+                lock.unlink(missing_ok=True)
+        return path
+
+    def _is_there(self, path: Path, size: int | None) -> bool:
+        return path.is_file() and (size is None or path.stat().st_size == size)
+
+
+def _download(url: str, path: Path, sha256: str) -> None:
+    """Fetch a file to a path, whole and intact, or not at all."""
+    hasher = hashlib.sha256()
+    with atomic_write(path) as file:
+        for block in _blocks(url):
+            file.write(block)
+            hasher.update(block)
+        if hasher.hexdigest() != sha256:
+            raise ConnectionError("the download is damaged: its sha256 differs from the manifest's")
+
+
+def _blocks(url: str) -> Iterator[bytes]:
+    import fsspec  # not for those whose shards lie on this machine
+
+    with fsspec.open(url, "rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def patiently(url: str, action: Callable[[], T]) -> T:
+    """Return the result of an action that fetches from a URL; it is tried again when a connection fails. Raises
+    ValueError with the reason."""
+    for wait in (*_WAITS_S, None):
+        try:
+            return action()
+        except Exception as error:  # each of fsspec's protocols raises its own
+            if wait is None or isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError):
+                reason = " ".join(str(error).split()) or type(error).__name__
+                reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason
+                raise ValueError(
+                    shown(f"{url} cannot be fetched: {reason}. Check the address and the set there.")
+                ) from None
+            time.sleep(wait)
+    raise AssertionError("unreachable")

@@ -1,0 +1,1 @@
+"""Sources that keep many images in one file: zips, tars and databases."""

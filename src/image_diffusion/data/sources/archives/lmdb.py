@@ -1,0 +1,124 @@
+"""Databases of LMDB with an image file under each key, as LSUN comes in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.files.atomic import Stamp, stamp_of
+from image_diffusion.core.texts import class_name
+from image_diffusion.data.sources.base import (
+    FewFiles,
+    Item,
+    Listing,
+    check_size,
+    number_classes,
+    plain_text,
+)
+
+_DATA = "data.mdb"
+_ENDING = re.compile(r"(_(train|val|test))?_lmdb$")
+
+
+class Lmdb(FewFiles):
+    """Databases of image files, each a folder with a `data.mdb`. Needs the package lmdb.
+
+    A folder of several databases has a class for each: the name of its folder, without LSUN's `_train_lmdb` or
+    `_val_lmdb`. An image is named by its database and its key.
+    """
+
+    type: Literal["lmdb"] = "lmdb"
+    """LMDB databases of image files, such as LSUN's."""
+    path: str = Field(min_length=1)
+    """The folder of a database, or one that holds such folders."""
+    classes: Literal["databases", "none"] = "databases"
+    """databases: those of a folder are the classes, and a single one has none. none: unconditional data."""
+
+    def listing(self) -> Listing:
+        """Return every key as an image, by database and key. Raises ValueError for a database that is missing or
+        damaged."""
+        databases = {name: Path(path).parent for name, (path, _) in self.files().items()}
+        keys = {name: _keys(folder, self.path) for name, folder in databases.items()}
+        if not any(keys.values()):
+            raise ValueError(f"data.source.path: {self.path} holds no images. Put one under each key.")
+        numbers = number_classes(self.known_classes())
+        items = [
+            Item(f"{name}/{_text_of(key)}", numbers.get(_class_of(name)), (
+                str(databases[name]), key.hex(),
+            ), name)
+            for name, keys_in_database in keys.items()
+            for key in keys_in_database
+        ]  # fmt: skip
+        return Listing(sorted(items, key=lambda item: item.name), list(numbers), [])
+
+    def known_classes(self) -> list[str]:
+        """Return the classes that the folders name."""
+        is_one = (Path(self.path) / _DATA).is_file()
+        return [] if is_one or self.classes == "none" else sorted({_class_of(name) for name in self.files()})
+
+    def read(self, item: Item) -> bytes:
+        """Return the bytes under one key. Raises OSError."""
+        folder, key = str(item.address[0]), bytes.fromhex(str(item.address[1]))
+        try:
+            with _open(Path(folder)) as database, database.begin(buffers=True) as transaction:
+                data = transaction.get(key)
+                if data is None:
+                    raise OSError("its key is no longer there")
+                check_size(len(data))
+                return bytes(data)
+        except _faults() as error:
+            raise OSError(f"damaged in the database: {str(error).replace(folder, Path(folder).name)}") from None
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Raise ValueError: the source has no captions."""
+        raise ValueError("data.source.type is lmdb, which holds no captions. Set pairs.captions.type to table.")
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return the file of each database, by the name of its folder. Raises ValueError when the folder has none."""
+        path = Path(self.path)
+        paths = [path / _DATA] if (path / _DATA).is_file() else sorted(path.glob(f"*/{_DATA}"))
+        if not paths:
+            raise ValueError(f"data.source.path: {self.path} holds no {_DATA}. Give a database, or a folder of them.")
+        return {plain_text(path.parent.resolve().name): (str(path), stamp_of(path)) for path in paths}
+
+
+def _text_of(key: bytes) -> str:
+    """Return a key as it is, where it can be read as a line of text, or in hexadecimal."""
+    text = key.decode("ascii", errors="replace")
+    return text if text.isascii() and text.isprintable() else key.hex()
+
+
+def _class_of(name: str) -> str:
+    return class_name(_ENDING.sub("", name))
+
+
+def _keys(folder: Path, source: str) -> list[bytes]:
+    """Return every key of a database. Raises ValueError."""
+    try:
+        import lmdb  # noqa: F401 - asked for here, so that planning does without it
+    except ImportError:
+        raise ValueError(
+            f"{source}: reading LMDB needs the package lmdb. Install it: pip install 'image-diffusion[lsun]'."
+        ) from None
+    try:
+        with _open(folder) as database, database.begin() as transaction:
+            return [bytes(key) for key in transaction.cursor().iternext(keys=True, values=False)]
+    except _faults() as error:
+        raise ValueError(f"{folder} cannot be read as an LMDB database: {error}. Write it again.") from None
+
+
+def _faults() -> type[Exception]:
+    import lmdb
+
+    error: type[Exception] = lmdb.Error
+    return error
+
+
+def _open(folder: Path) -> Any:
+    """Open the database for reading: for microseconds, since a process may have it open only once."""
+    import lmdb
+
+    return lmdb.open(str(folder), readonly=True, lock=False, readahead=False)

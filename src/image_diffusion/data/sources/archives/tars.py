@@ -1,0 +1,289 @@
+"""Tars of images as webdataset writes them, 000001.jpg and 000001.cls, .txt or .json side by side: on this machine, or
+elsewhere, where each is fetched when its turn comes, read, and not kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from image_diffusion.core.files.atomic import Stamp, digest, stamp_of
+from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.process.secrets import check_query, for_shell
+from image_diffusion.data.shards.remote import patiently
+from image_diffusion.data.sources.archives.tar_reader import Members, members_of
+from image_diffusion.data.sources.base import (
+    LONGEST_CLASS,
+    FewFiles,
+    Item,
+    Listing,
+    check_size,
+    number_labels,
+    plain_text,
+)
+from image_diffusion.data.sources.layouts import named_files
+
+_ALONE = "a class without an image"
+_FEWEST = 10  # texts that are looked at for captions
+_SCHEMES = ("pipe:", "http://", "https://", "s3://", "gs://")
+_CURL = "curl --netrc-optional --connect-timeout 30 --retry 30 --retry-delay 2 -f -s -L -K -"
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MOST_TARS = 100_000
+_Label = Annotated[str, Field(min_length=1, max_length=LONGEST_CLASS)]
+
+
+class TarSource(FewFiles):
+    """Tars of samples, listed and read alike wherever they come from."""
+
+    @abstractmethod
+    def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:
+        """Yield the name of each tar, and its members as `members_of` lists them. Raises ValueError."""
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Return the captions in the tars, by the name of the image: the lines of `.txt`, or the key "caption" of
+        `.json`."""
+        tars = self.members(labelled=False)
+        return {f"{name}/{key}": captions for name, members in tars for key, captions in members.captions.items()}
+
+
+class Webdataset(TarSource):
+    """Tar files of samples. Members whose names are equal up to the first dot are one sample, unless that would join
+    images: photo 1.0.jpg and photo 1.1.jpg are two. A sample is an image, and a class in `.cls`, the key "label" of
+    `.json`, or `.txt`; where there are several of these, in the first.
+
+    Nothing is ever unpacked, and a tar with a member whose name leads out of it is refused.
+    """
+
+    type: Literal["webdataset"] = "webdataset"
+    """Tar files of images and their classes."""
+    path: str = Field(min_length=1)
+    """A tar file, a folder (every `.tar` in it is read, unless they are several splits), or a pattern:
+    `data/train-*.tar`."""
+    labels: bool = True
+    """True if `.cls`, `.txt` and `.json` give classes; false: unconditional data, whose `.txt` may be captions."""
+
+    def listing(self) -> Listing:
+        """Return every sample of every tar, sorted by tar and key. Raises ValueError for a tar that cannot be read."""
+        samples: list[tuple[str, str | None, tuple[str | int, ...]]] = []
+        rejected: list[tuple[str, str]] = []
+        passed_over: list[str] = []
+        texts: list[str | None] = []
+        for (name, members), (path, _) in zip(self.members(self.labels), self.files().values(), strict=True):
+            passed_over += [f"{name}/{file}" for file in members.passed_over]
+            texts += [labels["txt"] if labels.keys() == {"txt"} else None for labels in members.labels.values()]
+            samples += [(f"{name}/{key}", members.label(key), (path, *at)) for key, at in members.images.items()]
+            alone = members.labels.keys() - members.images.keys()
+            kinds = {file.rpartition(".")[0]: file.rpartition(".")[2] for file in members.passed_over}
+            rejected += [
+                (f"{name}/{key}", _ALONE + (f": .{kinds[key]} is not read" if key in kinds else "")) for key in alone
+            ]
+        if not samples:
+            raise ValueError(f"data.source.path: {self.path} holds no images. Its tars must hold files like 0001.jpg.")
+        self._check_captions(texts)
+        numbers = number_labels((label for _, label, _ in samples if label is not None), self.path)
+        items = []
+        for name, label, address in sorted(samples):
+            if numbers and label is None:
+                rejected.append((name, "an image without a class, while others have one"))
+            else:
+                items.append(Item(name, None if label is None else numbers[label], address))
+        return Listing(items, list(numbers), sorted(rejected), passed_over)
+
+    def _check_captions(self, texts: list[str | None]) -> None:
+        """Raise ValueError where `.txt` alone would give classes, but differ from image to image. texts: the `.txt` of
+        each sample, None where something else gives its class."""
+        different = len(set(texts))
+        if None not in texts and len(texts) >= _FEWEST and different * 2 > len(texts):
+            raise ValueError(
+                f"data.source.path: {self.path}: the .txt of {len(texts):,} images hold {different:,} different texts, "
+                f"as captions do. Set data.source.labels to false (pairs.captions: {{type: beside}} reads captions), "
+                f"or write classes to .cls."
+            )
+
+    def known_classes(self) -> list[str] | None:
+        """Return None: the classes are known once the files have been read."""
+        return None
+
+    def read(self, item: Item) -> bytes:
+        """Return the bytes of one image, straight from its place in the tar. Raises OSError."""
+        path, start, size = item.address
+        with Path(str(path)).open("rb") as file:
+            return _read(file, int(start), int(size))
+
+    def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """Return values of the `.json` in the tars, by the name of the image."""
+        tars = self.members(labelled=False, names=names)
+        return {f"{name}/{key}": values for name, members in tars for key, values in members.values.items()}
+
+    def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:
+        for name, (path, _) in self.files().items():
+            with Path(path).open("rb") as file:
+                yield name, members_of(file, path, labelled, names)
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return the tars. Raises ValueError when the path has none, or a folder holds several splits."""
+        folder, tars = named_files(self.path, ".tar")
+        if not folder.exists() or (tars == [Path(self.path)] and not tars[0].exists()):
+            raise ValueError(f"data.source.path: {self.path} does not exist. Give a tar file or a folder of them.")
+        if not tars:
+            raise ValueError(f"data.source.path: {self.path} holds no .tar file. Give a tar file or a folder of them.")
+        for tar in tars:
+            if not tar.is_file():
+                raise ValueError(f"{tar} is a folder, a pipe or a device, not a file. Give tar files.")
+        return {plain_text(tar.name): (str(tar), stamp_of(tar)) for tar in tars}
+
+
+class TarStream(TarSource):
+    """Tars in webdataset's layout behind URLs, or from commands: http and https by curl, gs by gsutil, s3 by aws,
+    `pipe:` by any command that writes a tar. Each process that crops holds one of them on disk at a time, in TMPDIR.
+
+    Nothing is fetched to plan: what lies behind an address is taken to stay as it is.
+    """
+
+    type: Literal["tar_stream"] = "tar_stream"
+    """Tars of images behind URLs, fetched one at a time."""
+    urls: Annotated[list[str], Field(min_length=1)]
+    """Their addresses; {000..127} stands for each of these numbers, ${NAME} for an environment variable. Example:
+    `https://host/train-{000..127}.tar?${SIGNATURE}`."""
+    classes: Annotated[int, Field(ge=1, le=1_000_000)] | Annotated[list[_Label], Field(min_length=1)] | None = None
+    """Classes that `.cls`, the key "label" of `.json`, or `.txt` gives: one of these classes, or a number below this
+    one. Unset: unconditional data, whose `.txt` and `.json` may be captions."""
+
+    @field_validator("urls")
+    @classmethod
+    def _can_be_opened(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not url.startswith(_SCHEMES):
+                raise ValueError(f"{url!r} is not the URL of a tar. It begins with one of {', '.join(_SCHEMES)}")
+            check_query(url, "it")
+        count = sum(prod(max(0, int(b) - int(a) + 1) for a, b in _RANGE.findall(url)) for url in value)
+        if not 1 <= count <= _MOST_TARS:
+            raise ValueError(f"these are {count:,} tars. Give from 1 to {_MOST_TARS:,}, as {{000..127}}.")
+        return value
+
+    @field_validator("classes")
+    @classmethod
+    def _are_different(cls, value: int | list[str] | None) -> int | list[str] | None:
+        if isinstance(value, list) and len(set(value)) < len(value):
+            raise ValueError("a class is named twice. Name each once, in the order of their numbers.")
+        return value
+
+    def listing(self) -> Listing:
+        """Return the tars, in their order. Raises ValueError where one is named twice."""
+        urls = [address for url in self.urls for address in _expanded(url)]
+        names = [plain_text(url if url.startswith("pipe:") else url.partition("?")[0]) for url in urls]
+        if len(set(names)) < len(names):
+            raise ValueError("data.source.urls names a tar twice. Name each once.")
+        items = [Item(name, None, (url,), turn=turn) for turn, (name, url) in enumerate(zip(names, urls, strict=True))]
+        return Listing(items, self.known_classes(), [], unit="tar")
+
+    def known_classes(self) -> list[str]:
+        """Return the classes that the configuration names."""
+        if isinstance(self.classes, int):
+            return [str(number) for number in range(self.classes)]
+        return self.classes or []
+
+    def state(self, item: Item) -> str:
+        """Return a text that decides the images of a tar, as far as it is known before it is fetched: which classes
+        exist."""
+        return digest(self.known_classes())
+
+    def images(self, item: Item) -> Iterator[tuple[Item, Callable[[], bytes]]]:
+        """The images of a tar and how each is read, sorted by key. Raises ValueError when it cannot be fetched or read;
+        reading raises OSError."""
+        numbers = {name: number for number, name in enumerate(self.known_classes())}
+        with _fetched(item) as file:
+            members = members_of(file, item.name, labelled=bool(numbers))
+            if passed := members.passed_over:
+                log_line(f"crop: {item.name}: {len(passed):,} files are passed over; for example {passed[0]}.")
+            for key in sorted(members.images.keys() | members.labels.keys()):
+                label, problem = _label(members, key, numbers)
+                at = members.images.get(key, (0, 0))
+                yield Item(f"{item.name}/{key}", label, at), partial(_read, file, *at, problem)
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Return the captions in the tars, all of which are fetched. Raises ValueError where texts give classes."""
+        if self.classes is not None:
+            raise ValueError("data.source.classes is set, so that texts in the tars tell classes. Leave one out.")
+        return super().captions_beside(columns)
+
+    def members(self, labelled: bool, names: tuple[str, ...] = ()) -> Iterator[tuple[str, Members]]:
+        for item in self.listing().items:
+            with _fetched(item) as file:
+                yield item.name, members_of(file, item.name, labelled, names)
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return an empty dictionary: the source has no files on this machine."""
+        return {}
+
+
+def _expanded(url: str) -> list[str]:
+    """Return the addresses that one with ranges of numbers stands for."""
+    span = _RANGE.search(url)
+    if span is None:
+        return [url]
+    first, last = span.groups()
+    numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return [address for number in numbers for address in _expanded(url[: span.start()] + number + url[span.end() :])]
+
+
+def _label(members: Members, key: str, numbers: dict[str, int]) -> tuple[int | None, str]:
+    """Return the number of the class of a sample, and the reason why the sample is rejected, if it is."""
+    if key not in members.images:
+        return None, _ALONE
+    if not numbers:
+        return None, ""
+    label = members.label(key)
+    if label is None:
+        return None, "an image without a class, while data.source.classes is set"
+    return numbers.get(label), "" if label in numbers else f"'{label[:LONGEST_CLASS]}' is not in data.source.classes"
+
+
+def _read(file: IO[bytes], start: int, size: int, problem: str = "") -> bytes:
+    """Return the bytes of one image. Raises OSError with the problem, if it has one."""
+    if problem:
+        raise OSError(problem)
+    check_size(size)
+    file.seek(start)
+    return file.read(size)
+
+
+@contextmanager
+def _fetched(item: Item) -> Iterator[IO[bytes]]:
+    """A tar as a file without a name, which is gone with this process whatever ends it."""
+    with tempfile.TemporaryFile() as file:
+        patiently(item.name, lambda: _fetch(str(item.address[0]), file))
+        yield file
+
+
+def _command(url: str) -> str:
+    """Return the address that webdataset's gopen opens. curl reads its URL from a pipe, so that no list of processes
+    shows a signature."""
+    if url.startswith(("http://", "https://")):
+        return f"pipe:printf 'url=\"%s\"\\n' {for_shell(url)} | {_CURL}"
+    return f"pipe:aws s3 cp {for_shell(url)} -" if url.startswith("s3://") else url
+
+
+def _fetch(url: str, file: IO[bytes]) -> None:
+    from webdataset.gopen import gopen  # it imports PyTorch: not for those who only plan
+
+    file.seek(0)
+    file.truncate()
+    try:
+        with gopen(_command(url)) as stream:
+            shutil.copyfileobj(stream, file, 1 << 20)
+    except FileNotFoundError as error:
+        raise ValueError(f"the command {error.filename} is not installed") from None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ConnectionError(f"the command that fetches it ended with status {stream.status}") from None

@@ -1,0 +1,151 @@
+"""A zip of images, read in place: as StyleGAN3's and EDM2's dataset_tool.py writes it, or any other."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from image_diffusion.core.files.atomic import ZIP_FAULTS, Stamp, stamp_of
+from image_diffusion.data.sources.base import (
+    LARGEST_IMAGE,
+    FewFiles,
+    Item,
+    Listing,
+    check_size,
+    is_hidden,
+    plain_text,
+)
+from image_diffusion.data.sources.layouts import (
+    LABELS_FILE,
+    LARGEST_LABELS,
+    Level,
+    by_folder,
+    labelled,
+    labels_in,
+    level_of,
+)
+
+
+class ZipArchive(FewFiles):
+    """A zip file of images. Nothing is ever unpacked to disk.
+
+    A `dataset.json` at its root, with the key "labels", pairs of a member's name and its class, tells the classes, as
+    dataset_tool.py of StyleGAN3 and EDM2 writes it. Without one, the folders at the first level do, as in a folder.
+    """
+
+    type: Literal["zip"] = "zip"
+    """A zip file of images."""
+    path: str = Field(min_length=1)
+    """The zip file."""
+    classes: Literal["labels", "none"] | Level = "labels"
+    """labels: dataset.json names them, or else the folders at the first level, or in the one folder around all others;
+    the names of splits (train, val, test) are refused. {level: 2}: the folders at the second level, whatever their
+    names. none: unconditional data."""
+
+    def listing(self) -> Listing:
+        """Return every member as an image, sorted by name. Raises ValueError for a zip that is missing, damaged or
+        empty."""
+        names, passed_over = self._members()
+        if not names:
+            raise ValueError(f"data.source.path: {self.path} holds no files. Put images into the zip.")
+        if self.classes == "none":
+            return Listing([Item(plain_text(name), None, (name,)) for name in names], [], [], passed_over)
+        labels = None if isinstance(self.classes, Level) else self._labels()
+        if labels is not None:
+            listing = labelled([(plain_text(name), name) for name in names], labels, self.path, "zip")
+            return replace(listing, passed_over=passed_over)
+        if not any("/" in name for name in names):
+            return Listing([Item(plain_text(name), None, (name,)) for name in names], [], [], passed_over)
+        folders = _Folders(names)
+        level = level_of(self.classes, self.path, folders.inside, is_archive=True)
+        listing = by_folder(((plain_text(name), name) for name in names), level)
+        looked_through = level > 1 and not isinstance(self.classes, Level)
+        around = next(iter(folders.inside("")), "")
+        notices = (f"{self.path}: the classes are the folders in {around}, which holds all others",)
+        return replace(listing, passed_over=passed_over, notices=notices if looked_through else ())
+
+    def known_classes(self) -> list[str] | None:
+        """Return None: the classes are known once the zip has been read."""
+        return [] if self.classes == "none" else None
+
+    def read(self, item: Item) -> bytes:
+        """Return the bytes of one member, its checksum compared. Raises OSError."""
+        try:
+            archive = _open(self.path, stamp_of(Path(self.path)))
+            member = archive.getinfo(str(item.address[0]))
+            check_size(member.file_size)
+            with archive.open(member) as file:
+                return file.read(LARGEST_IMAGE)
+        except ZIP_FAULTS as error:
+            raise OSError(f"damaged in the zip: {error}") from None
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Raise ValueError: the source has no captions."""
+        raise ValueError("data.source.type is zip, which holds no captions. Set pairs.captions.type to table.")
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return the zip. Raises ValueError when it is missing."""
+        path = Path(self.path)
+        if not path.is_file():
+            raise ValueError(f"data.source.path: {self.path} does not exist, or is no file. Give a zip file.")
+        return {plain_text(path.name): (str(path), stamp_of(path))}
+
+    def _archive(self) -> zipfile.ZipFile:
+        _, stamp = next(iter(self.files().values()))
+        try:
+            return _open(self.path, stamp)
+        except (*ZIP_FAULTS, OSError) as error:
+            raise ValueError(
+                f"{self.path} cannot be read as a zip file: {error}. Download or write it again."
+            ) from None
+
+    def _members(self) -> tuple[list[str], list[str]]:
+        """Return the names of the members that are not folders: those to read, and those that are hidden; sorted."""
+        names = [
+            member.filename
+            for member in self._archive().infolist()
+            if not member.is_dir() and member.filename != LABELS_FILE
+        ]
+        hidden = sorted(name for name in set(names) if any(map(is_hidden, name.split("/"))))
+        return sorted(set(names) - set(hidden)), list(map(plain_text, hidden))
+
+    def _labels(self) -> dict[str, str] | None:
+        """Return the class of each member that dataset.json names; None where the zip has no dataset.json, or it names
+        none."""
+        archive = self._archive()
+        if LABELS_FILE not in archive.namelist():
+            return None
+        try:
+            if (size := archive.getinfo(LABELS_FILE).file_size) > LARGEST_LABELS:
+                raise ValueError(f"it has {size:,} bytes")
+            data = archive.read(LABELS_FILE)
+        except ZIP_FAULTS as error:
+            raise ValueError(f"{self.path}: {LABELS_FILE} cannot be read: {error}.") from None
+        return labels_in(data, self.path)
+
+
+class _Folders:
+    """The folders of members, by the folder that they lie in."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._inside: dict[str, set[str]] = {}
+        for name in names:
+            *folders, _ = name.split("/")
+            for depth, folder in enumerate(folders):
+                self._inside.setdefault("/".join(folders[:depth]), set()).add(folder)
+
+    def inside(self, folder: str) -> set[str]:
+        """Return the names of the folders in a folder."""
+        return self._inside.get(folder, set())
+
+
+@lru_cache(maxsize=2)
+def _open(path: str, stamp: Stamp) -> zipfile.ZipFile:
+    """Open the zip. stamp: of the file, so that another file of that name is opened anew."""
+    return zipfile.ZipFile(path)

@@ -1,0 +1,241 @@
+"""The handwritten digits that come with scikit-learn, as they are or painted: data with nothing to download.
+
+Painted ones vary in the colours of ink and ground, slant and size, and a caption names them all. The attributes of an
+image can be measured from its pixels again (`measured`), and some combinations never occur: each digit lacks the ink of
+one colour (`is_held_out`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.files.atomic import Stamp
+from image_diffusion.data.sources.base import FewFiles, Item, Listing
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Digits(FewFiles):
+    """1,797 handwritten digits of 8 x 8 pixels (Alpaydin and Kaynak 1998), enlarged to 32 x 32; ten classes."""
+
+    type: Literal["digits"] = "digits"
+    """The digits embedded in scikit-learn."""
+    only: Annotated[list[Annotated[int, Field(ge=0, le=9)]], Field(min_length=1)] | None = None
+    """Some of the digits; unset: all ten."""
+
+    def listing(self) -> Listing:
+        """Return every digit, labelled with itself."""
+        classes = self.known_classes()
+        items = [
+            Item(f"{label}/{i:04d}.png", classes.index(str(label)), (i,))
+            for i, label in enumerate(_digits().target)
+            if str(label) in classes
+        ]
+        return Listing(sorted(items, key=lambda item: item.name), classes, [])
+
+    def known_classes(self) -> list[str]:
+        """Return the digits."""
+        return [str(digit) for digit in sorted(set(range(10) if self.only is None else self.only))]
+
+    def read(self, item: Item) -> bytes:
+        """Return one digit as a grey PNG of 32 x 32 pixels, scaled from 0 … 16 to 0 … 255 and enlarged bicubically."""
+        from PIL import Image  # not for those who only ask whether the source has changed
+
+        pixels = (_digits().images[int(item.address[0])] * (255.0 / 16.0)).round().astype("uint8")
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)
+        return buffer.getvalue()
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Raise ValueError: the source has no captions."""
+        raise ValueError("The embedded digits have no captions. Set pairs.captions.type to classes or table.")
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return an empty dictionary: the digits are part of scikit-learn."""
+        return {}
+
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+INKS = {
+    "black": (20, 20, 20),
+    "red": (200, 30, 40),
+    "green": (20, 140, 60),
+    "blue": (30, 60, 200),
+    "purple": (140, 40, 170),
+}
+GROUNDS = {"white": (250, 250, 250), "yellow": (250, 225, 110), "grey": (175, 175, 175)}
+SLANTS = {"upright": 0.0, "slanted": 0.5}
+"""Pixels by which a stroke leans to the right for each pixel that it rises."""
+SIZES = {"small": 0.5, "large": 0.85}
+"""Height of a digit, as a share of the image's."""
+SIDE = 32
+_BORDER = 2  # pixels along each edge that are ground
+_INKED = 16  # pixels that are surely ink
+_MIXED = 0.5  # how much ink a pixel of a digit has at least
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Attributes that a caption names, by word; None where it does not."""
+
+    digit: str | None
+    ink: str | None
+    ground: str | None
+    slant: str | None
+    size: str | None
+
+    @property
+    def is_held_out(self) -> bool:
+        """True if this digit is never painted in this ink."""
+        return self.digit is not None and self.ink == _missing_ink(DIGITS.index(self.digit))
+
+
+class PaintedDigits(FewFiles):
+    """Handwritten digits (Alpaydin and Kaynak 1998) of 32 x 32 pixels in 5 inks on 3 grounds, upright or slanted, small
+    or large. Each has two captions: "a large slanted seven in blue on white", and the same without its size."""
+
+    type: Literal["painted_digits"] = "painted_digits"
+    """The digits embedded in scikit-learn, in colours, with captions."""
+    num_images: int = Field(6000, ge=1, le=99_999)
+    """Number of images."""
+
+    def listing(self) -> Listing:
+        """Return every image, labelled with its digit."""
+        items = [Item(name, int(name[0]), (i,)) for i, name in enumerate(self._names())]
+        return Listing(sorted(items, key=lambda item: item.name), list(DIGITS), [])
+
+    def known_classes(self) -> list[str]:
+        """Return the digits, as words."""
+        return list(DIGITS)
+
+    def read(self, item: Item) -> bytes:
+        """Return one image as a PNG."""
+        from PIL import Image  # not for those who only ask whether the source has changed
+
+        number = int(item.address[0])
+        buffer = io.BytesIO()
+        Image.fromarray(painted(number, attributes_of(number))).save(buffer, "png", compress_level=1)
+        return buffer.getvalue()
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Return the two captions of each image, by its name."""
+        return {name: captions_of(attributes_of(i)) for i, name in enumerate(self._names())}
+
+    def files(self) -> dict[str, tuple[str, Stamp]]:
+        """Return an empty dictionary: the digits are part of scikit-learn."""
+        return {}
+
+    def _names(self) -> list[str]:
+        labels = _digits().target
+        return [f"{labels[i % len(labels)]}/{i:05d}.png" for i in range(self.num_images)]
+
+
+def attributes_of(number: int) -> Attributes:
+    """Return the attributes of image `number`: the digit of that number, the rest by a hash of it."""
+    digit = int(_digits().target[number % len(_digits().target)])
+    drawn = hashlib.sha256(f"painted/{number}".encode()).digest()
+    inks = [ink for ink in INKS if ink != _missing_ink(digit)]
+
+    def one_of(words: Any, byte: int) -> str:
+        return str(list(words)[drawn[byte] % len(words)])
+
+    return Attributes(DIGITS[digit], one_of(inks, 0), one_of(GROUNDS, 1), one_of(SLANTS, 2), one_of(SIZES, 3))
+
+
+def captions_of(shown: Attributes) -> list[str]:
+    """Return a caption that names everything, and one that leaves the size open."""
+    rest = f"{shown.slant} {shown.digit} in {shown.ink} on {shown.ground}"
+    return [f"a {shown.size} {rest}", f"a{'n' * (shown.slant == 'upright')} {rest}"]
+
+
+def attributes_in(caption: str) -> Attributes:
+    """Return the attributes that a caption names."""
+    words = re.findall(r"[a-z]+", caption.lower())
+
+    def named(known: Any) -> str | None:
+        return next((word for word in words if word in known), None)
+
+    return Attributes(named(DIGITS), named(INKS), named(GROUNDS), named(SLANTS), named(SIZES))
+
+
+def painted(number: int, shown: Attributes) -> NDArray[np.uint8]:
+    """Paint the handwriting of image `number` with these attributes, all of them named: uint8 [32, 32, 3]."""
+    import numpy as np
+    from PIL import Image
+
+    assert shown.ink and shown.ground and shown.slant and shown.size
+    pixels = (_digits().images[number % len(_digits().images)] * (255.0 / 16.0)).astype(np.uint8)
+    whole = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    own = _lean(np.asarray(whole, dtype=np.float64) / 255)
+    scale, lean, middle = SIZES[shown.size], SLANTS[shown.slant] - own, (SIDE - 1) / 2
+    # From a pixel of the result to one of the digit: undo the lean, then the scale, both about the middle.
+    matrix = (1 / scale, lean / scale, middle - (1 + lean) * middle / scale, 0, 1 / scale, middle - middle / scale)
+    moved = whole.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
+    amount = np.asarray(moved, dtype=np.float64)[..., None] / 255
+    ink, ground = np.array(INKS[shown.ink], float), np.array(GROUNDS[shown.ground], float)
+    colours: NDArray[np.uint8] = (ground + (ink - ground) * amount).round().astype(np.uint8)
+    return colours
+
+
+def measured(image: NDArray[np.uint8]) -> Attributes:
+    """Measure the attributes of an image [32, 32, 3] from its pixels alone; they do not show which digit it is.
+
+    Ground: the colour along the edges. Ink: that of the pixels furthest from it. Size: how high the digit stands.
+    Slant: how far its ink leans, the covariance of column and height over the variance of height.
+    """
+    import numpy as np
+
+    colours = image.astype(np.float64)
+    edge = np.ones(colours.shape[:2], dtype=bool)
+    edge[_BORDER:-_BORDER, _BORDER:-_BORDER] = False
+    ground = np.median(colours[edge], axis=0)
+    away = np.linalg.norm(colours - ground, axis=2)
+    inked = np.argsort(away.ravel(), kind="stable")[-_INKED:]
+    ink = np.median(colours.reshape(-1, 3)[inked], axis=0)
+    direction = ink - ground
+    amount = np.clip((colours - ground) @ direction / max(float(direction @ direction), 1.0), 0, 1)
+    rows = np.flatnonzero((amount > _MIXED).any(axis=1))
+    height = (rows[-1] - rows[0] + 1) / SIDE if len(rows) else 0.0
+    between = (min(SIZES.values()) + max(SIZES.values())) / 2, (min(SLANTS.values()) + max(SLANTS.values())) / 2
+    return Attributes(
+        None,
+        _nearest(ink, INKS),
+        _nearest(ground, GROUNDS),
+        "slanted" if _lean(amount) > between[1] else "upright",
+        "large" if height > between[0] else "small",
+    )
+
+
+def _lean(amount: NDArray[np.float64]) -> float:
+    """Measure the pixels to the right for each pixel up, of so much ink at each pixel [H, W]."""
+    import numpy as np
+
+    amount = np.where(amount > 0.2, amount, 0)
+    total = max(float(amount.sum()), 1e-9)
+    y, x = np.mgrid[: amount.shape[0], : amount.shape[1]]
+    x, y = x - (amount * x).sum() / total, (amount * y).sum() / total - y
+    return float((amount * x * y).sum() / max(float((amount * y * y).sum()), 1e-9))
+
+
+def _nearest(colour: NDArray[np.float64], known: dict[str, tuple[int, int, int]]) -> str:
+    return min(known, key=lambda name: sum((a - b) ** 2 for a, b in zip(colour.tolist(), known[name], strict=True)))
+
+
+def _missing_ink(digit: int) -> str:
+    return list(INKS)[digit % len(INKS)]
+
+
+@lru_cache(maxsize=1)
+def _digits() -> Any:
+    from sklearn.datasets import load_digits  # half a second: not for those who bring their own images
+
+    return load_digits()

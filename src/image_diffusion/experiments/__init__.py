@@ -1,0 +1,1 @@
+"""Experiment files: their sections, and comparisons of several."""

@@ -1,0 +1,380 @@
+"""An experiment: one section per stage. A YAML file under config/experiments is one of these.
+
+Which sections it has is for its system to say: `experiment_of` gives the class of the experiments of one system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic.json_schema import models_json_schema
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.base import Codec, Tokens
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config.base import BASE, Config, changed, dump, origin, parse, read_inherited, read_yaml
+from image_diffusion.core.devices import shapes_only
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.encoded.latents import EncodeConfig
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.latents import LatentSource
+from image_diffusion.export.registry import check_export, export_of
+from image_diffusion.metrics import DetectorConfig
+from image_diffusion.systems import SYSTEMS, AnySystem
+from image_diffusion.systems.base import Others, System, check_augment, check_flips, name_of, spec_of
+from image_diffusion.systems.interface import Section
+from image_diffusion.systems.pairs.config import PairsConfig
+from image_diffusion.systems.sampling import SampleSettings
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.finetune.parameter_groups import check_tuning
+
+
+class ExportConfig(Config):
+    """Format of the trained model for other programs."""
+
+    format: str = "none"
+    """diffusers: a folder of what diffusers itself has (a DiTPipeline, or an AutoencoderKL). pipeline: a folder with a
+    pipeline.py and code of its own, which diffusers loads where this package is not installed; for every network. none:
+    nothing."""
+
+
+class ResourcesConfig(Config):
+    """Machines that training runs on. They do not change its result beyond the order of floating-point sums."""
+
+    nodes: int = Field(1, ge=1)
+    """Machines that train together."""
+    processes_per_node: int = Field(1, ge=1)
+    """Processes on each: one for each GPU, or any number on CPUs."""
+    gpus_per_node: int | None = Field(None, ge=0)
+    """GPUs that are requested on each machine from a cluster; 0 on CPUs. Empty: one for each process, and on this
+    machine all that it has."""
+    cpus_per_process: int = Field(2, ge=1)
+    """CPU cores that are requested for each process."""
+    memory_mb: int = Field(8000, ge=1)
+    """Memory that is requested on each machine, in MB."""
+    runtime_min: int = Field(60, ge=1)
+    """Time that is requested for one job, in minutes; longer training resumes in the next job."""
+    hang_s: int = Field(600, ge=1)
+    """Seconds that a process of a training waits for another; then all end, and the next job resumes from the last
+    checkpoint."""
+    stage_to: str = ""
+    """Folder of a node's own disk that training copies its data to and reads them from, such as $TMPDIR: for a network
+    file system that is slower than the GPUs. Empty: they are read from where they lie."""
+    one_job: bool = False
+    """True if all its stages share one job on a cluster, and what is made of its data set alone another: for an
+    experiment of minutes on CPUs."""
+
+    @model_validator(mode="after")
+    def _one_job_is_small(self) -> ResourcesConfig:
+        if self.one_job and (self.nodes > 1 or self.gpus_per_node != 0):
+            raise ValueError(
+                "one_job puts stages that need a GPU and others into one job, and is for one node of CPUs. Set nodes: "
+                "1 and gpus_per_node: 0, or leave out one_job."
+            )
+        return self
+
+
+class Experiment(Config):
+    """Configuration from images to a report. A section that its system does not have is empty, or has the default given
+    below."""
+
+    data: DataConfig
+    """Images of the data set, and their cropping."""
+    codec: CodecConfig = Rgb()
+    """The space the network works in."""
+    encode: EncodeConfig | None = None
+    """Encoding of images as latents, or tokens."""
+    pairs: PairsConfig | None = None
+    """Source of the pairs of image and text embeddings."""
+    system: AnySystem
+    """The network, the process and the objective."""
+    train: TrainConfig
+    """Training of the system."""
+    preview: Any = None
+    """Images that are drawn at intervals during training (train.grid_every_steps)."""
+    sample: Any = None
+    """Images that are made from the trained weights."""
+    evaluate: Any = None
+    """Evaluation of the trained model, or of its images."""
+    prediction: Any = None
+    """Prediction of image embeddings by a prior, to be judged by them."""
+    sweep: Any = None
+    """Curves of the metrics against one setting at a time."""
+    export: ExportConfig = ExportConfig()
+    """Format of the model for other programs."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """Machines that training runs on."""
+
+    def section(self, name: str) -> Any:
+        """Return a section that the system has, by name."""
+        return getattr(self, name)
+
+    @property
+    def samples(self) -> SampleSettings | None:
+        """Settings by which images are made, if the system makes any."""
+        settings: SampleSettings | None = self.sample
+        return settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_are_its_own(cls, data: Any) -> Any:
+        kind = cls.model_fields["system"].annotation
+        if isinstance(data, dict) and isinstance(kind, type) and issubclass(kind, System):
+            others = {name for system in SYSTEMS for name in system.sections} - set(kind.sections)
+            if unused := sorted(others & data.keys()):
+                raise ValueError(_no_use(unused, kind))
+            for name, section in kind.sections.items():
+                if section.default is None and not section.optional and name not in data:
+                    raise ValueError(
+                        f"{name} is missing, and a system of type {name_of(kind)} needs it. Add a section, such as "
+                        f"{name}: {section.example}."
+                    )
+        return data
+
+    @model_validator(mode="after")
+    def _keys_do_something(self) -> Experiment:
+        for name, section in self.system.sections.items():
+            written = getattr(self, name)
+            for key in sorted(written.model_fields_set - section.keys) if section.keys is not None else ():
+                if getattr(written, key) is not None:
+                    raise ValueError(_no_use([f"{name}.{key}"], type(self.system)))
+        if self.export.format != "none":
+            export_of(self.system, self.export.format)
+        return self
+
+
+def _no_use(keys: list[str], kind: type[System]) -> str:
+    are, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+    return (
+        f"{' and '.join(keys)} {are} set, but a system of type {name_of(kind)} has no use for {them}. Leave {them} out."
+    )
+
+
+@cache
+def experiment_of(system: type[System]) -> type[Experiment]:
+    """Return the experiments of one kind of system: its own sections with their own defaults."""
+    fields: dict[str, Any] = {"system": (system, ...), "train": (_train_of(system), ...)}
+    for name, section in system.sections.items():
+        about = None if name in Experiment.model_fields else section.kind.__doc__
+        if section.optional:
+            fields[name] = (section.kind | None, Field(None, description=about))
+            continue
+        fields[name] = (section.kind, Field(... if section.default is None else section.default, description=about))
+    return create_model(f"Experiment of {name_of(system)}", __base__=Experiment, **fields)
+
+
+def _train_of(system: type[System]) -> type[TrainConfig]:
+    """Return the section `train` with the defaults of one kind of system."""
+    own = TrainConfig.model_validate({"steps": 1} | dict(system.recipe))
+    fields: dict[str, Any] = {}
+    for name in system.recipe:
+        field = copy(TrainConfig.model_fields[name])
+        field.default = getattr(own, name)
+        fields[name] = (field.annotation, field)
+    return create_model(f"TrainConfig of {name_of(system)}", __base__=TrainConfig, **fields)
+
+
+class EncodeStage(Config):
+    """Configuration of the stage `encode`. data: if its source holds latents, which are taken over in place of
+    encoding."""
+
+    codec: CodecConfig
+    encode: EncodeConfig
+    data: DataConfig | None = None
+
+    def build(self, weights: Path | None, device: torch.device) -> Codec | Tokens:
+        """Return the codec that images are encoded with.
+
+        weights: the folder of the experiment that trained the codec, if any. Raises ValueError when tokens are asked of
+        what has none.
+        """
+        codec: Codec | Tokens
+        if self.encode.tokens:
+            codec = self.codec.tokens(weights, device, self.encode.compute_dtype)
+        else:
+            codec = self.codec.build(weights, None, device, self.encode.compute_dtype)
+        return codec
+
+
+class EmbedStage(Config):
+    """Configuration of the stage `embed`. source: location of the files, for pairs or captions that are read from them.
+    max_bad_fraction: as in the section data."""
+
+    name: str
+    num_shards: int
+    pairs: PairsConfig
+    source: Source | None
+    max_bad_fraction: float = 0.1
+
+
+class ReferenceStage(Config):
+    """Configuration of the stage `reference`."""
+
+    detector: DetectorConfig
+
+
+class TrainStage(Config):
+    """Configuration of the stage `train`. preview: of a system that has such a section. encoder: of the captions or
+    features that the system reads beside its data, as `pairs.encoder` or `pairs.teacher` says it."""
+
+    experiment: str
+    codec: CodecConfig
+    system: AnySystem
+    train: TrainConfig
+    preview: SerializeAsAny[Config] | None = None
+    encoder: dict[str, Any] | None = None
+
+    @field_validator("preview", mode="before")
+    @classmethod
+    def _is_of_the_system(cls, value: Any, info: Any) -> Any:
+        system: System | None = info.data.get("system")
+        if not isinstance(value, dict) or system is None:
+            return value
+        return parse(system.sections["preview"].kind, value, "preview") if "preview" in system.sections else None
+
+
+class ExportStage(Config):
+    """Configuration of the stage `export`."""
+
+    export: ExportConfig
+
+
+def load_sections(
+    path: Path | None, names: Iterable[str], sections: Mapping[str, Section], changes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Sections by name from the file of a stage; None: of their defaults. A section with a default may be left out.
+    changes: see `changed`.
+
+    Raises ValueError with one line for each mistake in it.
+    """
+    names, loaded = list(names), {}
+    defaults = {name: sections[name].default for name in names}
+    plain = {name: dump(default) for name, default in defaults.items() if default is not None}
+    raw, where = changed(read_yaml(path) if path is not None else plain, changes), origin(path, changes)
+    if not isinstance(raw, dict) or set(raw) - set(names):
+        raise ValueError(f"{where} holds {sorted(raw) if isinstance(raw, dict) else raw}; expected {', '.join(names)}.")
+    for name in names:
+        section = sections[name]
+        if name not in raw and section.default is None:
+            raise ValueError(f"{where}: there is no section {name}. Add one, such as {name}: {section.example}.")
+        missing = section.default if name not in raw and section.default is not None else None
+        loaded[name] = missing if missing is not None else parse(section.kind, raw.get(name), f"{where}: {name}")
+    return loaded
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read an experiment file, over its base where it names one. Raises ValueError with one line for each mistake."""
+    raw, files = read_inherited(path)
+    return parse_experiment(raw, " over ".join(map(str, files)))
+
+
+def parse_experiment(raw: Any, where: str) -> Experiment:
+    """Return an experiment from plain data. Raises ValueError with one line for each mistake, each opening with
+    `where`."""
+    section = raw.get("system") if isinstance(raw, dict) else None
+    if isinstance(raw, dict) and isinstance(train := raw.get("train"), dict) and "seeds" in train:
+        raise ValueError(
+            f"{where}: train.seeds is a study now. Leave it out, write config/studies/NAME.yaml with base and seeds: "
+            f"{train['seeds']}, and start snakemake --config study=NAME."
+        )
+    wanted = section.get("type") if isinstance(section, dict) else None
+    kinds = {name_of(system): experiment_of(system) for system in SYSTEMS}
+    kind = kinds.get(wanted, Experiment) if isinstance(wanted, str) else Experiment
+    experiment: Experiment = parse(kind, raw, where)
+    return experiment
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of an experiment file, from the configuration classes themselves."""
+    kinds = {name_of(system): experiment_of(system) for system in SYSTEMS}
+    schemas, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()])
+
+    def is_of(name: str) -> dict[str, Any]:
+        return {"properties": {"system": {"properties": {"type": {"const": name}}}}}
+
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Experiment",
+        "description": "From images to a report. Which sections there are follows from system.type.",
+        "type": "object",
+        "properties": {"system": {"properties": {"type": {"enum": list(kinds)}}}},
+        # What a file with a base leaves out is not here to be looked at.
+        "if": {"required": [BASE]},
+        "then": {"properties": {BASE: {"type": "string", "description": _BASE}}},
+        "else": {
+            "required": ["data", "system", "train"],
+            "properties": {"system": {"required": ["type"]}},
+            "allOf": [{"if": is_of(name), "then": schemas[kind, "validation"]} for name, kind in kinds.items()],
+        },
+        **definitions,
+    }
+
+
+_BASE = "The name of a file beside this one, without .yaml, that this one is written over."
+
+
+def check_experiment(experiment: Experiment, others: Others) -> None:
+    """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
+    if others.codec is not None and others.codec.data != experiment.data:
+        raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
+    check_flips(experiment.system, experiment.train.flip_probability)
+    check_augment(experiment)
+    if isinstance(experiment.data.source, LatentSource):
+        check_imported(experiment, experiment.data.source)
+    if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
+        raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
+    experiment.system.check(experiment, others)
+    check_export(experiment, others)
+    if experiment.train.tunes:
+        with shapes_only():
+            network = experiment.system.build_network(spec_of(experiment, others.codec))
+        check_tuning(network, experiment.train)
+
+
+def check_imported(experiment: Experiment, source: LatentSource) -> None:
+    """Raise ValueError for what cannot be done, or would do nothing, where the data are latents and no images."""
+    codec, evaluate, where = experiment.codec, experiment.evaluate, f"data.source.type is {source.type}"
+    if codec.stores != "latents" or codec.trained_by is not None:
+        raise ValueError(
+            f"{where}, but codec.type is {codec.type}. Name the autoencoder that made the latents, as codec: {{type: "
+            f"diffusers, weights: FOLDER}}, say."
+        )
+    if codec.pixel_range != source.pixels:
+        raise ValueError(
+            f"{where}, whose autoencoder was given {source.pixels} pixels, but the codec's is given "
+            f"{codec.pixel_range} ones. Use codec: {{type: diffusers, weights: FOLDER, pixels: {source.pixels}}}."
+        )
+    if experiment.train.flip_probability > 0 and not source.has_mirror_images:
+        raise ValueError(
+            f"train.flip_probability is {experiment.train.flip_probability:g}, but {where}: those have no mirror "
+            f"images. Set it to 0."
+        )
+    keys = {"data": _OF_LATENTS, "encode": {"dtype"}}
+    unused = [
+        f"{name}.{key}"
+        for name, usable in keys.items()
+        for key in sorted(getattr(experiment, name).model_fields_set - usable)
+    ]
+    if unused:
+        raise ValueError(f"{unused[0]} is set, but {where}: there are no images to crop or encode. Leave it out.")
+    if experiment.pairs is not None:
+        raise ValueError(f"pairs is set, but {where}: there are no images that they could be made of. Leave it out.")
+    if evaluate is not None and (
+        not isinstance(evaluate.against, str)
+        or evaluate.copies
+        or evaluate.likelihood is not None
+        or any(detector.type == "inpipe" for detector in evaluate.detectors)
+    ):
+        raise ValueError(
+            f"{where}: there are no real images that evaluate could look at. Compare with a file of statistics, as "
+            f"evaluate: {{against: FILE.npz, detectors: [inception], copies: false}}, without likelihood."
+        )
+
+
+_OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}

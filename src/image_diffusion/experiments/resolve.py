@@ -1,0 +1,324 @@
+"""Experiments with those that they build on, checked together, and the configuration of each of their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.codecs.hub_files import files_of
+from image_diffusion.codecs.tokens import tokens_of
+from image_diffusion.codecs.trained import Trained
+from image_diffusion.core.config.base import Config, beyond_defaults, dump, read_yaml, to_yaml
+from image_diffusion.core.files.atomic import digest, read_json, to_json, write_if_changed
+from image_diffusion.core.types import SamplesOf, WeightsOf
+from image_diffusion.data.encoded.captions import TableCaptions
+from image_diffusion.data.sources.embeddings import Embeddings
+from image_diffusion.data.sources.latents import LatentSource
+from image_diffusion.experiments.experiment import (
+    EmbedStage,
+    EncodeStage,
+    Experiment,
+    ExportStage,
+    ReferenceStage,
+    TrainStage,
+    check_experiment,
+    load_experiment,
+)
+from image_diffusion.experiments.study import Expanded
+from image_diffusion.systems.base import Others, makes
+from image_diffusion.systems.pairs.config import PairsConfig
+
+CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
+AGAINST = "evaluate.against.experiment"
+EMBEDDINGS = "sample.embeddings.experiment"
+START = "train.init_from.experiment"
+
+
+def built_on(experiment: Experiment) -> dict[str, str]:
+    """Return the experiments that have to be made before this one, by the key that names them."""
+    trained_by, sources = experiment.codec.trained_by, experiment.system.sampling().sources(experiment.sample)
+    evaluation = experiment.system.evaluation()
+    against = evaluation.against(experiment.section(evaluation.section))
+    start = experiment.train.init_from
+    return {
+        **({CODEC: trained_by} if trained_by is not None else {}),
+        **({SMALL_IMAGES: sources.small_images.experiment} if isinstance(sources.small_images, SamplesOf) else {}),
+        **({EMBEDDINGS: sources.embeddings.experiment} if isinstance(sources.embeddings, SamplesOf) else {}),
+        **({AGAINST: against.experiment} if isinstance(against, SamplesOf) else {}),
+        **({START: start.experiment} if isinstance(start, WeightsOf) else {}),
+    }
+
+
+def load_all(paths: Iterable[Path], studies: Iterable[Expanded] = ()) -> dict[str, tuple[Path | str, Experiment]]:
+    """Load experiments by name, and those that they build on: that train their codecs or what they start from, that
+    make what they enlarge or draw. Each comes with its location: a file, or a variant of a study.
+
+    Raises ValueError for the first that cannot work.
+    """
+    experiments: dict[str, tuple[Path | str, Experiment]] = {}
+    waiting = list(paths)
+
+    def add(name: str, location: Path | str, experiment: Experiment, base_file: Path) -> None:
+        experiments[name] = (location, experiment)
+        for key, base in built_on(experiment).items():
+            other = base_file.with_name(f"{base}.yaml")
+            if not other.is_file():
+                raise ValueError(f"{location}: {key} is {base}, but {other} does not exist. Write it or name another.")
+            waiting.append(other)
+
+    for study in studies:
+        for run in study.runs:
+            add(run.name, run.where, run.experiment, study.base)
+    while waiting:
+        path = waiting.pop(0)
+        if path.stem not in experiments:
+            add(path.stem, path, load_experiment(path), path)
+    for location, experiment in experiments.values():
+        others = {key: experiments[name][1] for key, name in built_on(experiment).items()}
+        start = others.get(START)
+        start_codec = experiments[built_on(start)[CODEC]][1] if start is not None and CODEC in built_on(start) else None
+        try:
+            check_experiment(
+                experiment,
+                Others(
+                    others.get(CODEC),
+                    others.get(SMALL_IMAGES),
+                    others.get(AGAINST),
+                    start,
+                    start_codec,
+                    others.get(EMBEDDINGS),
+                ),
+            )
+        except ValueError as error:
+            raise ValueError(f"{location}: {error}") from None
+    _check_shared_data(experiments)
+    return experiments
+
+
+def _check_shared_data(experiments: dict[str, tuple[Path | str, Experiment]]) -> None:
+    """Raise ValueError if two experiments describe a data set of one name differently: they share its files."""
+    described: dict[str, tuple[Path | str, Config]] = {}
+    for name, (path, experiment) in experiments.items():
+        sections: dict[str, Config] = {experiment.data.folder: experiment.data}
+        if (tokens := own_tokens(name, experiment)) is not None:
+            sections[f"{experiment.data.folder}/{tokens_of(name)}"] = tokens
+        if experiment.codec.name is not None:
+            sections[f"{experiment.data.folder}/{experiment.codec.name}"] = encode_stage(experiment)
+        if experiment.pairs is not None:
+            sections[f"{experiment.data.folder}/{experiment.pairs.name}"] = embed_stage(experiment)
+        for folder, section in sections.items():
+            other_path, other = described.setdefault(folder, (path, section))
+            if other != section:
+                raise ValueError(
+                    f"{path} and {other_path} describe the data set {folder} differently. Give the sections data, "
+                    f"codec, encode and pairs the same values, or choose another data.name."
+                )
+
+
+def caption_table(pairs: PairsConfig | None) -> str | None:
+    """Return the table that captions are read from, if any."""
+    captions = getattr(pairs, "captions", None)
+    return captions.path if isinstance(captions, TableCaptions) else None
+
+
+def prompt_file(experiment: Experiment) -> str | None:
+    """Return the file that prompts are read from, if any."""
+    prompts = getattr(experiment.sample, "prompts", None)
+    return prompts if isinstance(prompts, str) else None
+
+
+def decoder_files(experiment: Experiment) -> list[str]:
+    """Return the files of the decoder that samples are decoded by, where that is not the codec's own."""
+    decoder = getattr(experiment.sample, "decoder", None)
+    return [str(path) for path in files_of(decoder)] if decoder is not None else []
+
+
+def encode_stage(experiment: Experiment) -> EncodeStage:
+    """Return the configuration of `encode`, for an experiment that has a codec."""
+    assert experiment.encode is not None
+    tokens = {"tokens": True} if experiment.codec.stores == "tokens" else {}
+    data = experiment.data if isinstance(experiment.data.source, LatentSource) else None
+    codec, encode = experiment.codec.encoded_by(), experiment.encode.model_copy(update=tokens)
+    return EncodeStage(codec=codec, encode=encode, data=data)
+
+
+def own_tokens(name: str, experiment: Experiment) -> EncodeStage | None:
+    """Return the configuration of `encode` for the tokens of an experiment that trains a discrete VAE; None: it keeps
+    none."""
+    if experiment.encode is None or not experiment.encode.tokens:
+        return None
+    return EncodeStage(codec=Trained(experiment=name), encode=experiment.encode)
+
+
+def train_stage(name: str, experiment: Experiment) -> TrainStage:
+    """Return the configuration of `train`, for the experiment of that name."""
+    return TrainStage(
+        experiment=name,
+        codec=experiment.codec,
+        system=experiment.system,
+        train=experiment.train,
+        preview=experiment.preview,
+        encoder=experiment.pairs.encoded_by if experiment.pairs is not None else None,
+    )
+
+
+def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
+    """Return the configurations of `reference`, by the folder of its results: one for each detector that looks at the
+    data set."""
+    evaluation = experiment.system.evaluation()
+    settings = experiment.section(evaluation.section)
+    if not evaluation.reads_splits(settings):
+        return {}
+    stages = {}
+    for detector in evaluation.detectors(settings):
+        usual = detector == type(detector)()
+        name = detector.type if usual else f"{detector.type}-{digest(dump(detector))[:8]}"
+        stages[name] = ReferenceStage(detector=detector)
+    return stages
+
+
+def embed_stage(experiment: Experiment) -> EmbedStage:
+    """Return the configuration of `embed`, for an experiment that has pairs."""
+    assert experiment.pairs is not None
+    data = experiment.data
+    source = data.source if experiment.pairs.needs_source else None
+    return EmbedStage(
+        name=data.name,
+        num_shards=data.num_shards,
+        pairs=experiment.pairs,
+        source=source,
+        max_bad_fraction=data.max_bad_fraction,
+    )
+
+
+def replaced(experiments: Mapping[str, Experiment], results: Path) -> list[str]:
+    """Return a sentence on each data set that holds crops for other experiments, from another source, which these
+    experiments are about to replace. Call it before `write_stages`."""
+    sentences = {}
+    for name, experiment in experiments.items():
+        dataset = results / "datasets" / experiment.data.folder
+        others = [user for user in _users(dataset, dump(experiment.data)["source"], results) if user not in experiments]
+        if others and dataset not in sentences:
+            sentences[dataset] = (
+                f"{dataset} holds the images of {', '.join(others)}, from another source: {name} replaces them, and "
+                f"{', '.join(others)} would have to run again. Choose another data.name to keep both."
+            )
+    return list(sentences.values())
+
+
+def _users(dataset: Path, source: Mapping[str, Any], results: Path) -> list[str]:
+    """Return the experiments that the crops in a folder were made for, if they are of another source."""
+    try:
+        before = read_yaml(dataset / "config" / "crop.yaml")["source"]
+        plans = [read_json(path) for path in sorted(results.glob("*/config/plan.json"))]
+    except (ValueError, KeyError, TypeError):  # none yet, or damaged: it is written anew
+        return []
+    if before == source or not (dataset / "crops" / "manifest.json").is_file():
+        return []
+    return [plan["experiment"] for plan in plans if plan["dataset"] == dataset.name and plan["source"] == before]
+
+
+def write_stages(name: str, experiment: Experiment, results: Path) -> None:
+    """Write the stage files and the plan of one experiment, those of them that changed."""
+    dataset = results / "datasets" / experiment.data.folder
+    codec = experiment.codec.name
+    own = results / name / "config"
+    system, evaluation = experiment.system, experiment.system.evaluation()
+    evaluated = experiment.section(evaluation.section)
+    stages: dict[str, tuple[Path, dict[str, Any]]] = {
+        "train": (own / "train.yaml", dump(train_stage(name, experiment))),
+        "evaluate": (
+            own / "evaluate.yaml",
+            {evaluation.section: dump(evaluated)},
+        ),
+        "export": (own / "export.yaml", dump(ExportStage(export=experiment.export))),
+    }
+    has_images = not isinstance(experiment.data.source, LatentSource)
+    if has_images:
+        stages["crop"] = (dataset / "config" / "crop.yaml", dump(experiment.data))
+    if experiment.samples is not None:
+        stages["sample"] = (own / "sample.yaml", {"sample": dump(experiment.section("sample"))})
+    if codec is not None:
+        stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", dump(encode_stage(experiment)))
+    own_codec = own_tokens(name, experiment)
+    tokens = tokens_of(name) if own_codec is not None else None
+    if own_codec is not None:
+        stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", dump(own_codec))
+    pairs = experiment.pairs
+    if pairs is not None:
+        stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", dump(embed_stage(experiment)))
+    references = {
+        detector_name: (dataset / "config" / f"reference-{detector_name}.yaml", dump(stage))
+        for detector_name, stage in reference_stages(experiment).items()
+    }
+    for path, stage in [*stages.values(), *references.values()]:
+        write_if_changed(path, to_yaml(stage))
+    swept = write_sweep(experiment, own / "sweep")
+    samples, others = experiment.samples, built_on(experiment)
+    sources, against = system.sampling().sources(experiment.sample), evaluation.against(evaluated)
+    plan: dict[str, Any] = {
+        "experiment": name,
+        "system": system.type,
+        "dataset": experiment.data.folder,
+        "source": dump(experiment.data)["source"],
+        "has_images": has_images,
+        "num_shards": experiment.data.num_shards,
+        "codec": codec,
+        "codec_experiment": others.get(CODEC),
+        "codec_files": [str(path) for path in experiment.codec.files],
+        "decoder_files": decoder_files(experiment),
+        "small_images": sources.small_images if isinstance(sources.small_images, str) else None,
+        "small_images_experiment": others.get(SMALL_IMAGES),
+        "embeddings": sources.embeddings if isinstance(sources.embeddings, str) else None,
+        "embeddings_experiment": others.get(EMBEDDINGS),
+        "against": against if isinstance(against, str) else None,
+        "against_experiment": others.get(AGAINST),
+        "start_experiment": others.get(START),
+        "tokens": tokens,
+        "judged_on_encoded": evaluation.reads_encoded,
+        "pairs": pairs.name if pairs is not None else None,
+        "pairs_beside": system.reads_beside is not None,
+        "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
+        "pairs_of_source": pairs is not None and pairs.needs_source,
+        "pairs_of_detector": pairs is not None and pairs.needs_detector,
+        "captions": caption_table(pairs),
+        "prompts": prompt_file(experiment),
+        "pictures": system.sampling().pictures(experiment.sample) if makes(experiment, "images") else [],
+        "makes_samples": makes(experiment, "images"),
+        "keeps_samples": samples is None or samples.num_stored == samples.num_samples,
+        "makes_embeddings": makes(experiment, "embeddings"),
+        "sample_jobs": samples.num_jobs if samples is not None else 0,
+        "sample_batches": -(-samples.num_samples // samples.batch_size) if samples is not None else 0,
+        "global_batch": experiment.train.global_batch,
+        "detectors": [detector.type for detector in evaluation.detectors(evaluated)],
+        "references": {detector_name: str(path) for detector_name, (path, _) in references.items()},
+        "headline": evaluation.headline(evaluated),
+        "sweep": swept,
+        "export": experiment.export.format,
+        "resources": dump(experiment.resources),
+        "configs": {stage: str(path) for stage, (path, _) in stages.items()},
+        "beyond_defaults": sorted(beyond_defaults(experiment)),
+    }
+    write_if_changed(own / "plan.json", to_json(plan))
+
+
+def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str]]:
+    """Write what each point of the section `sweep` is sampled with, and what all of them are judged with.
+
+    Returns where, by what is varied and by value. Copies, bits and the like, which say nothing of one setting, are
+    left to `evaluate`.
+    """
+    written: dict[str, dict[str, str]] = {}
+    if experiment.sweep is None:
+        return written
+    light = {"copies": False, "two_sample": False, "infinity": False, "likelihood": None}
+    judged = experiment.evaluate.model_copy(update=light)
+    for axis, values in experiment.sweep.values.items():
+        write_if_changed(folder / "evaluate.yaml", to_yaml({"evaluate": dump(judged)}))
+        for value in values:
+            path = folder / f"{axis}-{value}.yaml"
+            point = experiment.sweep.samples(axis, value, experiment.sample)
+            write_if_changed(path, to_yaml({"sample": dump(point)}))
+            written.setdefault(axis, {})[value] = str(path)
+    return written

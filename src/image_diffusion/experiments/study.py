@@ -1,0 +1,307 @@
+"""A study: variants of one experiment, each trained with several seeds and compared with the base.
+
+A file of config/studies becomes ordinary experiments, one for each variant and seed. Their names follow from what they
+change, so that variants and studies that ask for the same run share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.core.config.base import Config, dump, load, merged, read_inherited
+from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
+from image_diffusion.systems.base import spec_of
+from image_diffusion.training.forecast.flops import counted
+from image_diffusion.training.trainer import Task
+
+BASE = "base"
+"""The name of the first variant: the experiment that the others are compared with."""
+RunName = Annotated[str, Field(pattern=r"^[^|\n]+$", max_length=80)]
+
+
+class Budget(Config):
+    """Length of the training of each run."""
+
+    steps: int | None = Field(None, gt=0)
+    """Steps of every run."""
+    operations: float | None = Field(None, gt=0)
+    """Floating-point operations of the training of every run: a variant whose step costs more takes fewer of them."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Budget:
+        if self.steps is not None and self.operations is not None:
+            raise ValueError("steps and operations are both set, but they are two ways to say one thing. Keep one.")
+        return self
+
+
+class Variant(Config):
+    """One change to the base of a study."""
+
+    name: RunName
+    """Name of the variant."""
+    changes: dict[str, Any] = Field({})
+    """Changes to the base, as `--set` or a file would say it: {system.network.qk_norm: true}, or nested."""
+    experiment: str | None = None
+    """Another experiment, in place of changes of the base: the name of a file beside it, without .yaml."""
+    source: str | None = None
+    """Source of the change, in one line."""
+
+    @model_validator(mode="after")
+    def _is_something_else(self) -> Variant:
+        if bool(self.changes) == (self.experiment is not None):
+            raise ValueError(f"The variant {self.name} needs either changes of the base or another experiment.")
+        return self
+
+
+class Study(Config):
+    """A file of config/studies."""
+
+    base: str
+    """The experiment that is changed: the name of a file in config/experiments, without .yaml."""
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field((0, 1, 2), min_length=1)
+    """Seeds: each variant is trained and sampled once with each."""
+    budget: Budget = Budget()
+    """Length of the training of each run; unset: as long as the base says."""
+    changes: dict[str, Any] = Field({})
+    """Changes to the base in all variants, the base too: more samples to judge, for example."""
+    variants: tuple[Variant, ...] = ()
+    """The changes, in the order in which they are shown. Empty: the base alone, with its interval over seeds."""
+    metrics: tuple[str, ...] = ()
+    """Metrics that are compared; unset: the agreement of labels, if it is measured, and the headline of the base, or
+    all metrics of a base alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_rows(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "rows" in data:
+            raise ValueError("rows is called variants now. Rename it.")
+        return data
+
+    @model_validator(mode="after")
+    def _has_no_duplicates(self) -> Study:
+        names = [variant.name for variant in self.with_base]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"Two variants are called {name}. Give each a name of its own.")
+        by_change: dict[str, str] = {}
+        for variant in self.variants:
+            other = by_change.setdefault(digest([variant.experiment, _nested(variant.changes)]), variant.name)
+            if other != variant.name:
+                raise ValueError(f"The variants {other} and {variant.name} change the same. Leave one of them out.")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds are {list(self.seeds)}, one of them twice. A seed twice is the same run.")
+        return self
+
+    @property
+    def with_base(self) -> list[Variant]:
+        """The variants, after the base."""
+        return [Variant.model_construct(name=BASE), *self.variants]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant with one seed: an experiment. where: its place in the study, for messages."""
+
+    name: str
+    variant: str
+    seed: int
+    where: str
+    experiment: Experiment
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A study and all its runs. base: the file of its base."""
+
+    name: str
+    study: Study
+    base: Path
+    runs: list[Run]
+
+    def plan(self) -> dict[str, Any]:
+        """Return the plan for the page and the rules, as plain data."""
+        study = self.study
+        return {
+            "study": self.name,
+            "base": study.base,
+            "seeds": list(study.seeds),
+            "budget": study.budget.model_dump(),
+            "metrics": list(study.metrics),
+            "variants": [
+                {
+                    "name": variant.name,
+                    "source": variant.source,
+                    "experiment": variant.experiment or study.base,
+                    "changes": {"experiment": variant.experiment} if variant.experiment else _flat(variant.changes),
+                    "runs": [run.name for run in self.runs if run.variant == variant.name],
+                }
+                for variant in study.with_base
+            ],
+        }
+
+
+def expand(path: Path, experiments: Path) -> Expanded:
+    """Return a study file and the experiments that it stands for. experiments: the folder that its base lies in.
+
+    A run that is an experiment as its file says is that experiment. Raises ValueError with one line for each mistake,
+    with the variant that it is in.
+    """
+    study: Study = load(Study, path)
+    base = _file(study.base, experiments, f"{path}: base")
+    runs: list[Run] = []
+    for variant in study.with_base:
+        where = f"{path}: variant {variant.name}"
+        file = _file(variant.experiment or study.base, experiments, f"{where}: experiment")
+        raw, unchanged = read_inherited(file)[0], dump(load_experiment(file))
+        try:
+            common = merged(_nested(study.changes), _nested(variant.changes))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        experiment = parse_experiment(_with(raw, common), where)
+        if (steps := _steps(study.budget, experiment, where, base)) is not None:
+            common = merged(common, {"train": {"steps": steps}})
+        sample = experiment.system.sections.get("sample")
+        seeded = ["train", *(["sample"] if sample is not None and "seed" in sample.kind.model_fields else [])]
+        for seed in study.seeds:
+            own = merged(common, {section: {"seed": seed} for section in seeded})
+            experiment = parse_experiment(_with(raw, own), where)
+            name = file.stem if dump(experiment) == unchanged else f"{file.stem}-{digest([file.stem, own])[:8]}"
+            runs.append(Run(name, variant.name, seed, where, experiment))
+        if variant.experiment is not None and _judging(experiment) != _judging(runs[0].experiment):
+            raise ValueError(
+                f"{where}: {variant.experiment} is judged on other data, or otherwise, than {study.base}. "
+                "Give both the same sections data and evaluate."
+            )
+    variants: dict[str, str] = {}
+    for run in runs:
+        if (other := variants.setdefault(run.name, run.variant)) != run.variant:
+            raise ValueError(
+                f"{run.where} is the same as variant {other}, with the budget and the changes of all variants."
+            )
+    return Expanded(path.stem, study, base, runs)
+
+
+def _judging(experiment: Experiment) -> Any:
+    """Return the settings that the numbers of two experiments must have in common."""
+    evaluation = dump(experiment.section(experiment.system.evaluation().section))
+    evaluation.pop("published", None)
+    return dump(experiment.data), evaluation
+
+
+def _file(name: str, experiments: Path, where: str) -> Path:
+    """Return the file of an experiment, once it is one: a mistake in it is not one of the variants."""
+    path = experiments / f"{name}.yaml"
+    if not path.is_file():
+        names = sorted(file.stem for file in experiments.glob("*.yaml"))
+        close = nearest(name, names)
+        advice = f" Did you mean {close}?" if close else f" Known: {', '.join(names)}."
+        raise ValueError(f"{where} is {name}, but {path} does not exist.{advice}")
+    load_experiment(path)
+    return path
+
+
+def operations_of(experiment: Experiment, codec: Experiment | None = None) -> int:
+    """Floating-point operations of the loss of one example and of its gradient, counted without any data.
+
+    codec: the experiment that trains its codec, where one does.
+    """
+    is_pairs, is_tokens = ("pairs" in experiment.system.reads), ("tokens" in experiment.system.reads)
+    images = spec_of(experiment, codec)
+    spec = DataSpec(channels=768, resolution=1) if is_pairs else images.model_copy(update={"num_classes": 1000})
+    if experiment.codec.trained_by is not None:
+        coder: Any = KlCodec({}, _never, 1.0)
+    else:
+        coder = experiment.codec.build(None, None, torch.device("cpu"), torch.float32)
+    grid = (spec.resolution, spec.resolution)
+    moments = (2, spec.channels, *grid)
+    system: Any = experiment.system
+
+    class Stored:
+        num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), None
+        shape = (
+            (2, 768)
+            if is_pairs
+            else grid
+            if is_tokens
+            else moments
+            if experiment.codec.name is not None
+            else moments[1:]
+        )
+        dtype = torch.int32 if is_tokens else torch.uint8 if shape == moments[1:] else torch.float16
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
+        batch: Batch = system.batch(stored, label, streams, spec, coder)
+        return batch
+
+    def task(network: nn.Module) -> Task:
+        return Task(network, system.build_objective(spec), prepare, Stored())  # type: ignore[arg-type]
+
+    one = experiment.train.model_copy(update={"global_batch": 1, "microbatch": None, "weights": "raw"})
+    return counted(lambda: system.build_network(spec), task, one, 1).operations
+
+
+def _never() -> Any:
+    raise AssertionError("nothing is encoded or decoded while operations are counted")
+
+
+def _steps(budget: Budget, experiment: Experiment, where: str, base: Path) -> int | None:
+    """Return the steps that a variant trains; None: as many as its own configuration says."""
+    if budget.operations is None:
+        return budget.steps
+    trained_by = experiment.codec.trained_by
+    other = load_experiment(base.with_name(f"{trained_by}.yaml")) if trained_by is not None else None
+    step = operations_of(experiment, other) * experiment.train.global_batch
+    if budget.operations < step:
+        raise ValueError(
+            f"{where}: a step takes {step:.2g} operations, but budget.operations is {budget.operations:.2g}. Give the "
+            f"study more."
+        )
+    return int(budget.operations // step)
+
+
+def _with(raw: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a base with what a variant changes. A section that it leaves empty is left out."""
+    return {key: value for key, value in merged(raw, changes).items() if value is not None or key not in changes}
+
+
+def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}. Raises ValueError for a key without a name, and for one that stands twice."""
+    nested: dict[str, Any] = {}
+    for key, value in changes.items():
+        names = key.split(".")
+        if not all(names):
+            raise ValueError(f"'{key}' names no key. Write system.network.qk_norm, say.")
+        inner: Any = _nested(value) if isinstance(value, dict) else value
+        for name in reversed(names):
+            inner = {name: inner}
+        nested = merged(nested, inner)
+    return nested
+
+
+def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return changes with dotted keys, a line each; a section that names its type stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in changes.items():
+        if isinstance(value, dict) and value and "type" not in value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a study file."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}

@@ -1,0 +1,117 @@
+"""A folder that diffusers loads with the code beside it, on machines where this package is not installed.
+
+model_index.json names the pipeline and its parts; pipeline.py is what a user calls; model/ holds config.json, the
+weights, and exported.py, the modules of this package that the model needs; vae/ the autoencoder of the latents, as
+diffusers keeps its own, if the model has one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import safetensors.torch
+from torch import nn
+
+from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.files.atomic import atomic_folder, to_json
+from image_diffusion.core.types import DataSpec
+from image_diffusion.export.bundle import loader
+from image_diffusion.export.bundle.base import NETWORK, ExportedModel
+from image_diffusion.export.bundle.module_sources import bundled
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, and how it is built: config.build(spec, **options)."""
+
+    network: nn.Module
+    config: Config
+    spec: DataSpec
+    options: Mapping[str, Any]
+
+
+def write_hub_folder(
+    folder: Path,
+    model: type[ExportedModel],
+    pipeline: ModuleType,
+    networks: Mapping[str, Network],
+    described: Mapping[str, Any],
+    needed: tuple[type, ...] = (),
+    vae: Any = None,
+) -> None:
+    """Write a folder that `DiffusionPipeline.from_pretrained` loads, whole or not at all.
+
+    model: the class that loads the networks and that the pipeline calls. pipeline: the module that becomes pipeline.py.
+    networks: by file name. described: further plain data for `model`. needed: further classes that it loads by name
+    (`place_of`). vae: an autoencoder of diffusers.
+    """
+    classes = (model, *needed, *(type(part.config) for part in networks.values()))
+    package, sources = bundled(part.__module__ for part in classes)
+    config = {
+        "loaded_by": place_of(model),
+        "networks": {
+            name: {
+                "config": place_of(type(part.config)),
+                "settings": dump(part.config),
+                "spec": dump(part.spec),
+                "options": dict(part.options),
+            }
+            for name, part in networks.items()
+        },
+        **described,
+    }
+    from diffusers import __version__
+
+    index: dict[str, Any] = {
+        "_class_name": ["pipeline", "Pipeline"],
+        "_diffusers_version": __version__,
+        "model": ["exported", "Exported"],
+    }
+    if vae is not None:
+        index["vae"] = ["diffusers", type(vae).__name__]
+    with atomic_folder(folder) as written:
+        (written / "model").mkdir()
+        _write(written / "model_index.json", to_json(index))
+        _write(written / "pipeline.py", inspect.getsource(pipeline))
+        _write(written / "model" / "config.json", to_json(config))
+        _write(written / "model" / "exported.py", _with_sources(package, sources))
+        for name, part in networks.items():
+            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in part.network.state_dict().items()}
+            safetensors.torch.save_file(tensors, written / "model" / f"{name}.safetensors")
+        if vae is not None:
+            vae.save_pretrained(written / "vae")
+
+
+def trained(network: nn.Module, config: Config, spec: DataSpec, options: Mapping[str, Any]) -> dict[str, Network]:
+    """Return the network that was trained, for `write_hub_folder`."""
+    return {NETWORK: Network(network, config, spec, options)}
+
+
+def place_of(kind: type) -> list[str]:
+    """Return the place where an exported model finds a class: its module, without the package, and its name."""
+    return [kind.__module__.partition(".")[2], kind.__name__]
+
+
+def _with_sources(package: str, sources: Mapping[str, str]) -> str:
+    """Return the source of the loader with the modules inserted as readable strings, one per line."""
+    lines = []
+    for name, text in sources.items():
+        lines += [f"    {json.dumps(name)}: [", *(f"        {line!r}," for line in text.splitlines(True)), "    ],"]
+    whole = inspect.getsource(loader)
+    for before, after in (
+        ('PACKAGE = ""\n', f"PACKAGE = {json.dumps(package)}\n"),
+        ("SOURCES: dict[str, list[str]] = {}\n", "\n".join(["SOURCES: dict[str, list[str]] = {", *lines, "}", ""])),
+    ):
+        assert whole.count(before) == 1, before
+        whole = whole.replace(before, after)
+    return whole
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

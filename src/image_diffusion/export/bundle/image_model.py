@@ -1,0 +1,115 @@
+"""A diffusion model in an exported folder: it makes its images by the same `Generator` as the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.codecs.base import Codec, Packed
+from image_diffusion.core.types import EMBEDDING, TEXT
+from image_diffusion.export.bundle.base import ExportedModel, named
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
+from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders.rebuild import encoder_of
+
+CODEC = "codec"
+"""The name of the network of a codec that diffusers does not have."""
+
+
+class ExportedDiffusion(ExportedModel):
+    """Seeds -> images."""
+
+    settings: ClassVar[type[SampleConfig]] = SampleConfig
+    """Type of the settings by which images are made."""
+
+    def forward(
+        self,
+        vae: nn.Module | None,
+        seeds: list[int],
+        labels: list[int | str] | None,
+        prompts: list[str] | None,
+        negative_prompt: str,
+        image_embeds: Tensor | None,
+        low_res: Tensor | None,
+        num_steps: int | str | None,
+        guidance_scale: float | None,
+        sampler: dict[str, Any] | None,
+        settings: dict[str, Any],
+    ) -> Tensor:
+        """Return images, uint8 [N, C, H, W]; the arguments are those of the pipeline. Raises ValueError for arguments
+        that do not fit."""
+        chosen: dict[str, Any] = {**self.described["sample"], **settings}
+        chosen["sampler"] = dict(sampler or chosen["sampler"])
+        if num_steps is not None:
+            chosen["sampler"]["num_steps"] = num_steps
+        if guidance_scale is not None:
+            chosen["guidance"] = {**chosen["guidance"], "guidance_scale": guidance_scale}
+        classes, numbers = self.described["classes"], torch.tensor(seeds, dtype=torch.int64)
+        conditions, null = self._conditions(prompts, negative_prompt, image_embeds, len(seeds))
+        if labels is not None and not self.spec.num_classes:
+            raise ValueError("class_labels are given, but the model has no classes. Leave them out.")
+        class_names = classes if self.spec.num_classes else []
+        untrained = self.described.get("untrained", ())
+        requested = requested_labels(
+            "balanced" if labels is None else labels, len(seeds), class_names, numbers, untrained=untrained
+        )
+        if (low_res is None) != (self.described["low_resolution"] is None):
+            edge = self.described["low_resolution"]
+            raise ValueError(
+                "image is given, but the model makes images from noise alone. Leave it out."
+                if edge is None
+                else f"image is missing: the model enlarges images of {edge} x {edge} pixels."
+            )
+        config = self.settings(**chosen)
+        generator = self.generator(self._codec(vae), config, null)
+        parts = []
+        for start in range(0, len(seeds), config.batch_size):
+            rows = slice(start, start + config.batch_size)
+            some_labels, some_low = (None if tensor is None else tensor[rows] for tensor in (requested, low_res))
+            parts.append(
+                generator(numbers[rows], some_labels, some_low, {name: t[rows] for name, t in conditions.items()})
+            )
+        return torch.cat(parts)
+
+    def generator(self, codec: Codec, settings: Any, null: dict[str, Tensor]) -> Callable[..., Tensor]:
+        """Return the function that makes images: seeds, labels, small images, and other conditions, by name -> uint8
+        [N, C, H, W]. settings: of the type `settings`. null: the condition that guidance leads away from. Raises
+        ValueError for conditions that do not fit.
+        """
+        reading = Reading(**self.described["reading"])
+        return Generator(self.network, reading, self.spec, codec, settings, null=null)
+
+    def _codec(self, vae: nn.Module | None) -> Codec:
+        described = self.described["codec"]
+        network = dict(self.networks.items()).get(CODEC, vae)
+        codec: Codec = named(described["class"]).unpacked(Packed(described["settings"], network))
+        return codec
+
+    def _conditions(
+        self, prompts: list[str] | None, negative_prompt: str, image_embeds: Tensor | None, count: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the conditions of `count` images other than their class, and the conditions that guidance leads away
+        from."""
+        pairs = self.described["pairs"]
+        if (image_embeds is None) == (EMBEDDING in self.spec.conditions):
+            raise ValueError(
+                "image_embeds are given, but the model takes no embeddings. Leave them out."
+                if image_embeds is not None
+                else f"image_embeds is missing: the model takes embeddings, float [N, "
+                f"{self.spec.conditions[EMBEDDING][0]}]."
+            )
+        if TEXT not in self.spec.conditions:
+            if prompts or negative_prompt:
+                raise ValueError("A prompt is given, but the model takes no prompts. Leave it out.")
+            if image_embeds is None:
+                return {}, {}
+            return {EMBEDDING: image_embeds.float()[torch.arange(count) % len(image_embeds)]}, {}
+        if not prompts:
+            raise ValueError('prompt is missing: the model takes prompts, such as prompt="a photo of a dog".')
+        encoded = encode_captions(encoder_of(pairs, self.device), [*prompts, negative_prompt])
+        null = {TEXT: encoded[-1]} if negative_prompt else {}
+        return {TEXT: encoded[torch.arange(count) % len(prompts)]}, null

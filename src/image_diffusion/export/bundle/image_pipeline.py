@@ -1,0 +1,71 @@
+"""Makes images with a model of image-diffusion. Needs diffusers, torch and pydantic; not image-diffusion itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from PIL import Image
+from torch import Tensor
+
+
+class Pipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Seeds, and what the images are to show -> images."""
+
+    _optional_components = ["vae"]  # noqa: RUF012 - as diffusers declares it
+    model_cpu_offload_seq = "model->vae"
+
+    def __init__(self, model: Any, vae: Any = None) -> None:
+        super().__init__()
+        self.register_modules(model=model, vae=vae)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        seeds: list[int] | None = None,
+        class_labels: list[int | str] | None = None,
+        prompt: str | list[str] | None = None,
+        negative_prompt: str = "",
+        image_embeds: Tensor | None = None,
+        image: Tensor | None = None,
+        num_images: int = 1,
+        num_inference_steps: int | str | None = None,
+        guidance_scale: float | None = None,
+        sampler: dict[str, Any] | None = None,
+        precision: str = "float32",
+        batch_size: int = 16,
+        generator: torch.Generator | None = None,
+        output_type: str = "pil",
+    ) -> Any:
+        """Sample images, each from its own seed: they do not depend on the batch and equal those of image-diffusion.
+
+        seeds: an image each; left out, `num_images` are drawn from `generator`. class_labels: numbers or names of
+        classes, each in turn; left out, every class in turn. prompt: of a model conditioned on words, each in turn.
+        image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a model that
+        enlarges, float [N, C, h, w] in [-1, 1]. sampler: a sampler of image-diffusion, such as {"type": "ddim",
+        "num_steps": 50}; left out, the one that its kind of model is usually sampled with. num_inference_steps: its
+        steps. precision: float32, tf32 or bf16. output_type: "pil", "np" (uint8 [N, H, W, C]) or "pt" (uint8 [N, C, H,
+        W]). Raises ValueError for what the model does not understand.
+        """
+        if seeds is None:
+            seeds = torch.randint(2**31, (num_images,), generator=generator).tolist()
+        images: Tensor = self.model(
+            self.vae,
+            seeds,
+            class_labels,
+            [prompt] if isinstance(prompt, str) else prompt,
+            negative_prompt,
+            image_embeds,
+            image,
+            num_inference_steps,
+            guidance_scale,
+            sampler,
+            {"precision": precision, "batch_size": batch_size},
+        )
+        if output_type == "pt":
+            return ImagePipelineOutput(images=images)
+        arrays = images.permute(0, 2, 3, 1).contiguous().numpy()
+        if output_type == "np":
+            return ImagePipelineOutput(images=arrays)
+        return ImagePipelineOutput(images=[Image.fromarray(array.squeeze()) for array in arrays])

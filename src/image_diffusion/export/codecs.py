@@ -1,0 +1,39 @@
+"""Trained codecs for diffusers: a KL autoencoder, and a discrete VAE with the code that diffusers does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.files.atomic import atomic_folder
+from image_diffusion.export.bundle.codec_model import ExportedTokens
+from image_diffusion.export.bundle.folder import trained, write_hub_folder
+from image_diffusion.export.model_card import CardUse
+from image_diffusion.networks.autoencoder import Autoencoder
+from image_diffusion.systems.base import Model
+from image_diffusion.systems.codec.dvae import DVAESystem
+
+_CODE = (
+    "# pip install diffusers pydantic\n"
+    'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
+    "tokens = pipeline.encode([image])  # PIL -> int64 [1, h, w]\n"
+    "image = pipeline.decode(tokens)[0]"
+)
+
+
+def write_dvae(model: Model, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder with its own pipeline.py."""
+    from image_diffusion.export.bundle import token_pipeline
+
+    assert isinstance(model.system, DVAESystem)
+    networks = trained(model.network, model.system.network, model.spec, {})
+    write_hub_folder(folder, ExportedTokens, token_pipeline, networks, {})
+    return CardUse("image-to-image", "DiffusionPipeline", _CODE)
+
+
+def write_vae(model: Model, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder that `AutoencoderKL.from_pretrained` loads, whole or not at all."""
+    assert isinstance(model.network, Autoencoder)
+    with atomic_folder(folder) as written:
+        model.network.vae.save_pretrained(written)
+    return CardUse("image-to-image", "AutoencoderKL", 'vae = AutoencoderKL.from_pretrained(".")')

@@ -1,0 +1,89 @@
+"""The page that goes with an exported model: a README.md as the Hugging Face Hub reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from image_diffusion.systems.base import Model
+
+
+@dataclass(frozen=True)
+class CardUse:
+    """Text of a model card on the exported folder. task: as the Hugging Face Hub calls it. code: Python that uses it,
+    line by line. pipeline: the class of diffusers that this needs."""
+
+    task: str
+    pipeline: str
+    code: str
+
+
+_USE = """```python
+from diffusers import {pipeline}
+
+{code}
+```"""
+
+
+def model_card(
+    name: str, data: str, model: Model, use: CardUse, measured: Mapping[str, Any] | None, pictures: Mapping[str, str]
+) -> str:
+    """Return the text of the card: YAML for the Hub, then a description for readers. name: of the experiment. data:
+    name of the data set. use: the code that uses the folder. measured: content of metrics.json; None: not evaluated.
+    pictures: captions, by path next to the card.
+    """
+    metrics = [] if measured is None else [(key, e) for key, e in measured["metrics"].items() if e["value"] is not None]
+    task = {"type": use.task}
+    believed = [(key, entry) for key, entry in metrics if entry.get("doubt") is None]
+    results = [{"type": key, "name": key, "value": float(entry["value"])} for key, entry in believed]
+    front: dict[str, Any] = {
+        "library_name": "diffusers",
+        "pipeline_tag": task["type"],
+        "tags": ["image-diffusion", model.system.type],
+    }
+    if results:
+        result = {"task": task, "dataset": {"type": data, "name": data}, "metrics": results}
+        front["model-index"] = [{"name": name, "results": [result]}]
+    parameters = sum(parameter.numel() for parameter in model.network.parameters())
+    facts = {
+        "System": model.system.type,
+        "Parameters": f"{parameters:,}",
+        "Data": data,
+        "Works on": f"{model.spec.channels} x {model.spec.resolution} x {model.spec.resolution} values an image",
+        "Classes": ", ".join(model.classes) or "none",
+        "Trained for": f"{model.step:,} steps, {model.examples_seen:,} examples",
+        "SHA-256 of the weights": f"`{model.sha256}`",
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {name}",
+        *(f"![{title}]({path})" for path, title in pictures.items()),
+        _table(("", ""), facts.items()),
+        "## Use",
+        _USE.format(pipeline=use.pipeline, code=use.code),
+        *_results(metrics, measured),
+        "## Limits",
+        "It makes images like those that it was trained on, with their gaps and their bias. Whether and for what it "
+        "may be used follows from the licence of those images.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _results(metrics: list[tuple[str, dict[str, Any]]], measured: Mapping[str, Any] | None) -> list[str]:
+    if measured is None or not metrics:
+        return []
+    rows = []
+    for key, entry in metrics:
+        interval = " to ".join(f"{bound:.4g}" for bound in entry["interval"] or [])
+        rows.append((key, f"{entry['value']:.5g}", interval, f"{entry['n']:,}", entry.get("doubt") or entry["note"]))
+    detector = " and ".join(str(detector["name"]) for detector in measured["protocol"].get("detectors", []))
+    how = f"Measured with the detector `{detector}`; a metric that is not FID is not called FID." if detector else ""
+    return ["## Results", _table(("Metric", "Value", "95 % interval", "Images", ""), rows), *([how] if how else [])]
+
+
+def _table(head: tuple[str, ...], rows: Any) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

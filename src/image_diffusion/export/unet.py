@@ -1,0 +1,59 @@
+"""A U-Net on pixels for diffusers' DDPMPipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.types import DataSpec
+from image_diffusion.export.model_card import CardUse
+from image_diffusion.networks.unet import UNet
+from image_diffusion.networks.weights import unet_diffusers
+from image_diffusion.networks.weights.unet_diffusers import ddpm_scheduler, to_diffusers_unet, write_ddpm_pipeline
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.systems.base import Model, Others, Sections, spec_of
+from image_diffusion.systems.diffusion.iddpm import IddpmSystem
+
+_CODE = (
+    'pipeline = DDPMPipeline.from_pretrained(".")\n'
+    "image = pipeline(num_inference_steps=250, generator=torch.manual_seed(0)).images[0]"
+)
+
+
+def check_unet(experiment: Sections, others: Others) -> None:
+    """Raise ValueError for settings that diffusers' DDPMPipeline does not support."""
+    assert isinstance(experiment.system, IddpmSystem)
+    classes = experiment.data.source.known_classes() or []
+    _check(experiment.system, dump(experiment.codec), spec_of(experiment, others.codec), len(classes))
+
+
+def write_unet(model: Model, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder that `DDPMPipeline.from_pretrained` loads. Raises ValueError for settings that it does not
+    support."""
+    system = model.system
+    assert isinstance(system, IddpmSystem) and isinstance(model.network, UNet)
+    process = _check(system, model.codec["config"], model.spec, model.spec.num_classes).build()
+    times = process.network_time(torch.arange(process.num_timesteps))
+    scheduler = ddpm_scheduler(process.betas, system.objective.prediction, system.objective.variance)
+    write_ddpm_pipeline(folder, to_diffusers_unet(model.network, times), scheduler)
+    return CardUse("unconditional-image-generation", "DDPMPipeline", _CODE)
+
+
+def _check(system: IddpmSystem, codec: dict[str, Any], spec: DataSpec, num_classes: int) -> Discrete:
+    """Return the process of the system. codec: its configuration, as plain data."""
+    if codec["type"] != "rgb":
+        raise ValueError(
+            "Diffusers' DDPMPipeline works on pixels, but this model on latents. Set export.format to pipeline."
+        )
+    process = system.process
+    if not isinstance(process, Discrete) or process.respacing != "":
+        raise ValueError(
+            "Diffusers' DDPMPipeline has no scheduler for this process. Train on a discrete process with all its "
+            "timesteps, or set export.format to pipeline."
+        )
+    unet_diffusers.check_unet(system.network, spec, num_classes)
+    return process

@@ -1,0 +1,70 @@
+"""Weights of the priors of Karlo and Kandinsky: diffusers' folders of a `PriorTransformer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.types import DataSpec
+from image_diffusion.foreign.dalle2_prior import check_fit
+from image_diffusion.foreign.weights import Described, ForeignWeights
+from image_diffusion.networks.prior_transformer import STATISTICS, config_of_diffusers
+from image_diffusion.networks.weights.dit import folder_tensors
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.schedules import Cosine
+from image_diffusion.systems.base import Sections
+from image_diffusion.systems.prior.prior import PriorSystem
+
+
+def read_prior_transformer(
+    content: Mapping[str, Any], path: Path, codec: str, described: Described
+) -> ForeignWeights | None:
+    """Return a prior in a folder of diffusers."""
+    if not path.is_dir() or (folder := folder_of(path)) is None:
+        return None
+    weights, parts, spec, description = read_folder(folder, described(PriorSystem))
+    return ForeignWeights(weights, PriorSystem(**parts), spec, Rgb(), Rgb().identity, description)
+
+
+def folder_of(path: Path) -> Path | None:
+    """Return the folder of a PriorTransformer, which is a folder itself or the part `prior` of a pipeline's; None:
+    neither."""
+    for folder in (path, path / "prior"):
+        file = folder / "config.json"
+        if file.is_file() and read_json(file).get("_class_name") == "PriorTransformer":
+            return folder
+    return None
+
+
+def read_folder(folder: Path, described: Sections | None) -> tuple[dict[str, Tensor], dict[str, Any], DataSpec, str]:
+    """Read the weights, the parts of the system, the embeddings and a sentence on the recognized model.
+
+    The prior predicts x0 on the 1,000 cosine timesteps of Karlo and Kandinsky. Its unconditional input is an empty
+    caption, so guidance is not available. described: an experiment with other settings. Raises ValueError for another
+    network, and if mean and deviation were never set.
+    """
+    network, dim = config_of_diffusers(read_json(folder / "config.json"), f"{folder}/config.json")
+    tensors = {name: tensor.float() for name, tensor in folder_tensors(folder).items()}
+    spec = DataSpec(channels=dim, resolution=1)
+    with torch.device("meta"):
+        expected = network.build(spec).state_dict()
+    check_fit({**expected, **dict.fromkeys(STATISTICS, torch.empty(1, dim, device="meta"))}, tensors, folder)
+    mean, std = (tensors.pop(name)[0] for name in STATISTICS)
+    if not (std > 0).all():
+        raise ValueError(
+            f"{folder} has a clip_std that is not above 0, as one that was never set. Set it, and clip_mean."
+        )
+    process: Any = Discrete(schedule=Cosine())
+    objective: Any = {"prediction": "x0", "text_drop_probability": 0.0, "image_drop_probability": 0.0}
+    if described is not None:
+        system: Any = described.system
+        process, objective = system.process, system.objective
+    statistics = {"mean": mean.tolist(), "std": std.tolist()}
+    parts = {"network": network, "process": process, "objective": objective, "image_statistics": statistics}
+    return tensors, parts, spec, f"diffusers' PriorTransformer of depth {network.depth}"

@@ -1,0 +1,38 @@
+"""Weights trained by other projects, and the description that a reader needs to interpret them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import DataSpec
+from image_diffusion.systems.base import Sections, System
+
+Described = Callable[[type[System]], Sections | None]
+"""Returns the experiment that describes the weights; None if none was named. Raises ValueError for an experiment of
+another type of system."""
+
+
+@dataclass(frozen=True)
+class ForeignWeights:
+    """Weights trained by another project. tensors: by the network's names. codec: of the training data. description:
+    the recognised model. unread: other entries of the file, by name."""
+
+    tensors: Mapping[str, Tensor]
+    system: System
+    spec: DataSpec
+    codec: Config
+    identity: dict[str, Any]
+    description: str
+    unread: tuple[str, ...] = ()
+
+
+Reader = Callable[[Mapping[str, Any], Path, str, Described], ForeignWeights | None]
+"""Reader: the loaded content of a file (empty for a folder), its path, the folder of the latents' autoencoder, and the
+experiment that describes properties missing from the file -> the weights, or None if they are of another kind. Raises
+ValueError listing what is missing, unexpected or of another shape."""

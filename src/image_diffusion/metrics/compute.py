@@ -1,0 +1,131 @@
+"""Metrics of a set of samples, each with interval, note and its ratio to the score of real images.
+
+The floor: a metric between two sets of real images, at the same number of images. A ratio of 1 is as good as real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.distances.c2st import two_sample_test
+from image_diffusion.metrics.distances.class_metrics import agreement, class_frechet, missing_classes
+from image_diffusion.metrics.distances.frechet import frechet_estimate, frechet_infinity
+from image_diffusion.metrics.distances.inception_score import inception_score_estimate
+from image_diffusion.metrics.distances.jackknife import Estimate
+from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
+from image_diffusion.metrics.distances.moments import BlockMoments, Gaussian, Moments
+from image_diffusion.metrics.distances.precision_recall import manifold_estimates
+from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.features.base import Detected, Detector
+from image_diffusion.metrics.reliability import floor_doubt
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Reference of a comparison: Gaussians by metric and, if the images are available, their features.
+
+    gaussians: "fd", perhaps "spatial_fd". labels: int64 [M], the images' classes; None without classes.
+    """
+
+    gaussians: Mapping[str, Gaussian]
+    detected: Detected | None = None
+    labels: Tensor | None = None
+
+    @classmethod
+    def from_images(cls, detected: Detected, labels: Tensor | None) -> Reference:
+        """Return the reference of a set of real images."""
+        return cls(gaussians_of(detected), detected, labels)
+
+
+def gaussians_of(detected: Detected) -> dict[str, Gaussian]:
+    """Return the Gaussians of a detector's features, by the metrics that compare them: "fd", perhaps "spatial_fd"."""
+    features = {"fd": detected.features, "spatial_fd": detected.spatial}
+    return {name: Moments.from_features(rows).gaussian for name, rows in features.items() if rows is not None}
+
+
+def measure(
+    detected: Detected, labels: Tensor | None, reference: Reference, classes: list[str], settings: EvaluateConfig
+) -> dict[str, Estimate]:
+    """Return all metrics of one set, by their bare names: "fd", "kd", "precision", … .
+
+    detected: of the samples. labels: int64 [N], the requested classes; None without classes. classes: names of the
+    detector's logits if they are the data set's own classes, else empty.
+    """
+    estimates: dict[str, Estimate] = {}
+    for name, features in (("fd", detected.features), ("spatial_fd", detected.spatial)):
+        if features is None or name not in reference.gaussians:
+            continue
+        moments = BlockMoments(features.shape[1], len(features))
+        moments.update(features, torch.arange(len(features)))
+        estimates[name] = frechet_estimate(moments.finish(), reference.gaussians[name])
+        if settings.infinity and name == "fd":
+            estimates["fd_infinity"] = frechet_infinity(moments.finish(), reference.gaussians[name])
+    if detected.logits is not None and not classes:
+        estimates["score"] = inception_score_estimate(detected.logits, settings.score_split)
+    if reference.detected is not None:
+        real = _subset(reference.detected.features, settings.neighbour_references)
+        samples = _subset(detected.features, settings.neighbour_references)
+        estimates["kd"] = kernel_distance(samples, real)
+        estimates["mind"] = monge_distance(samples, real)
+        if settings.cmmd:
+            estimates["cmmd"] = cmmd(samples, real)
+        estimates |= manifold_estimates(detected.features, real, settings.neighbours)
+        if settings.two_sample:
+            estimates["c2st"] = two_sample_test(detected.features, reference.detected.features)
+    if classes and labels is not None and detected.logits is not None:
+        recognised = detected.logits.argmax(dim=1)
+        estimates["agreement"] = agreement(recognised, labels)
+        estimates["missing_classes"] = missing_classes(recognised, labels, classes)
+        if reference.detected is not None and reference.labels is not None:
+            estimates["class_fd"] = class_frechet(
+                detected.features, labels, reference.detected.features, reference.labels
+            )
+    return estimates
+
+
+def with_floor(
+    estimates: Mapping[str, Estimate], same_size: Mapping[str, Estimate], floor: Mapping[str, Estimate]
+) -> dict[str, dict[str, Any]]:
+    """Return plain data of the estimates, each with `floor`, the score of real images, and the values that compare with
+    it.
+
+    same_size: the estimates on as many samples as the floor was measured on, so that the two share their 1/N bias:
+    `at_floor_n`. `ratio` is that over the floor; `doubt`: why the samples do not stand out from real images, or null.
+    """
+    entries = {}
+    for name, estimate in estimates.items():
+        entry = estimate.as_dict()
+        if name in floor:
+            entry["floor"], entry["floor_n"] = floor[name].value, floor[name].n
+            entry["at_floor_n"] = same_size[name].value
+            entry["doubt"] = floor_doubt(name, same_size[name], floor[name])
+            if floor[name].value > 0:
+                entry["ratio"] = same_size[name].value / floor[name].value
+        entries[name] = entry
+    return entries
+
+
+def named_by_detector(
+    entries: Mapping[str, dict[str, Any]], detector: Detector, suffix: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Return the entries by their names on a detector, each with the doubt about it."""
+    doubt = {} if detector.doubt is None else {"doubt": detector.doubt}
+    return {detector.metric_name(name) + suffix: entry | doubt for name, entry in entries.items()}
+
+
+def _subset(rows: Tensor, most: int) -> Tensor:
+    """Return at most `most` rows, a fixed random subset."""
+    return rows if len(rows) <= most else rows[fixed_subset(len(rows), most)]
+
+
+def fixed_subset(total: int, most: int) -> Tensor:
+    """Return at most `most` of `total` positions, a fixed random subset: int64, sorted."""
+    order = np.random.default_rng(0).permutation(total) if total > most else np.arange(total)
+    return torch.from_numpy(np.sort(order[:most]))

@@ -1,0 +1,1 @@
+"""Distances between two sets of features, with intervals."""

@@ -1,0 +1,219 @@
+"""Mean and covariance of features, in float64, block by block, merged exactly.
+
+Twenty blocks instead of one sum: leaving out a block at a time gives the interval of every Fréchet distance
+(intervals.py) without keeping a single feature. A sample's block depends on its index alone, so neither the batch size
+nor the number of processes that computed the features can change a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import write_bytes
+
+NUM_BLOCKS = 20
+_BUFFERED_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Gaussian of a set, for the Fréchet distance. mean: float64 [D]; covariance: float64 [D, D]; count: number of
+    rows; None for statistics from a file without it.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    count: int | None = None
+
+    @property
+    def dimension(self) -> int:
+        return self.mean.numel()
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Return F [D, R] with F F' = covariance and R its numerical rank: Cholesky's factorization.
+
+        If a pivot is below D eps max, it is the noise of a zero, whose root would be 1e-8; then complete pivoting is
+        used, which stops before such pivots.
+        """
+        whole: Tensor
+        whole, failed = torch.linalg.cholesky_ex(self.covariance)
+        noise = self.dimension * torch.finfo(torch.float64).eps * float(self.covariance.diagonal().max())
+        if not int(failed) and float(whole.diagonal().square().min()) > noise:
+            return whole
+        from scipy.linalg.lapack import dpstrf  # here: loading it would slow the start of every stage
+
+        packed, pivots, rank, _ = dpstrf(self.covariance.numpy(), lower=1)
+        lower = np.tril(packed)[:, :rank]
+        factor = np.empty_like(lower)
+        factor[pivots - 1] = lower
+        return torch.from_numpy(factor)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean (float64 [D]) and m2 = sum of (x - mean)(x - mean)' (float64 [D, D])."""
+
+    count: int
+    mean: Tensor
+    m2: Tensor
+
+    @classmethod
+    def empty(cls, dimension: int) -> Moments:
+        """Return the moments of no rows."""
+        zero = torch.zeros(dimension, dtype=torch.float64)
+        return cls(0, zero, torch.zeros(dimension, dimension, dtype=torch.float64))
+
+    @classmethod
+    def from_features(cls, features: Tensor) -> Moments:
+        """Return the moments of the rows of a [N, D] tensor, which may be a mapped file: a limited number of rows is in
+        memory at a time.
+
+        Raises ValueError when a number is not finite.
+        """
+        return merged(cls._from_rows(rows) for rows in features.split(_BUFFERED_ROWS))
+
+    @classmethod
+    def _from_rows(cls, features: Tensor) -> Moments:
+        features = check_finite(features).to("cpu", torch.float64)
+        if len(features) == 0:
+            return cls.empty(features.shape[1])
+        mean = features.mean(dim=0)
+        centred = features - mean
+        return cls(len(features), mean, centred.T @ centred)
+
+    def merge(self, other: Moments) -> Moments:
+        """Return the moments of both sets of rows together (Chan, Golub and LeVeque 1983, eq. 2.1)."""
+        if self.mean.shape != other.mean.shape:
+            raise ValueError(f"Cannot merge features of {self.mean.numel()} and {other.mean.numel()} dimensions.")
+        count = self.count + other.count
+        if other.count == 0 or self.count == 0:
+            return self if other.count == 0 else other
+        delta = other.mean - self.mean
+        mean = self.mean + delta * (other.count / count)
+        m2 = self.m2 + other.m2 + torch.outer(delta, delta) * (self.count * other.count / count)
+        return Moments(count, mean, m2)
+
+    def without(self, part: Moments) -> Moments:
+        """Return the moments of the rows that are left when a part merged before is taken out: the inverse of
+        `merge`."""
+        count = self.count - part.count
+        if part.count == 0:
+            return self
+        assert count > 0
+        mean = self.mean + (self.mean - part.mean) * (part.count / count)
+        delta = part.mean - mean
+        m2 = self.m2 - part.m2 - torch.outer(delta, delta) * (count * part.count / self.count)
+        return Moments(count, mean, m2)
+
+    @property
+    def gaussian(self) -> Gaussian:
+        """Return mean and unbiased covariance (n - 1). Raises ValueError for fewer than two rows."""
+        if self.count < 2:
+            raise ValueError(f"A covariance needs at least 2 samples; got {self.count}.")
+        return Gaussian(self.mean, self.m2 / (self.count - 1), self.count)
+
+
+class BlockMoments:
+    """Moments in blocks, accumulated from batches in any order and by any number of processes. total: number of samples
+    of the whole set, which with a sample's index determines the sample's block.
+    """
+
+    def __init__(self, dimension: int, total: int, num_blocks: int = NUM_BLOCKS) -> None:
+        self.total = total
+        self.blocks = [Moments.empty(dimension) for _ in range(num_blocks)]
+        self._assigned = block_of_each(total, num_blocks)
+        self._rows: list[Tensor] = []
+        self._index: list[Tensor] = []
+        self._pending = 0
+
+    def update(self, features: Tensor, index: Tensor) -> None:
+        """Add rows [B, D]; index: int64 [B], which sample of the whole set each row is."""
+        if len(features) != len(index):
+            raise ValueError(f"Got {len(features)} rows of features for {len(index)} sample indices.")
+        self._rows.append(features.detach().cpu())
+        self._index.append(index.detach().cpu())
+        self._pending += len(index)
+        if self._pending >= _BUFFERED_ROWS:
+            self._flush()
+
+    def merge(self, other: BlockMoments) -> None:
+        """Add the moments of another process's share of the same set."""
+        if other.total != self.total or len(other.blocks) != len(self.blocks):
+            raise ValueError(
+                f"Cannot merge blocks of a set of {other.total:,} samples into those of a set of {self.total:,}."
+            )
+        self._flush()
+        other._flush()
+        self.blocks = [own.merge(added) for own, added in zip(self.blocks, other.blocks, strict=True)]
+
+    def finish(self) -> list[Moments]:
+        """Return the blocks. Raises ValueError unless each of the `total` samples was added once."""
+        self._flush()
+        count = sum(block.count for block in self.blocks)
+        if count != self.total:
+            raise ValueError(f"{count:,} samples were measured, but the set has {self.total:,}.")
+        return self.blocks
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        rows, index = torch.cat(self._rows), torch.cat(self._index)
+        self._rows, self._index, self._pending = [], [], 0
+        assigned = self._assigned[index]
+        for number in range(len(self.blocks)):
+            chosen = rows[assigned == number]
+            if len(chosen):
+                self.blocks[number] = self.blocks[number].merge(Moments.from_features(chosen))
+
+    def save(self, path: Path) -> None:
+        """Write the blocks as one safetensors file, atomically."""
+        self._flush()
+        tensors = {
+            "count": torch.tensor([block.count for block in self.blocks]),
+            "mean": torch.stack([block.mean for block in self.blocks]),
+            "m2": torch.stack([block.m2 for block in self.blocks]),
+        }
+        write_bytes(path, save(tensors, {"total": str(self.total)}))
+
+    @classmethod
+    def load(cls, path: Path, total: int) -> BlockMoments:
+        """Load a file of `save`, for a set of `total` samples."""
+        tensors = load_file(path)
+        moments = cls(tensors["mean"].shape[1], total, len(tensors["count"]))
+        parts = zip(tensors["count"].tolist(), tensors["mean"], tensors["m2"], strict=True)
+        moments.blocks = [Moments(count, mean, m2) for count, mean, m2 in parts]
+        return moments
+
+
+def merged(parts: Iterable[Moments]) -> Moments:
+    """Return the moments of all parts together."""
+    return reduce(Moments.merge, parts)
+
+
+def block_of_each(total: int, num_blocks: int = NUM_BLOCKS) -> Tensor:
+    """Return the block of every sample, int64 [total]. Sizes differ by one at most; the order of the set plays no
+    part."""
+    return torch.from_numpy(np.random.default_rng(0).permutation(total) % num_blocks)
+
+
+def check_finite(features: Tensor) -> Tensor:
+    """Return the features. Raises ValueError, which names the row, if one is NaN or infinite."""
+    if features.dim() != 2:
+        raise ValueError(f"Features must have shape [samples, dimension]; got {list(features.shape)}.")
+    finite = torch.isfinite(features).all(dim=1)
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"Features of {int((~finite).sum()):,} of {len(features):,} samples are not finite (first: row {row:,}). "
+            "Check the detector's weights and the samples."
+        )
+    return features

@@ -1,0 +1,1 @@
+"""Feature extractors, and stored features of real images."""

@@ -1,0 +1,179 @@
+"""Features of a detector for a set of images: features, class scores, spatial features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.core.files.partial_results import Arrays, batches, gathered, share
+from image_diffusion.core.process.progress import Progress
+from image_diffusion.metrics.distances.moments import check_finite
+
+AT_ONCE = 16
+"""Fixed batch size of the detectors. Products of other shapes round differently, so with a fixed size the features of
+an image depend only on the set. (Larger batches are no faster on CPUs.)"""
+
+
+_KEPT_TOGETHER = 32 * AT_ONCE
+"""Number of images whose features are kept together: a second or less of a GPU, half a minute of a CPU."""
+
+
+class ImageSet(Protocol):
+    """Images with labels: a split of a data set's crops, or generated samples."""
+
+    num_samples: int
+    shape: tuple[int, ...]
+    labels: np.ndarray
+    classes: list[str]
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the images."""
+        ...
+
+    def gather(self, indices: np.ndarray) -> Tensor:
+        """Return the images at these positions, uint8 [B, C, H, W]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Detected:
+    """features: float32 [N, D]. logits: float32 [N, K], or None. spatial: float32 [N, S] for spatial FID, or None."""
+
+    features: Tensor
+    logits: Tensor | None = None
+    spatial: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def first(self, count: int) -> Detected:
+        """Return the first rows."""
+        return self if count == len(self) else self.take(torch.arange(count))
+
+    def take(self, index: Tensor) -> Detected:
+        """Return the rows at `index`."""
+        rows = (None if tensor is None else tensor[index] for tensor in (self.logits, self.spatial))
+        return Detected(self.features[index], *rows)
+
+    @staticmethod
+    def join(parts: Sequence[Detected]) -> Detected:
+        """Return all rows of the parts, in order."""
+
+        def cat(name: str) -> Tensor | None:
+            rows = [getattr(part, name) for part in parts]
+            return None if rows[0] is None else torch.cat(rows)
+
+        features = cat("features")
+        assert features is not None
+        return Detected(features, cat("logits"), cat("spatial"))
+
+
+_PARTS = tuple(field.name for field in fields(Detected))
+
+
+class Detector(Protocol):
+    """Detector: uint8 images [B, C, H, W] -> features.
+
+    identity: name, digest of the weights and preparation of the images; numbers are comparable only if it is equal.
+    classes: names of the logits; empty if they are not the data set's own classes. doubt: the reason why its numbers
+    are unreliable, or None.
+    """
+
+    identity: dict[str, Any]
+    classes: list[str]
+    doubt: str | None
+
+    def __call__(self, images: Tensor) -> Detected: ...
+
+    def metric_name(self, metric: str) -> str:
+        """Return the name of a metric on this detector: `inpipe_fd`, `fd_dinov2`; `fid` on Inception alone."""
+        ...
+
+
+def at_once(rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield the rows, AT_ONCE at a time, each with the number of rows that count: the last ones are filled up with the
+    last row."""
+    for start in range(0, len(rows), AT_ONCE):
+        chosen = rows[start : start + AT_ONCE]
+        yield len(chosen), np.pad(chosen, (0, AT_ONCE - len(chosen)), mode="edge")
+
+
+def detect(detector: Detector, images: ImageSet, title: str = "features", limit: int | None = None) -> Detected:
+    """Return the features of a detector for every image of a set (see `detect_each`)."""
+    return detect_each([detector], images, title, limit)[0]
+
+
+def kept_together(places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the places of this process in a set, in groups that `core.files.partial_results` stores together."""
+    yield from (some for some in np.split(places, np.flatnonzero(places % _KEPT_TOGETHER == 0)) if len(some))
+
+
+def packed(features: Sequence[Detected]) -> dict[str, NDArray[Any]]:
+    """Return the features of several detectors, as arrays."""
+    parts = ((f"{i}-{name}", getattr(part, name)) for i, part in enumerate(features) for name in _PARTS)
+    return {name: part.cpu().numpy() for name, part in parts if part is not None}
+
+
+def unpacked(arrays: Arrays, count: int) -> list[Detected]:
+    """Return the features of `count` detectors from packed arrays."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return [Detected(*(tensors.get(f"{i}-{name}") for name in _PARTS)) for i in range(count)]  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def look(
+    detectors: Sequence[Callable[[Tensor], Detected]], images: ImageSet, rows: NDArray[np.int64], title: str
+) -> Iterator[tuple[NDArray[np.int64], list[Detected]]]:
+    """Yield each detector's features of some rows of a set, with their rows: this process's share, in parts. Each image
+    is read once, or not at all if an interrupted run has already processed it (`core.files.partial_results`).
+
+    Raises ValueError for features that are not finite.
+    """
+
+    def see(chosen: NDArray[np.int64]) -> Arrays:
+        parts: list[list[Detected]] = [[] for _ in detectors]
+        for count, some in at_once(chosen):
+            read = images.gather(some)
+            for detector, seen in zip(detectors, parts, strict=True):
+                seen.append(detector(read).first(count))
+                check_finite(seen[-1].features)
+            progress.advance(count)
+        return packed([Detected.join(seen) for seen in parts])
+
+    shared = share(np.arange(len(rows)), AT_ONCE)
+    # A function has no identity: its code decides, which is told of all work.
+    identities = [getattr(detector, "identity", None) for detector in detectors]
+    once = batches([title, identities, len(rows), *rows[:1].tolist(), *rows[-1:].tolist()])
+    with Progress(title, len(shared), "image") as progress:
+        for places in kept_together(shared):
+            seen = once(f"{places[0]}-{places[-1] + 1}", partial(see, rows[places]))
+            progress.reach(int(places[-1] - shared[0]) + 1)
+            yield rows[places], unpacked(seen, len(detectors))
+
+
+def detect_each(
+    detectors: Sequence[Callable[[Tensor], Detected]],
+    images: ImageSet,
+    title: str = "features",
+    limit: int | None = None,
+) -> list[Detected]:
+    """Return each detector's features of every image of a set, in the set's order; or of `limit` of them, drawn once
+    for all. Each image is read once.
+
+    If a launcher started several processes, they share the images, and each returns the features of all: the same bytes
+    for any number of them. Raises ValueError for features that are not finite.
+    """
+    order = np.arange(images.num_samples)
+    if limit is not None and limit < len(order):
+        order = np.sort(np.random.default_rng(0).permutation(order)[:limit])
+    parts = [features for _, features in look(detectors, images, order, title)]
+    every = [features for gathered_parts in gathered(parts) for features in gathered_parts]
+    return [Detected.join([features[i] for features in every]) for i in range(len(detectors))]

@@ -1,0 +1,236 @@
+"""Detectors from networks of torchvision and transformers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.files.atomic import digest, sha256_file
+from image_diffusion.core.files.weights import content_digest, without_wrappers
+from image_diffusion.metrics.features.base import Detected
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CLIP = "openai/clip-vit-large-patch14-336"
+
+
+class EncoderConfig(Config, ABC):
+    """Common settings of both encoders."""
+
+    resize: Literal["antialiased", "legacy"] = "antialiased"
+    """Resizing of images to the network's side: bicubic and antialiased; or legacy, bilinear without antialiasing, as
+    older programs do. Numbers differ, so that the names of the metrics then end with _legacy."""
+    resolution: int | None = Field(None, ge=16)
+    """Side of the network's input, in pixels; unset: 224, or the value in the processor of a model. A teacher with
+    patches of p pixels has resolution / p of them per row."""
+
+    @property
+    @abstractmethod
+    def suffix(self) -> str:
+        """Return the suffix of the names of its metrics."""
+
+    def metric_name(self, metric: str) -> str:
+        """Return the name of a metric on this detector."""
+        return f"{metric}_{self.suffix}{'_legacy' if self.resize == 'legacy' else ''}"
+
+
+class Torchvision(EncoderConfig):
+    """A classifier of torchvision; its features are the input of the last linear layer."""
+
+    type: Literal["torchvision"] = "torchvision"
+    model: str = "convnext_base"
+    """Network, by torchvision's name: convnext_base, resnet50, vit_b_16."""
+    weights: Path | None = None
+    """A file with its state dict; unset: torchvision fetches its own."""
+
+    @property
+    def suffix(self) -> str:
+        return self.model
+
+    def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
+        """Load the network. Raises ValueError for an unknown one, and for weights that are missing or of another."""
+        from torchvision import models  # here: loading it would slow the start of every stage
+
+        if self.model not in models.list_models(module=models):
+            raise ValueError(f"evaluate.detectors: torchvision has no classifier {self.model}. Choose convnext_base.")
+        if self.weights is not None and not self.weights.is_file():
+            raise ValueError(f"evaluate.detectors: weights of {self.model} is {self.weights}, which does not exist.")
+        try:
+            network = models.get_model(self.model, weights="DEFAULT" if self.weights is None else None)
+            if self.weights is not None:
+                tensors = torch.load(self.weights, map_location="cpu", weights_only=True)
+                network.load_state_dict(without_wrappers(tensors, self.weights))
+        except (OSError, RuntimeError, UnpicklingError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"{self.model} could not be loaded: {reason} "
+                "Set weights in evaluate.detectors to a file with its state dict."
+            ) from None
+        sha256 = sha256_file(self.weights) if self.weights else "torchvision's own release"
+        last = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
+        return Encoder(_GivenTo(network, last), self, self.model, sha256, self.resolution or 224, _MEAN, _STD, device)
+
+
+class Transformers(EncoderConfig):
+    """A vision tower of the package transformers (CLIP, SigLIP, DINOv2, DINOv3): the embedding of an image."""
+
+    type: Literal["transformers"] = "transformers"
+    weights: str = _CLIP
+    """Path of a local folder in transformers' layout, or a name on the Hugging Face Hub."""
+    name: str = Field("clip", pattern="^[a-z0-9][a-z0-9_]*$")
+    """Suffix of the names of its metrics: fd_clip. Only the default weights are called clip."""
+
+    @model_validator(mode="after")
+    def _is_named(self) -> Transformers:
+        if (self.weights == _CLIP) != (self.name == "clip"):
+            raise ValueError(
+                f"weights are {self.weights}, name is {self.name}: only {_CLIP} is called clip. Name others."
+            )
+        return self
+
+    @property
+    def suffix(self) -> str:
+        return self.name
+
+    def build(self, folder: Path | None = None, device: str = "cpu") -> Encoder:
+        """Load the network. Raises ValueError when the package or the weights are missing."""
+        return self.load(device)[0]
+
+    def load(self, device: str) -> tuple[Encoder, Any, str]:
+        """Return the encoder of images, the whole model behind it, and its location. Raises ValueError as `build`
+        does."""
+        try:
+            import transformers
+        except ImportError:
+            raise ValueError(
+                f"The detector {self.name} needs the package transformers. Run: python -m pip install transformers. "
+                "Detectors of torchvision need no further package."
+            ) from None
+        local = Path(self.weights).expanduser()
+        where = str(local) if local.is_dir() else self.weights
+        try:
+            model = transformers.AutoModel.from_pretrained(where, dtype=torch.float32)
+            prepared: Any = transformers.AutoImageProcessor.from_pretrained(where)
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(
+                f"The detector {self.name} could not be loaded from {self.weights}: {reason} Without access to the "
+                "Hugging Face Hub, copy the model's folder to this machine and set weights to its path."
+            ) from None
+        mean, std = tuple(prepared.image_mean), tuple(prepared.image_std)
+        sha256 = digest([content_digest(model.state_dict()), mean, std])
+        tower = _Tower(model, self.weights)
+        side = self.resolution or _side(prepared) or tower.side
+        model.eval().to(device)
+        return Encoder(tower, self, self.name, sha256, side, mean, std, device), model, where
+
+
+class Encoder:
+    """Features: float32 [B, D] of uint8 images [B, C, H, W] with 1 or 3 channels."""
+
+    classes: list[str] = []  # noqa: RUF012 - not the data set's
+    doubt: str | None = None
+
+    def __init__(
+        self,
+        network: _GivenTo | _Tower,
+        config: EncoderConfig,
+        name: str,
+        sha256: str,
+        resolution: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        device: str,
+    ) -> None:
+        self._network, self._device = network.eval().requires_grad_(False).to(device), device
+        self._antialiased, self._resolution = config.resize == "antialiased", resolution
+        self._mean, self._std = (torch.tensor(statistic).view(1, 3, 1, 1) for statistic in (mean, std))
+        self.metric_name = config.metric_name
+        how = "bicubic, antialiased" if self._antialiased else "bilinear, not antialiased"
+        self.identity: dict[str, Any] = {"name": name, "resize": f"{how}, {resolution}", "sha256": sha256}
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Detected:
+        return Detected(self._network(self._prepared(images)).to("cpu", torch.float32))
+
+    @torch.inference_mode()
+    def maps(self, images: Tensor) -> Tensor:
+        """Return the features of a transformer for each patch of images uint8 [B, C, H, W]: [B, D, h, w], on the
+        CPU."""
+        assert isinstance(self._network, _Tower)
+        return self._network.patches(self._prepared(images)).to("cpu", torch.float32)
+
+    def _prepared(self, images: Tensor) -> Tensor:
+        x = images.expand(-1, 3, -1, -1).to(torch.float32) / 255
+        mode = "bicubic" if self._antialiased else "bilinear"
+        x = F.interpolate(x, (self._resolution,) * 2, mode=mode, antialias=self._antialiased, align_corners=False)
+        return ((x.clamp(0, 1) - self._mean) / self._std).to(self._device)
+
+
+class _GivenTo(nn.Module):
+    """Module that returns the input of a layer of a network: x -> that input."""
+
+    def __init__(self, network: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.network, self._features = network, list[Tensor]()
+        layer.register_forward_pre_hook(lambda _, inputs: self._features.append(inputs[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.network(x)
+        return self._features.pop()
+
+
+class _Tower(nn.Module):
+    """Tower of a model: x -> the embedding of an image, pooled, and projected if the model projects. name: its name in
+    errors."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        super().__init__()
+        self.tower, self.projection = (
+            getattr(model, "vision_model", model),
+            getattr(model, "visual_projection", nn.Identity()),
+        )
+        self.name, self.config = name, self.tower.config
+
+    @property
+    def side(self) -> int:
+        """Return the side of the images that its positions were learned on, in pixels."""
+        side: int = self.config.image_size
+        return side
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.projection(self._features(x).pooler_output)
+        return pooled
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Return the last hidden states of the patches, [B, D, h, w]. Raises ValueError for a model without such a
+        grid."""
+        tokens: Tensor = self._features(x).last_hidden_state  # [B, class and register tokens, then patches, D]
+        patch = getattr(self.config, "patch_size", None)
+        grid = x.shape[-1] // patch if isinstance(patch, int) else 0
+        others = (0, 1, 1 + getattr(self.config, "num_register_tokens", 0))
+        if not grid or tokens.ndim != 3 or tokens.shape[1] - grid**2 not in others:
+            raise ValueError(
+                f"{self.name} gives {list(tokens.shape[1:])} for an image, which is not one token for each of its "
+                f"patches, after those of the class and registers. Choose a DINOv2, DINOv3, CLIP or SigLIP."
+            )
+        maps: Tensor = tokens[:, -(grid**2) :].transpose(1, 2).unflatten(2, (grid, grid))
+        return maps
+
+    def _features(self, x: Tensor) -> Any:
+        other = {} if x.shape[-1] == self.side else {"interpolate_pos_encoding": True}  # some do so unasked
+        return self.tower(pixel_values=x, **other)
+
+
+def _side(processor: Any) -> int | None:
+    """Return the side of the squares that a processor makes, in pixels."""
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    side: int | None = getattr(size, "height", None)
+    return side

@@ -1,0 +1,215 @@
+"""Features of the real images of a data set, stored in files and computed once for all comparisons.
+
+A folder for each detector: of both splits and of degraded images (`self_test`) the features (float32 [N, D] .npy, and
+as such the class scores and spatial features of detectors that have them), the statistics as ADM and EDM lay them out,
+and reference.json, which says of which images and by which detector, with the sha256 of each file. Features are read
+where they lie: a data set of any size takes no more memory than the rows that a metric asks for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import atomic_write, make_folder, read_json, to_json, write_json
+from image_diffusion.core.files.checksums import check_files, describe
+from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.files.partial_results import gathered, rows_of_part
+from image_diffusion.core.names import inside
+from image_diffusion.metrics.compute import gaussians_of
+from image_diffusion.metrics.distances.moments import Gaussian
+from image_diffusion.metrics.features.base import AT_ONCE, Detected, Detector, ImageSet, look
+from image_diffusion.metrics.features.statistics_files import read_statistics, write_statistics
+
+FORMAT = 2
+"""Format version of reference.json."""
+_AGAIN = "Run reference again."
+_PARTS = tuple(field.name for field in fields(Detected))
+
+
+@dataclass(frozen=True)
+class ReferenceFeatures:
+    """Reference features of one split: the features of each image, in the split's order, and their Gaussians."""
+
+    detected: Detected
+    gaussians: Mapping[str, Gaussian]
+
+
+def write_features(
+    detector: Detector,
+    splits: Mapping[str, ImageSet],
+    folder: Path,
+    writes: bool = True,
+    parts: Sequence[Path] = (),
+) -> None:
+    """Write the features of every image of the splits, by name; splits of fewer than two images are left out.
+
+    If a launcher started several processes, they share the images, and the one that `writes` finishes the folder.
+    parts: files that `write_part` wrote, all of them in order, to join in place of computing features. Raises
+    ValueError for features that are not finite, and for parts that are damaged or not all of them.
+    """
+    make_folder(folder)
+    if writes:
+        for left_over in folder.glob("*.np[yz]"):
+            left_over.unlink()
+    gathered(True)  # of which nothing is left
+    usable = _splits_with_statistics(splits)
+    if parts and writes:
+        _join(parts, _description(detector, usable), usable, folder)
+    for name, images in {} if parts else usable.items():
+        for start, features in _look(detector, images, name, np.arange(images.num_samples)):
+            _write_all(folder, name, features, start, images.num_samples)
+    gathered(True)  # all rows are written
+    if not writes:
+        return
+    for name in usable:
+        write_statistics(folder / f"{name}.npz", gaussians_of(_read(folder, name)), str(detector.identity["sha256"]))
+    paths = [path for name in usable for path in (*_parts_in(folder, name).values(), folder / f"{name}.npz")]
+    write_json(folder / "reference.json", _description(detector, usable) | {"files": describe(folder, paths)})
+
+
+def write_part(
+    detector: Detector, splits: Mapping[str, ImageSet], path: Path, part: tuple[int, int], writes: bool = True
+) -> None:
+    """Write the features of the images of part i of n, (i, n), as an .npz for `write_features` to join.
+
+    Several processes share them as there. Raises ValueError for features that are not finite.
+    """
+    usable = _splits_with_statistics(splits)
+    arrays: dict[str, NDArray[np.float32]] = {}
+    for name, images in usable.items():
+        rows = [
+            np.arange(part_rows.start, part_rows.stop) for part_rows in rows_of_part(images.num_samples, AT_ONCE, part)
+        ]
+        chosen = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        shares = gathered([features for _, features in _look(detector, images, name, chosen)])
+        if groups := [features for share in shares for features in share]:
+            joined = Detected.join(groups)
+            arrays |= {
+                f"{name}-{which}": array.numpy() for which in _PARTS if (array := _rows(joined, which)) is not None
+            }
+    if writes:
+        about = np.frombuffer(to_json(_description(detector, usable)).encode(), np.uint8)
+        with atomic_write(path) as file:
+            np.savez(file, about=about, **arrays)  # type: ignore[arg-type]
+
+
+def read_features(
+    folders: Sequence[Path], detectors: Sequence[Detector], splits: Mapping[str, ImageSet]
+) -> list[dict[str, ReferenceFeatures] | None]:
+    """Read the features that `write_features` wrote, by split, for each detector; None for a detector without a folder.
+
+    Raises ValueError for a folder that is damaged, or of other images or detectors.
+    """
+    features: list[dict[str, ReferenceFeatures] | None] = [None] * len(detectors)
+    for folder in folders:
+        about = read_json(folder / "reference.json")
+        number = next((i for i, x in enumerate(detectors) if about.get("detector") == x.identity), None)
+        if number is None:
+            names = ", ".join(str(detector.identity["name"]) for detector in detectors)
+            raise ValueError(f"{folder} is of another detector than those in use ({names}). {_AGAIN}")
+        features[number] = _read_checked(folder, about, detectors[number], splits)
+    return features
+
+
+def _read_checked(
+    folder: Path, about: Mapping[str, Any], detector: Detector, splits: Mapping[str, ImageSet]
+) -> dict[str, ReferenceFeatures]:
+    if about.get("format") != FORMAT:
+        state = f"{folder / 'reference.json'} has format {about.get('format')}"
+        raise ValueError(f"{state}; this version reads format {FORMAT}. {_AGAIN}")
+    for name, images in splits.items():
+        data = about["splits"].get(name, {"data": None})["data"]
+        if images.num_samples > 1 and data != images.digest:
+            raise ValueError(f"{folder} was computed on other images than those of the {name} split. {_AGAIN}")
+    check_files(folder, about["files"], _AGAIN)
+    sha256 = str(detector.identity["sha256"])
+    return {
+        name: ReferenceFeatures(_read(folder, name), read_statistics(inside(folder, f"{name}.npz"), sha256))
+        for name in about["splits"]
+    }
+
+
+def _splits_with_statistics(splits: Mapping[str, ImageSet]) -> dict[str, ImageSet]:
+    """Return the splits that statistics can be computed of."""
+    return {name: images for name, images in splits.items() if images.num_samples > 1}
+
+
+def _description(detector: Detector, splits: Mapping[str, ImageSet]) -> dict[str, Any]:
+    described = {name: {"data": images.digest, "num_images": images.num_samples} for name, images in splits.items()}
+    return {"format": FORMAT, "detector": detector.identity, "splits": described}
+
+
+def _look(detector: Detector, images: ImageSet, split: str, rows: NDArray[np.int64]) -> Iterator[tuple[int, Detected]]:
+    """Yield this process's features of some rows of a split, on the CPU, each time with the number of the first."""
+    for chosen, (features,) in look([detector], images, rows, f"features of the {split} split"):
+        yield int(chosen[0]), Detected(**{which: _rows(features, which) for which in _PARTS})  # type: ignore[arg-type]
+
+
+def _rows(features: Detected, which: str) -> Tensor | None:
+    rows = getattr(features, which)
+    return None if rows is None else rows.to("cpu", torch.float32).contiguous()
+
+
+def _write_all(folder: Path, split: str, features: Detected, start: int, total: int) -> None:
+    for which in _PARTS:
+        if (rows := getattr(features, which)) is not None:
+            _write_rows(folder / f"{split}-{which}.npy", rows, start, total)
+
+
+def _join(parts: Sequence[Path], about: Mapping[str, Any], splits: Mapping[str, ImageSet], folder: Path) -> None:
+    """Join the rows of all parts. Damaged or foreign parts are removed, so that the next run computes them again."""
+    written = dict.fromkeys(splits, 0)
+    for path in parts:
+        try:
+            arrays = read_arrays(path)
+            if arrays["about"].tobytes() != to_json(about).encode():
+                raise ValueError(f"{path} is of other images or another detector.")
+        except (ValueError, KeyError) as error:
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{error} It is removed: run the same command again.") from None
+        for name, images in splits.items():
+            stored = {which: arrays.get(f"{name}-{which}") for which in _PARTS}
+            if (features := stored["features"]) is not None:
+                rows = {key: None if array is None else torch.from_numpy(array.copy()) for key, array in stored.items()}
+                _write_all(folder, name, Detected(**rows), written[name], images.num_samples)  # type: ignore[arg-type]
+                written[name] += len(features)
+    if incomplete := [name for name, images in splits.items() if written[name] != images.num_samples]:
+        raise ValueError(
+            f"--made does not hold the whole {incomplete[0]} split. Name what every part wrote, once and in order."
+        )
+
+
+def _write_rows(path: Path, rows: Tensor, first: int, total: int) -> None:
+    """Write rows [B, D] of a float32 array [total, D] that several processes fill. (A mapped file would end the process
+    on a full disk; this raises OSError.)"""
+    head = io.BytesIO()
+    shape = (total, *rows.shape[1:])
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    path.touch()
+    with path.open("r+b") as file:
+        if file.read(len(head.getvalue())) != head.getvalue():  # a new file, or one of another set
+            file.seek(0)
+            file.write(head.getvalue())
+        data = rows.numpy()
+        file.seek(len(head.getvalue()) + first * data[0].nbytes)
+        file.write(data.tobytes())
+        file.truncate(len(head.getvalue()) + total * data[0].nbytes)
+
+
+def _parts_in(folder: Path, split: str) -> dict[str, Path]:
+    paths = {part: inside(folder, f"{split}-{part}.npy") for part in _PARTS}
+    return {part: path for part, path in paths.items() if path.is_file()}
+
+
+def _read(folder: Path, split: str) -> Detected:
+    parts = {part: np.load(path, mmap_mode="c") for part, path in _parts_in(folder, split).items()}
+    return Detected(**{part: torch.from_numpy(array) for part, array in parts.items()})

@@ -1,0 +1,1 @@
+"""Metrics of single images, pairs, and conditions."""

@@ -1,0 +1,102 @@
+"""Agreement of painted digits with the attributes that their prompts name, on combinations that training has seen and
+on those held out.
+
+Colours, slant and size are measured in the pixels, the digit is recognised by the detector. The same evaluation of real
+handwriting, painted according to the same prompts, is the floor of each number: it contains the errors of the
+evaluation itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from image_diffusion.data.sources.scikit_digits import (
+    GROUNDS,
+    INKS,
+    SIZES,
+    SLANTS,
+    Attributes,
+    attributes_in,
+    attributes_of,
+    measured,
+    painted,
+)
+from image_diffusion.metrics.distances.jackknife import mean_estimate
+from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.features.base import Detector, detect
+from image_diffusion.metrics.samples import Samples
+
+NAMES = tuple(field.name for field in fields(Attributes))
+
+
+def evaluate_painted(samples: Samples, detectors: Sequence[Detector]) -> dict[str, Any]:
+    """Return entries of metrics.json by name: "agreement_ink" and so on, of each attribute the share of the images with
+    that attribute in their prompt that show it; "attributes_seen" and "attributes_held_out": of all attributes in an
+    image's prompt the share that it shows, over images of combinations that training has seen, and of those that it has
+    not.
+
+    The digit is recognised by the first detector that knows digits. Raises ValueError for samples without prompts, and
+    where no detector does.
+    """
+    prompts: list[str] = samples.protocol.get("prompts", [])
+    if len(prompts) != samples.num_samples:
+        raise ValueError("evaluate.attributes is set, but the samples have no prompts. Judge those of a text model.")
+    detector = next((candidate for candidate in detectors if candidate.classes), None)
+    if detector is None:
+        raise ValueError(
+            "evaluate.attributes is set, but no detector has the classes of digits. Add inpipe to evaluate.detectors."
+        )
+    requested = [attributes_in(prompt) for prompt in prompts]
+    right = _right(samples, requested, detector)
+    real = _right(_painted(requested), requested, detector)
+    held_out = np.array([attributes.is_held_out for attributes in requested])
+    named = ~np.isnan(right)
+    entries = {
+        f"agreement_{name}": _entry(right[:, i], real[:, i]) for i, name in enumerate(NAMES) if named[:, i].any()
+    }
+    for name, chosen in (("seen", ~held_out), ("held_out", held_out)):
+        if (some := chosen & named.any(axis=1)).any():
+            entries[f"attributes_{name}"] = _entry(np.nanmean(right[some], axis=1), np.nanmean(real[some], axis=1))
+    return entries
+
+
+def _right(samples: Samples, requested: list[Attributes], detector: Detector) -> NDArray[np.float64]:
+    """Return [N, 5]: 1 where an image has the attribute of its prompt, 0 where not, nan where the prompt names none."""
+    logits = detect(detector, samples, "digits").logits
+    assert logits is not None
+    right = np.full((len(requested), len(NAMES)), np.nan)
+    for i, (attributes, digit) in enumerate(zip(requested, logits.argmax(dim=1).tolist(), strict=True)):
+        image = samples.gather(np.array([i]))[0].permute(1, 2, 0).numpy()
+        recognised = replace(measured(image), digit=detector.classes[digit])
+        for j, name in enumerate(NAMES):
+            if (word := getattr(attributes, name)) is not None:
+                right[i, j] = getattr(recognised, name) == word
+    return right
+
+
+def _painted(requested: list[Attributes]) -> Samples:
+    """Return real handwriting with the attributes of the prompts, and the first possible one where an attribute was
+    left open."""
+    of_digit: dict[str | None, list[int]] = {}
+    for number in range(1000):
+        of_digit.setdefault(attributes_of(number).digit, []).append(number)
+    of_digit[None] = list(range(1000))
+    usual = Attributes(None, *(next(iter(choices)) for choices in (INKS, GROUNDS, SLANTS, SIZES)))
+    images = []
+    for i, attributes in enumerate(requested):
+        numbers = of_digit[attributes.digit]
+        words = {name: getattr(attributes, name) or getattr(usual, name) for name in NAMES}
+        images.append(painted(numbers[i % len(numbers)], Attributes(**words)))
+    return Samples(np.stack(images), None, [])
+
+
+def _entry(right: NDArray[np.float64], real: NDArray[np.float64]) -> dict[str, Any]:
+    decided, floor = right[~np.isnan(right)], real[~np.isnan(real)]
+    estimate = mean_estimate(torch.from_numpy(decided), block_of_each(len(decided)), 0, 1)
+    return estimate.as_dict() | {"floor": float(floor.mean()), "floor_n": len(floor)}

@@ -1,0 +1,92 @@
+"""Agreement of images with their prompts, by a model that embeds both in one space, such as a CLIP or a SigLIP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.metrics.distances.jackknife import mean_estimate
+from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.features.base import Detector, detect
+from image_diffusion.metrics.features.pretrained import Transformers
+from image_diffusion.metrics.images.embedding_similarity import cosine, other_captions
+from image_diffusion.metrics.images.retrieval import retrieval
+from image_diffusion.metrics.samples import Samples
+
+_AT_ONCE = 64
+
+
+class PromptJudge(Transformers):
+    """A model of the package transformers that embeds images and words: CLIP, SigLIP."""
+
+    def build_both(self, device: str = "cpu") -> PromptEncoder:
+        """Load both towers. Raises ValueError when the package or the weights are missing, or the model has no text
+        tower."""
+        import transformers  # the base says how to install it
+
+        images, model, where = self.load(device)
+        if not hasattr(model, "get_text_features"):
+            raise ValueError(f"evaluate.prompts: {self.weights} embeds no words. Name a CLIP or a SigLIP.")
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where)
+        except (OSError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"evaluate.prompts: {self.weights} has no tokenizer: {reason}") from None
+        return PromptEncoder(images, model, tokenizer)
+
+
+class PromptEncoder:
+    """images: the detector of the model's vision tower."""
+
+    def __init__(self, images: Detector, model: Any, tokenizer: Any) -> None:
+        self.images, self._model, self._tokenizer = images, model, tokenizer
+
+    @torch.inference_mode()
+    def texts(self, prompts: list[str]) -> Tensor:
+        """Embed N prompts -> float32 [N, dim] on the CPU. Longer ones than the model reads are cut."""
+        device, parts = next(self._model.parameters()).device, []
+        for start in range(0, len(prompts), _AT_ONCE):
+            read = self._tokenizer(
+                prompts[start : start + _AT_ONCE],
+                padding="max_length",  # as SigLIP was trained; a CLIP reads nothing after the end of a text
+                truncation=True,
+                max_length=self._model.config.text_config.max_position_embeddings,
+                return_tensors="pt",
+            ).to(device)
+            output: Any = self._model.get_text_features(**read)
+            parts.append(getattr(output, "pooler_output", output).float().cpu())  # which of both depends on the release
+        return torch.cat(parts)
+
+
+def check_prompted(samples: Samples) -> None:
+    """Raise ValueError for samples without prompts."""
+    if len(samples.protocol.get("prompts", [])) != samples.num_samples:
+        raise ValueError(
+            "evaluate.prompts is set, but the samples have no prompts. Evaluate a model that takes prompts, or "
+            "embeddings made from captions; or leave it out."
+        )
+
+
+def evaluate_prompted(samples: Samples, encoder: PromptEncoder) -> dict[str, Any]:
+    """Return entries of metrics.json by name, with the suffix of the detector's.
+
+    prompt_similarity: the cosine of image and prompt, which is CLIPScore without its factor 2.5 and its cut at 0.
+    other_prompt_similarity: that of the image and another of the prompts, where there are several.
+    prompt_retrieval_at_1, …_at_5: the share of images whose prompt is among the k nearest of all different ones.
+    """
+    prompts: list[str] = samples.protocol["prompts"]
+    different = sorted(set(prompts))
+    number = torch.tensor([different.index(entry) for entry in prompts])
+    texts = encoder.texts(different)
+    features = detect(encoder.images, samples, "images beside prompts").features
+    pairs = {"prompt_similarity": texts[number]}
+    if (others := other_captions(number[:, None])) is not None:
+        pairs["other_prompt_similarity"] = texts[number[torch.from_numpy(np.asarray(others))]]
+    block = block_of_each(len(features))
+    entries = {name: mean_estimate(cosine(features, text), block, -1, 1) for name, text in pairs.items()}
+    retrievals = retrieval(features, number, texts, torch.arange(len(texts)), "prompts")
+    entries |= {f"prompt_{name}": entry for name, entry in retrievals.items()}
+    return {encoder.images.metric_name(name): entry.as_dict() for name, entry in entries.items()}

@@ -1,0 +1,47 @@
+"""Retrieval: the share of queries with a matching item among the k nearest of a gallery (R@k, Karpathy & Fei-Fei 2015).
+It depends on the size of the gallery, so every entry states it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.metrics.distances.jackknife import Estimate, mean_estimate
+from image_diffusion.metrics.distances.moments import block_of_each
+
+RANKS = (1, 5)
+_AT_ONCE = 1024
+
+
+def retrieval(
+    query: Tensor, query_groups: Tensor, gallery: Tensor, gallery_groups: Tensor, of: str
+) -> dict[str, Estimate]:
+    """Return "retrieval_at_1" and "retrieval_at_5": the share of queries with an item of their own group among the k of
+    the highest cosine.
+
+    query: [N, dim]; gallery: [M, dim]; query_groups, gallery_groups: their groups, int64 [N] and [M]. of: the kind of
+    the gallery's items, for the note. A tie counts against the query, so that equal embeddings retrieve nothing.
+    """
+    directions = F.normalize(gallery.double(), dim=1)
+    before = []
+    for part, group in zip(query.split(_AT_ONCE), query_groups.split(_AT_ONCE), strict=True):
+        cosine = F.normalize(part.double(), dim=1) @ directions.T  # [n, M]
+        own = group[:, None] == gallery_groups
+        best = cosine.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+        before.append(((cosine >= best) & ~own).sum(1))
+    rank, block = torch.cat(before), block_of_each(len(query))
+    note = f"among {len(gallery):,} {of}"
+    estimates = {f"retrieval_at_{k}": mean_estimate((rank < k).double(), block, 0, 1) for k in RANKS}
+    return {
+        name: replace(estimate, note="; ".join(filter(None, (note, estimate.note))))
+        for name, estimate in estimates.items()
+    }
+
+
+def same_rows(rows: Tensor) -> Tensor:
+    """A number for each row of [N, dim], the same for equal ones, int64 [N]."""
+    return torch.from_numpy(np.unique(rows.numpy(), axis=0, return_inverse=True)[1].reshape(-1))

@@ -1,0 +1,80 @@
+"""Quality during training: the previews of a training, evaluated like the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from image_diffusion.core.files.atomic import sha256_file
+from image_diffusion.core.files.checksums import read_listing
+from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.metrics.compute import Reference, measure
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.features.base import Detector, detect
+from image_diffusion.metrics.samples import Samples, read_samples
+
+CURVES = ("kd", "fd", "agreement")
+"""Metrics of the curve. Of few images the kernel distance is the one without bias."""
+
+
+def read_previews(folder: Path, classes: list[str], num_steps: int) -> tuple[dict[int, Samples], list[str]]:
+    """Read the previews of a run by step (step-0000200.npz, …); none without the folder. Also return a sentence for
+    each damaged or missing preview, which is skipped because only the training could sample it again.
+    """
+    names = {path.name for path in folder.glob("step-*.npz")}
+    previews, left_out = dict[int, Samples](), list[str]()
+    try:
+        described = {name: sha256 for name, sha256 in read_listing(folder).items() if name.endswith(".npz")}
+    except ValueError as error:
+        described = {}
+        left_out.append(f"A preview that is missing is not noticed: {error}")
+    for name in sorted({*names, *described}):
+        step, path = int(name[len("step-") : -len(".npz")]), folder / name
+        if step > num_steps:
+            continue
+        try:
+            if not path.is_file():
+                raise ValueError(f"{path} is missing.")
+            if name in described and sha256_file(path) != described[name]:
+                raise ValueError(f"{path} is not what was drawn.")
+            previews[step] = read_samples(path, classes)
+        except ValueError as error:
+            left_out.append(f"The preview of step {step:,} is left out of the curve: {error}")
+    return previews, left_out
+
+
+def measure_previews(
+    previews: Mapping[int, Samples],
+    detector: Detector,
+    reference: Reference,
+    classes: list[str],
+    settings: EvaluateConfig,
+) -> list[dict[str, Any]]:
+    """Return for each step {"step", "num_samples", and the value of each of `CURVES` that is available}, plain data."""
+    light = settings.model_copy(update={"two_sample": False, "infinity": False})
+    curve = []
+    for step, samples in previews.items():
+        if samples.num_samples <= settings.neighbours + 1:
+            continue
+        labels = torch.from_numpy(samples.labels) if classes and samples.has_labels else None
+        features = detect(detector, samples, f"features of the preview of step {step:,}")
+        estimates = measure(features, labels, reference, classes, light)
+        values = {detector.metric_name(name): estimates[name].value for name in CURVES if name in estimates}
+        curve.append({"step": step, "num_samples": samples.num_samples, **values})
+    return curve
+
+
+def plot_curve(curve: list[dict[str, Any]], path: Path) -> None:
+    """Draw each metric against the step, as PNG. curve: two points or more."""
+    names = [name for name in curve[0] if name not in ("step", "num_samples")]
+    figure = new_figure(4 * len(names), 3)
+    for axis, name in zip(figure.subplots(1, len(names), squeeze=False).flat, names, strict=True):
+        values = [point[name] for point in curve]
+        axis.plot([point["step"] for point in curve], values, marker="o", markersize=3)
+        axis.set(title=name, xlabel="step")
+        if min(values) >= 0:  # a kernel distance may be below zero
+            axis.set_ylim(bottom=0)
+    save_figure(figure, path)

@@ -1,0 +1,119 @@
+"""Sanity check of a detector: degraded images must be farther from real images than other real images are.
+
+Two halves of the training images are drawn, of at most 2,500 each, and the second is degraded as well: reduced to a
+quarter of its side, enlarged again, and of half its contrast. A judge that finds the degraded half not farther from the
+first than the plain one is unusable, whatever the reason: weights that are not what they should be, features that hold
+nothing of the images, files of another set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.metrics.compute import gaussians_of
+from image_diffusion.metrics.distances.frechet import frechet_distance
+from image_diffusion.metrics.distances.mmd import kernel_distance
+from image_diffusion.metrics.features.base import Detected, Detector, ImageSet, detect_each
+
+MOST, LEAST = 2500, 20
+"""Number of images in each half. With fewer than the minimum, the check says nothing."""
+
+
+class Part:
+    """Some images of a set. indices: their positions in it."""
+
+    def __init__(self, images: ImageSet, indices: NDArray[np.int64]) -> None:
+        self._images, self._indices = images, indices
+        self.num_samples, self.shape = len(indices), images.shape
+        self.labels, self.classes = np.asarray(images.labels)[indices], images.classes
+        self.digest = f"{images.digest}, {len(indices)} drawn"
+
+    def gather(self, indices: NDArray[np.int64]) -> Tensor:
+        """Return the images at these positions, uint8 [B, C, H, W]."""
+        return self._images.gather(self._indices[indices])
+
+
+class Degraded(Part):
+    """Degraded copy of the images of a set."""
+
+    def __init__(self, images: ImageSet, indices: NDArray[np.int64]) -> None:
+        super().__init__(images, indices)
+        self.digest += ", degraded"
+
+    def gather(self, indices: NDArray[np.int64]) -> Tensor:
+        return degraded(super().gather(indices))
+
+
+def degraded(images: Tensor) -> Tensor:
+    """Reduce images, uint8 [B, C, H, W], to a quarter of their sharpness and half of their contrast."""
+    height, width = images.shape[2:]
+    small = F.adaptive_avg_pool2d(images.to(torch.float32), (max(1, height // 4), max(1, width // 4)))
+    large = F.interpolate(small, (height, width), mode="bilinear", align_corners=False)
+    return (63.75 + large / 2).round().to(torch.uint8)
+
+
+def halves(num_images: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return positions of two halves of a set, drawn once and for all, each in order; none of a set that is too
+    small."""
+    n = min(num_images // 2, MOST)
+    n = n if n >= LEAST else 0
+    order: NDArray[np.int64] = np.random.default_rng(0).permutation(num_images)
+    return np.sort(order[:n]), np.sort(order[n : 2 * n])
+
+
+def degraded_half(images: ImageSet) -> Degraded:
+    """Return the second half of a set, degraded."""
+    return Degraded(images, halves(images.num_samples)[1])
+
+
+def look_and_test(detectors: Sequence[Detector], images: ImageSet) -> dict[str, dict[str, Any]]:
+    """Compute the features of both halves and return the `self_test`."""
+    parts = [*(Part(images, half) for half in halves(images.num_samples)), degraded_half(images)]
+    if parts[0].num_samples == 0:
+        return {}
+    return self_test(zip(detectors, *(detect_each(detectors, part, "self-test") for part in parts), strict=True))
+
+
+def self_test(features: Iterable[tuple[Detector, Detected, Detected, Detected]]) -> dict[str, dict[str, Any]]:
+    """Return, by the name of each distance on each detector, the score of one half against the other, and of the
+    degraded one, with the number of images of a half and whether the order is right. A detector that fails is doubted
+    from then on, and all that it measures with it.
+
+    features: of each detector those of the two `halves`, and of the second one degraded. The Fréchet distance is left
+    out where a half has fewer images than there are features, since it is then more of their number than of them.
+    """
+    scores: dict[str, dict[str, Any]] = {}
+    for detector, first, second, third in features:
+        distances = _distances(first, second, third)
+        scores |= {detector.metric_name(name): entry for name, entry in distances.items()}
+        wrong = next((name for name, entry in distances.items() if not entry["passed"]), None)
+        if wrong is not None and detector.doubt is None:
+            detector.doubt = _reason(detector.metric_name(wrong), distances[wrong])
+    return scores
+
+
+def _distances(first: Detected, second: Detected, third: Detected) -> dict[str, dict[str, Any]]:
+    pairs: dict[str, tuple[float, float]] = {}
+    if len(first) >= first.features.shape[1]:
+        one, two, three = (gaussians_of(Detected(features.features))["fd"] for features in (first, second, third))
+        pairs["fd"] = frechet_distance(two, one), frechet_distance(three, one)
+    half, worse = (kernel_distance(features.features, first.features).value for features in (second, third))
+    pairs["kd"] = half, worse
+    return {
+        name: {"half": half, "degraded": worse, "n": len(first), "passed": half < worse}
+        for name, (half, worse) in pairs.items()
+    }
+
+
+def _reason(name: str, entry: Mapping[str, Any]) -> str:
+    return (
+        f"the self-test of {name} failed: {entry['n']:,} real images score {entry['half']:.4g} beside as many others, "
+        f"and blurred and faded {entry['degraded']:.4g}, which is no more. Check the detector's weights and the images"
+    )

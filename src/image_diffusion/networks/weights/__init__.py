@@ -1,0 +1,1 @@
+"""Conversions between our parameter names and those of published weights."""

@@ -1,0 +1,103 @@
+"""U-Net weights of improved-diffusion and guided-diffusion: the network of a state dict, from its shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from image_diffusion.core.types import DataSpec
+from image_diffusion.networks.unet import MULTIPLIERS, UNetConfig
+
+_LABELS = "label_emb.weight"
+_NEEDED = ("time_embed.0.weight", "input_blocks.0.0.weight", "input_blocks.1.0.out_layers.3.weight", "out.2.weight")
+_NAMES_SHOWN = 8
+
+
+def is_unet(names: Iterable[str]) -> bool:
+    """True if the names are those of such a U-Net's parameters."""
+    return "input_blocks.0.0.weight" in names
+
+
+def unet_of_shapes(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any], path: Path
+) -> tuple[UNetConfig, DataSpec]:
+    """Return the network of RGB images that tensors under the published names are of.
+
+    settings: values that shapes do not determine, by the names of `UNetConfig`: the heads, attention_order, dropout.
+    The resolution is the one with these multipliers, the small images of an upsampler have a quarter of it. path: to
+    name in messages.
+
+    Raises ValueError where something is missing, or the resolution cannot be determined.
+    """
+    absent = [name for name in _NEEDED if name not in tensors]
+    if absent:
+        raise ValueError(f"{path} is not a complete U-Net: {_list(absent)} missing. Use the complete file.")
+    channels = tensors["time_embed.0.weight"].shape[1]
+    num_blocks = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("output_blocks."))
+    doubling = [match for name in tensors if (match := re.match(r"output_blocks\.(\d+)\.[12]\.(conv|in_layers)", name))]
+    num_res_blocks = min((int(match[1]) for match in doubling), default=num_blocks - 1)
+    firsts = [1 + i for i in range(0, num_blocks, num_res_blocks + 1)]  # the first residual block of each level
+    widths = [tensors[f"input_blocks.{i}.0.out_layers.3.weight"].shape[0] for i in firsts]
+    stem = tensors["input_blocks.0.0.weight"].shape[0]
+    multipliers = tuple(width / channels for width in widths)
+    resolution = next((resolution for resolution, published in MULTIPLIERS.items() if published == multipliers), None)
+    if resolution is None:
+        raise ValueError(
+            f"{path} has {', '.join(str(width) for width in widths)} channels from level to level, as no "
+            f"published network, so that the resolution of its images is unknown. Use --experiment with the "
+            f"experiment file that describes it."
+        )
+    in_channels, out_channels = tensors["input_blocks.0.0.weight"].shape[1], tensors["out.2.weight"].shape[0]
+    if in_channels not in (3, 6) or out_channels not in (3, 6):
+        raise ValueError(
+            f"{path} reads {in_channels} channels and returns {out_channels}; a U-Net of RGB images reads and returns "
+            f"3 or 6. Use --experiment with the experiment file that describes it."
+        )
+    config = UNetConfig(
+        channels=channels,
+        stem="adm" if stem == widths[0] else "iddpm",
+        num_res_blocks=num_res_blocks,
+        attention_resolutions=tuple(
+            resolution >> level for level, i in enumerate(firsts) if f"input_blocks.{i}.1.qkv.weight" in tensors
+        ),
+        scale_shift_norm=tensors["input_blocks.1.0.emb_layers.1.weight"].shape[0] == 2 * widths[0],
+        residual_resampling=any(match[2] == "in_layers" for match in doubling),
+        low_resolution=resolution // 4 if in_channels == 6 else None,
+        **settings,
+    )
+    return config, DataSpec(channels=3, resolution=resolution, num_classes=num_label_rows(tensors))
+
+
+def num_label_rows(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of the label table; 0 without one."""
+    return len(tensors[_LABELS]) if _LABELS in tensors else 0
+
+
+def check_fit(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, network: str = "U-Net"
+) -> None:
+    """Raise ValueError with what is missing, unexpected or of another shape, unless the tensors fit a state dict."""
+    problems = {
+        "missing": [name for name in expected if name not in tensors],
+        "unexpected": [name for name in tensors if name not in expected],
+        "of another shape": [
+            f"{name} {list(tensors[name].shape)} instead of {list(expected[name].shape)}"
+            for name in expected
+            if name in tensors and tensors[name].shape != expected[name].shape
+        ],
+    }
+    details = [f"{problem}: {_list(names)}" for problem, names in problems.items() if names]
+    if details:
+        raise ValueError(
+            f"{path} does not fit the {network} described. {'; '.join(details)}. Use weights of this network, "
+            f"from a complete file."
+        )
+
+
+def _list(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,57 @@
+"""The condition by which a network knows how its training images were augmented: a linear map of the labels, added to
+the embedding of time and class (Karras et al. 2022, arXiv:2206.00364, appendix F.2).
+
+The map has no bias, so that leaving it out says the same as labels of zeros: the image is as the data have it. So it is
+there only while the network is trained, and saved weights do without it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from image_diffusion.nn.linear import Linear
+
+AUGMENTATION = "augmentation"
+"""Name of the map in the network that is trained."""
+
+
+@runtime_checkable
+class TakesAugmentation(Protocol):
+    """A network that takes the labels of an augmentation as `augment`."""
+
+    @property
+    def condition_width(self) -> int:
+        """Return the number of channels of the embedding that the map is added to."""
+        ...
+
+
+class ZeroLinear(Linear):
+    """A linear map that is zero at first, and draws no random numbers for that."""
+
+    def reset_parameters(self) -> None:
+        """Set weights and bias to zero."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+def add_augmentation(network: nn.Module, num_labels: int) -> None:
+    """Give a network the map of its augmentation's labels, which has no effect at first.
+
+    Raises ValueError for a network that takes none.
+    """
+    if not isinstance(network, TakesAugmentation):
+        raise ValueError(
+            f"train.augment is set, but the network {type(network).__name__} is not told of it. Leave it out."
+        )
+    network.add_module(AUGMENTATION, ZeroLinear(num_labels, network.condition_width, bias=False))
+
+
+def with_augmentation(network: nn.Module, condition: Tensor, labels: Tensor | None) -> Tensor:
+    """Return the condition [B, D] of a network plus the map of its augmentation's labels [B, L]; without labels, the
+    condition."""
+    if labels is None:
+        return condition
+    added: Tensor = network.get_submodule(AUGMENTATION)(labels.to(condition.dtype))
+    return condition + added

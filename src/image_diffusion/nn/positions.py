@@ -1,0 +1,65 @@
+"""Positions and times as sines and cosines (Vaswani et al. 2017, "Attention is all you need", section 3.5), and as
+rotations of queries and keys.
+
+Rotary positions turn each pair of a head's channels by an angle that grows with the row or the column. Su et al. 2021,
+"RoFormer", equations 12 and 34: the product of a query and a key then depends on the difference of their positions
+alone. On a grid, the first half of the channels turns by the row and the second by the column, as in EVA-02 (Fang et
+al. 2023) and JiT (Li and He 2025). Tokens without a place do not turn.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def sinusoid(t: Tensor, dim: int, max_period: float = 10_000.0, endpoint: bool = False) -> Tensor:
+    """Times [B] -> float32 [B, dim]: [cos(t ω) | sin(t ω)], and a column of zeros when `dim` is odd.
+
+    ω falls geometrically from 1 towards 1 / max_period over half = dim // 2 values: ω_i = max_period^(-i / half), as
+    in improved-diffusion, guided-diffusion and DiT. With `endpoint` the last one is 1 / max_period itself:
+    ω_i = max_period^(-i / (half - 1)), as in diffusers.
+    """
+    half = dim // 2
+    steps = torch.arange(half, dtype=torch.float32, device=t.device)
+    omega = torch.exp(-math.log(max_period) * steps / (half - 1 if endpoint else half))  # [half]
+    angle = t[:, None].float() * omega  # [B, half]
+    embedding = torch.cat([torch.cos(angle), torch.sin(angle)], dim=1)  # [B, 2 half]
+    return F.pad(embedding, (0, dim - 2 * half))
+
+
+def grid_positions(dim: int, size: int, max_period: float = 10_000.0) -> Tensor:
+    """Float32 [size², dim]: where each cell of a square grid is, row by row. `dim` is divisible by 4.
+
+    The first half of the channels tells the column, the second the row; each is [sin(p ω) | cos(p ω)] with
+    ω_i = max_period^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64, on
+    the CPU wherever the network is built: the same bits everywhere.
+    """
+    quarter = dim // 4
+    omega = max_period ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
+    angle = torch.arange(size, dtype=torch.float64, device="cpu")[:, None] * omega  # [size, dim / 4]
+    line = torch.cat([torch.sin(angle), torch.cos(angle)], dim=1)  # [size, dim / 2]
+    column = line[None, :, :].expand(size, size, -1)
+    row = line[:, None, :].expand(size, size, -1)
+    return torch.cat([column, row], dim=2).reshape(size * size, dim).float()
+
+
+def rotary_angles(head_width: int, size: int, device: torch.device, max_period: float = 10_000.0) -> Tensor:
+    """Float32 [size², head_width / 2]: by how much each pair of channels turns in each cell of a square grid, row by
+    row, in radians. head_width is divisible by 4; pair i of a half turns by p max_period^(-4 i / head_width)."""
+    quarter = head_width // 4
+    omega = max_period ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)  # [d / 4]
+    line = torch.arange(size, dtype=torch.float32, device=device)[:, None] * omega  # [size, d / 4]
+    row = line[:, None, :].expand(size, size, -1)
+    column = line[None, :, :].expand(size, size, -1)
+    return torch.cat([row, column], dim=2).flatten(0, 1)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate queries or keys [..., N, d]: each pair of channels by its angle [N, d / 2], in float32."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # each [..., N, d / 2]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,43 @@
+"""Label dropout, which trains one network with and without a condition (Ho & Salimans 2022, algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from image_diffusion.core.types import Batch, DataSpec
+
+
+class LabelDropout:
+    """Replace a sample's class by the null label, num_classes, with some probability, each sample on its own; and the
+    other conditions of the network, such as the image's caption, by zeros."""
+
+    def __init__(self, probability: float, spec: DataSpec) -> None:
+        """Raises ValueError for data without classes or captions, unless the probability is 0."""
+        if probability > 0 and spec.num_classes == 0 and not spec.conditions:
+            raise ValueError(
+                f"label_drop_probability is {probability} but the data have no classes. "
+                "Set it to 0, or use labelled data."
+            )
+        self._probability = probability
+        self._names = ({"label": spec.num_classes} if spec.num_classes else {}) | dict.fromkeys(spec.conditions, 0)
+
+    def __call__(self, batch: Batch, network: Any) -> dict[str, torch.Tensor]:
+        """Return the batch's cond, with some of the labels [B] dropped while the network is trained; validation keeps
+        all."""
+        if self._probability == 0 or not getattr(network, "training", True):
+            return batch.cond
+        dropped, cond, null = self.dropped(batch, network), dict(batch.cond), self.null(batch.cond)
+        for name in self._names:
+            cond[name] = torch.where(dropped.view(-1, *[1] * (cond[name].ndim - 1)), null[name], cond[name])
+        return cond
+
+    def dropped(self, batch: Batch, network: Any) -> torch.Tensor:
+        """Draw whose label is dropped. Bool [B]."""
+        probability = self._probability if getattr(network, "training", True) else 0.0
+        return batch.streams.event("label_drop", probability)
+
+    def null(self, cond: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the cond with every label dropped."""
+        return cond | {name: torch.full_like(cond[name], null) for name, null in self._names.items()}

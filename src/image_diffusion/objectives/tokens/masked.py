@@ -1,0 +1,71 @@
+"""Predict hidden tokens from the others: masked visual token modeling (Chang et al. 2022, MaskGIT, equation 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
+from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.objectives.tokens.next_token import bits_of
+
+
+class MaskedTokens(Config):
+    """Predict masked tokens from all others; the number of masked tokens is drawn for each image."""
+
+    type: Literal["masked"] = "masked"
+    """Hidden tokens from all others."""
+    label_drop_probability: float = Field(0.1, ge=0, le=1)
+    """Probability that a class or caption is left out, for guidance. Where the data have any."""
+
+    @property
+    def causal(self) -> bool:
+        """True if the network sees only the tokens before each token."""
+        return False
+
+    def build(self, spec: DataSpec) -> MaskedTokensObjective:
+        """Return the objective for tokens of `spec`."""
+        return MaskedTokensObjective(LabelDropout(self.label_drop_probability, spec))
+
+
+class MaskedTokensObjective(Objective):
+    """A batch of tokens, x int64 [B, N] -> bits a hidden token, a mean over those of each image. Parts: "bits", the
+    same; "accuracy", of the most probable tokens.
+
+    A share cos(pi r / 2) of the tokens is hidden, r uniform in [0, 1): the cosine schedule of section 3.3.
+    """
+
+    def __init__(self, drop_labels: LabelDropout) -> None:
+        self._drop_labels = drop_labels
+
+    def __call__(self, network: Any, batch: Batch) -> Losses:
+        ratio, places = batch.streams.uniform("mask_ratio"), batch.x.shape[1]
+        hidden = hide(batch.streams, torch.ceil(torch.cos(math.pi / 2 * ratio) * places).long(), places)
+        bits, accuracy = hidden_bits(network, batch.x, hidden, self._drop_labels(batch, network))
+        return Losses(bits, {"bits": bits.detach(), "accuracy": accuracy}, ratio)
+
+
+def hide(streams: Streams, count: Tensor, places: int) -> Tensor:
+    """Draw the tokens of each image to hide: `count` of them, int64 [B], 1 at least, any as likely as any other. Bool
+    [B, places]."""
+    rank = streams.uniform("mask_order", (places,)).argsort(dim=1, stable=True).argsort(dim=1)
+    hidden: Tensor = rank < count.clamp(1, places)[:, None]
+    return hidden
+
+
+def hidden_bits(network: Any, tokens: Tensor, hidden: Tensor, cond: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the mean of -log2 p over the hidden tokens of each image, and the share of them that is most probable, [B]
+    each.
+
+    tokens: int64 [B, N]; hidden: bool [B, N].
+    """
+    logits = network(torch.where(hidden, network.hidden, tokens), **cond)
+    count = hidden.sum(1)
+    right = (logits.detach().argmax(2) == tokens) & hidden
+    return (bits_of(logits, tokens) * hidden).sum(1) / count, right.sum(1) / count

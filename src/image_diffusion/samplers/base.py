@@ -1,0 +1,190 @@
+"""Base of every sampler: its section of the configuration, and how it is called."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.process import Process
+from image_diffusion.process.continuous import Continuous
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.flow import Flow
+from image_diffusion.process.grid import Denoised, Denoiser, Grid
+from image_diffusion.process.parameterization import Variance, clamp
+
+
+def _checked_num_steps(value: object) -> object:
+    counts = value if isinstance(value, list) else [value]
+    if isinstance(value, str) or (all(type(count) is int and count >= 0 for count in counts) and any(counts)):
+        return value
+    raise ValueError(
+        f"got {value!r}; expected a number of steps, at least 1, or which timesteps to keep. "
+        'Use 50, "ddim50" or "10,15,20".'
+    )
+
+
+NumSteps = Annotated[
+    int | str | list[int],
+    BeforeValidator(_checked_num_steps),
+    Field(
+        description="Number of steps, evenly spaced in time. For a discrete process also which timesteps to keep, as "
+        'IDDPM writes it: "ddim50", "10,15,20" or [10, 15, 20] (so many from each third), "" for every one.'
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """State of a sampler after each step. x: [B, ...] at the next noise level. x0: [B, ...], the prediction used."""
+
+    x: Tensor
+    x0: Tensor
+
+
+class SamplerConfig(Config):
+    """Sampler, from noise to samples. Called as sampler(denoiser, grid, noise, streams); a sampler only defines its
+    steps."""
+
+    type: str
+    """Which sampler."""
+    num_steps: NumSteps = 50
+    clip_denoised: bool | None = None
+    """Clamp each predicted x0 to [-1, 1], and derive eps from it again; unset: where x are pixels, not of latents."""
+    shift: float | None = Field(None, gt=0)
+    """Time shift of the flow process for sampling alone, instead of `process.shift`."""
+
+    @property
+    def draws_noise(self) -> bool:
+        """True if the steps add noise of their own; if not, the first noise decides the sample."""
+        return False
+
+    @property
+    def asks_intervals(self) -> bool:
+        """True if the network has to know average velocities (`Grid.interval`)."""
+        return False
+
+    @property
+    def starts_anywhere(self) -> bool:
+        """True if sampling may start at any point of the grid, from x_t at its noise level."""
+        return True
+
+    def calls(self, grid: Grid) -> int:
+        """Return the number of calls of the network for one image, without guidance."""
+        return grid.num_steps
+
+    def grid(self, process: Process) -> Grid:
+        """Return the points of a process to sample at. Raises ValueError where this sampler or its steps do not fit
+        it."""
+        return self.shifted(process).build().grid(self.num_steps)
+
+    def shifted(self, process: Process) -> Process:
+        """Return the process at the times that this sampler asks for. Raises ValueError where it has no time shift."""
+        if self.shift is None:
+            return process
+        if not isinstance(process, Flow):
+            raise ValueError(
+                f"shift is {self.shift:g}, but the process is {process.type}: only flow's times shift. Leave it out."
+            )
+        return process.model_copy(update={"shift": self.shift})
+
+    def fitted(self, variance: Variance, bounded: bool) -> Self:
+        """Return the sampler with what is unset taken from the model: the variance it was trained with, whether its x
+        lies in [-1, 1]."""
+        clip = bounded if self.clip_denoised is None else self.clip_denoised
+        return self.model_copy(update={"clip_denoised": clip})
+
+    def __call__(self, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Tensor:
+        """Sample x0 [B, ...] from standard normal noise [B, ...].
+
+        denoiser: the prediction at point i of the grid. streams: of these images; their seeds decide all further noise.
+        The result is divided by the last alpha, so that a process that ends at x = alpha x0 gives x0 as well.
+        """
+        x = noise
+        for step in self.trajectory(denoiser, grid, noise, streams):
+            x = step.x
+        return x / grid.alpha[-1].item()
+
+    def trajectory(self, denoiser: Denoiser, grid: Grid, noise: Tensor, streams: Streams) -> Iterator[Step]:
+        """Sample one step at a time, from most noise to least; x as the process has it, not divided by alpha."""
+        denoiser = clipped(denoiser, grid) if self.clip_denoised else denoiser
+        return self.steps(denoiser, grid, initial_scale(grid) * noise, streams)
+
+    @abstractmethod
+    def steps(self, denoiser: Denoiser, grid: Grid, x: Tensor, streams: Streams) -> Iterator[Step]:
+        """This sampler's rule, from x [B, ...] at the first noise level of the grid to the last."""
+
+
+class StepsFurther(SamplerConfig):
+    """Sampler whose steps may end elsewhere than at the grid's next point (`Grid.target`)."""
+
+    time_difference: float = Field(0.0, ge=0, lt=1)
+    """In continuous time, steps go this much further than the next time (Chen et al. 2023, "Analog bits", 3.3)."""
+
+    def grid(self, process: Process) -> Grid:
+        """Return the grid of points, as for every sampler. Raises ValueError for a time difference where time is not
+        continuous, and for noise on the path of a flow."""
+        if isinstance(process, Flow) and self.draws_noise:
+            raise ValueError(
+                f"The {self.type} sampler adds noise at every step, which the flow process of this model does not "
+                "allow. Use sde, euler, heun, dpm_solver, unipc, or ddim with eta 0."
+            )
+        if not self.time_difference:
+            return super().grid(process)
+        if not isinstance(process, Continuous):
+            raise ValueError(
+                f"time_difference is {self.time_difference:g}, but in the process {process.type} time is not "
+                f"continuous. Leave it out."
+            )
+        continuous = self.shifted(process)
+        assert isinstance(continuous, Continuous)
+        return continuous.build().grid(self.num_steps, self.time_difference)
+
+
+class SpacedByNoise(SamplerConfig):
+    """Sampler whose points may be other than those of even times."""
+
+    spacing: Literal["time", "karras"] = "time"
+    """Spacing of the steps of a discrete process: evenly in time, or evenly in the seventh root of sigma / alpha
+    (Karras et al. 2022), as with diffusers' use_karras_sigmas. The process edm always has the second."""
+
+    def shifted(self, process: Process) -> Process:
+        """Return the process with the sampler's time shift, as for every sampler. Raises ValueError for Karras's
+        spacing of another process than discrete."""
+        if self.spacing == "karras" and not isinstance(process, Discrete):
+            raise ValueError(
+                f"spacing is karras, but the process is {process.type}: only discrete takes it. edm has that spacing "
+                f"already, and the others begin where no signal is left. Leave it out."
+            )
+        return super().shifted(process)
+
+    def grid(self, process: Process) -> Grid:
+        """Return the grid of points, as for every sampler, with this spacing."""
+        process = self.shifted(process)
+        if self.spacing == "karras" and isinstance(process, Discrete):
+            return process.build().karras_grid(self.num_steps)
+        return super().grid(process)
+
+
+def initial_scale(grid: Grid) -> float:
+    """Return the standard deviation of x_t at the grid's first level, for x0 of unit variance."""
+    return math.hypot(grid.alpha[0].item(), grid.sigma[0].item())
+
+
+def clipped(denoiser: Denoiser, grid: Grid) -> Denoiser:
+    """Return the denoiser with x0 clamped to [-1, 1] and eps = (x_t - alpha x0) / sigma derived from it again."""
+    alphas, sigmas = grid.alpha.tolist(), grid.sigma.tolist()
+
+    def clipped_denoiser(x: Tensor, i: int) -> Denoised:
+        denoised = denoiser(x, i)
+        x0 = clamp(denoised.x0)
+        return replace(denoised, x0=x0, eps=(x - alphas[i] * x0) / sigmas[i])
+
+    return clipped_denoiser

@@ -1,0 +1,130 @@
+"""Base of the samplers of tokens: probabilities that are cut, draws that belong to the image, guidance of logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+
+
+class TokenSampler(Config, ABC):
+    """Method that draws a token from the network's prediction of it."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Divisor of the logits: below 1, probable tokens become more so."""
+    top_k: int | None = Field(None, ge=1)
+    """Draw among so many of the most probable tokens; unset: among all."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Draw among the fewest tokens that are so probable together (nucleus sampling); unset: among all."""
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., K] -> float64 [..., K], which sum to 1."""
+        return cut(logits.double() / self.temperature, self.top_k, self.top_p)
+
+    @property
+    @abstractmethod
+    def calls(self) -> int:
+        """Return the number of calls of the network with all tokens of an image, or of what takes as long."""
+
+    @abstractmethod
+    def steps(self, predictor: Predictor, streams: Streams, places: int) -> Iterator[Tensor]:
+        """Yield the tokens after each step, int64 [B, places]; hidden ones are K. streams: of the images."""
+
+
+def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Return the softmax of logits [..., K] over the most probable tokens alone: as many as top_k, and of those the
+    fewest whose probabilities add up to top_p (Holtzman et al. 2020, "The curious case of neural text degeneration",
+    equations 2 and 3). Tokens that are equally probable at the edge of top_k stay together."""
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    p = logits.softmax(-1)
+    if top_p is None:
+        return p
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(-1) - ordered >= top_p  # what comes before is enough without it
+    p = p.masked_fill(outside.gather(-1, order.argsort(-1)), 0.0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def drawn(p: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens, int64 [...], of probabilities [..., K] and numbers in [0, 1), [...]: where those fall among the sums."""
+    sums = p.cumsum(-1)
+    return torch.searchsorted(sums, (uniform.double() * sums[..., -1])[..., None], right=True)[..., 0]
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Return the place of each number in the order of its row, int64 [B, N]; of equal numbers, the first comes
+    first."""
+    return values.argsort(dim=1, stable=True).argsort(dim=1)
+
+
+def at_step(streams: Streams, step: int) -> Streams:
+    """Return the streams of a step, for each image its own."""
+    return dataclasses.replace(streams, epoch=torch.full_like(streams.sample, step))
+
+
+class Predictor:
+    """A network of tokens, conditioned on a batch of images' conditions and guided.
+
+    cond: its conditions, by name. null: what guidance leads away from; a condition that it does not name is kept.
+    Logits are null + guidance_scale * (conditioned - null) (Ho & Salimans 2022, on logits as in Chang et al. 2023,
+    "Muse", section 2.7). count: of images.
+    """
+
+    def __init__(
+        self, network: Any, cond: Mapping[str, Tensor], null: Mapping[str, Tensor], guidance_scale: float, count: int
+    ) -> None:
+        self._network, self._scale, self._count = network, guidance_scale, count
+        self._cond = dict(cond)
+        if guidance_scale != 1:
+            self._cond = {
+                name: torch.cat([x, null[name].to(x).expand_as(x) if name in null else x]) for name, x in cond.items()
+            }
+        self._past: Any = None
+
+    @property
+    def hidden(self) -> int:
+        """Return the number that stands for a hidden token."""
+        return int(self._network.hidden)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the network."""
+        device: torch.device = next(self._network.parameters()).device
+        return device
+
+    @property
+    def count(self) -> int:
+        """Return the number of images."""
+        return self._count
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        """Return the logits [B, N, K] of tokens [B, N]."""
+        return self._guided(self._network(self._both(tokens), **self._cond))
+
+    def begin(self) -> Tensor:
+        """Return the logits of the first token, [B, K]."""
+        logits, self._past = self._network.begin(**self._cond, count=self._count)
+        return self._guided(logits)
+
+    def go_on(self, token: Tensor, place: int) -> Tensor:
+        """Return the logits of the token after `token` [B], which stands at `place`: [B, K]."""
+        return self._guided(self._network.go_on(self._both(token), place, self._past))
+
+    def _both(self, tokens: Tensor) -> Tensor:
+        return tokens if self._scale == 1 else torch.cat([tokens, tokens])
+
+    def _guided(self, logits: Tensor) -> Tensor:
+        logits = logits.float()
+        if self._scale == 1:
+            return logits
+        conditional, null = logits.chunk(2)
+        return null + self._scale * (conditional - null)

@@ -1,0 +1,1 @@
+"""Commands that are rules of the workflow: each parses its arguments, calls the package, and prints."""

@@ -1,0 +1,66 @@
+"""Crop images to squares, and write them as shards.
+
+    python -m image_diffusion crop --config data.yaml --source source.json --output crops/manifest.json --processes 8
+
+An image's path decides its shard, so a run over changed images writes only the shards they belong to.
+
+With --part 2/8 only the shards of that part are written, and --output is a note of them; parts run side by side, and a
+last call with --made finds every shard in place: the same bytes as of one call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from image_diffusion.core.config.base import dump, load
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process.command import Parser, part_of, run
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.cropped.dataset import crop_dataset, crop_part
+
+
+def main() -> None:
+    parser = Parser(prog="python -m image_diffusion crop", description="Images -> square crops.")
+    parser.add_config("the data section, YAML")
+    parser.add_argument("--source", type=Path, help="source.json, where what was read is noted")
+    parser.add_argument("--part", type=part_of, help="which shards to write: 2/8 is part 2 of 0 to 7; unset: all")
+    parser.add_argument(
+        "--made", type=Path, nargs="+", default=[], help="the notes of all parts, whose shards are there"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="manifest.json, or a part's note, to write beside the shards"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="how many processes crop at once")
+    parser.add_argument("--journal", type=Path, help="folder of journals to log to")
+    arguments = parser.parse_args()
+    config = load(DataConfig, arguments.config, arguments.changes)
+    if arguments.part is not None:
+        folder, (index, count) = arguments.output.parent, arguments.part
+        written = crop_part(config, folder, arguments.output, arguments.part, arguments.processes)
+        print(f"crop: part {index} of {count} is done, {written} shards written")
+        return
+    # Here and not above: torch and matplotlib would slow the start of every crop process by seconds.
+    from image_diffusion.data.quality.contact_sheets import write_sheets
+
+    with Journal.open(arguments.journal, "crop") if arguments.journal else NullJournal() as journal:
+        journal.params(dump(config))
+        done = crop_dataset(config, arguments.output.parent, arguments.source, arguments.processes, arguments.made)
+        manifest = done.manifest
+        numbers = {"images": manifest["num_samples"], "quarantined": manifest["quarantined"]}
+        journal.metrics({**numbers, **{f"flag/{name}": count for name, count in manifest["flags"].items()}}, step=0)
+        for picture in write_sheets(arguments.output.parent, manifest, done.records):
+            journal.image(picture.stem, picture, step=0)
+        journal.artifact(arguments.output.parent / "quarantine.csv")
+    print(
+        f"crop: {manifest['num_samples']:,} crops in {len(manifest['shards'])} shards "
+        f"({done.num_written} written), {manifest['quarantined']:,} files quarantined"
+    )
+    if config.profile == "ignore" and (other := manifest["flags"].get("profile", 0)):
+        print(
+            f"crop: {other:,} crops are of images whose colour profile is not sRGB. It is ignored; set data.profile to "
+            "convert to apply it."
+        )
+
+
+if __name__ == "__main__":
+    run(main)

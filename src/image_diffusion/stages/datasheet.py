@@ -1,0 +1,109 @@
+"""Describe a data set on a page, and as JSON, to be read before training.
+
+    python -m image_diffusion datasheet --config data.yaml --data crops/manifest.json --output datasheet/datasheet.json
+
+Also draws the pictures that occur more than once, and the strangest images. Reads no original again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from image_diffusion.core.config.base import load
+from image_diffusion.core.files.atomic import make_folder, write_json, write_page
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process.command import Parser, run
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.quality.contact_sheets import repeated_pictures, strange_images
+from image_diffusion.data.quality.datasheet import body, describe_images
+from image_diffusion.data.quality.duplicates import near_duplicates
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import read_record, read_unwanted
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left }
+td.number { text-align: right; font-variant-numeric: tabular-nums } img { max-width: 100% } summary { cursor: pointer }
+"""
+
+
+def write_datasheet(
+    crops: Path, output: Path, captions: Mapping[str, Sequence[str]] | None, processes: int = 1
+) -> dict[str, Any]:
+    """Write datasheet.json, index.html and the pictures into `output`, of the crops in a folder; returns the sheet.
+
+    captions: see `describe_images`. processes: how many threads compare images. Raises ValueError if the crops are
+    missing or damaged.
+    """
+    every = open_shards(crops, "all")
+    records = [read_record(crops, shard) for shard in range(len(every.manifest["shards"]))]
+    crops_of = [sample for record in records for sample in record.samples]
+    rows = [row for row, sample in enumerate(crops_of) if sample.view == 0]  # of an image of several crops the first
+    samples = [crops_of[row] for row in rows]
+    pairs = near_duplicates(
+        [sample.look for sample in samples],
+        lambda place: every.gather(np.array([rows[place]]))[0].numpy(),
+        processes=processes,
+    )
+    sheet = describe_images(
+        every.manifest,
+        samples,
+        [row for record in records for row in record.quarantined],
+        [sample for record in records for sample in record.dropped],
+        read_unwanted(crops / "quarantine.csv"),
+        pairs,
+        every.held_out()[rows],
+        captions,
+    )
+    make_folder(output)
+    numbers = {sample.path: row for row, sample in zip(rows, samples, strict=True)}
+    drawn = [
+        *repeated_pictures(every, sheet, numbers, output / "same.png"),
+        *strange_images(every, sheet, numbers, output / "strange.png"),
+    ]
+    sheet |= {"data": every.digest, "files": describe(output, drawn)}
+    title = f"Data sheet of {sheet['name']}"
+    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
+    write_page(output / "index.html", f"{head}\n<h1>{title}</h1>\n{body(sheet, lambda name: name)}\n</html>\n")
+    write_json(output / "datasheet.json", sheet)
+    return sheet
+
+
+def captions_of(config: DataConfig) -> dict[str, list[str]] | None:
+    """Return the captions that come with the images, in columns named `caption`; None without captions."""
+    try:
+        return config.source.captions_beside(("caption",))
+    except ValueError:  # a source that has none says so in this way
+        return None
+
+
+def main() -> None:
+    parser = Parser(prog="python -m image_diffusion datasheet", description="Crops -> data sheet.")
+    parser.add_config("the data section, YAML")
+    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops")
+    parser.add_argument("--output", type=Path, required=True, help="datasheet.json to write; its page goes beside it")
+    parser.add_argument("--processes", type=int, default=1, help="number of threads (default: 1)")
+    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    arguments = parser.parse_args()
+    config = load(DataConfig, arguments.config, arguments.changes)
+    output: Path = arguments.output.parent
+    with Journal.open(arguments.journal, "datasheet") if arguments.journal else NullJournal() as journal:
+        sheet = write_datasheet(arguments.data.parent, output, captions_of(config), arguments.processes)
+        journal.params({"data": sheet["data"]})
+        journal.metrics({f"found/{finding['kind']}": finding["count"] for finding in sheet["findings"]}, step=0)
+        for name in sheet["files"]:
+            journal.image(Path(name).stem, output / name, step=0)
+        journal.artifact(output / "index.html")
+        journal.artifact(output / "datasheet.json")
+    print(f"datasheet: {sheet['num_samples']:,} images. {output / 'index.html'}")
+    for finding in sheet["findings"]:
+        print(f"  {finding['kind']}: {finding['count']:,} {finding['what']}")
+
+
+if __name__ == "__main__":
+    run(main)

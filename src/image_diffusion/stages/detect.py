@@ -1,0 +1,38 @@
+"""Train the embedded detector on a data set's own crops.
+
+Writes detector.safetensors and detector.json, both whole or absent. It starts over when it was killed: at most 200,000
+images are looked at (`most_examples`), ten minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from image_diffusion.core.config.base import load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.process.command import Parser, run
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.remote import place
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+
+
+def main() -> None:
+    """Read the command line, train, say how good the detector is."""
+    parser = Parser(description="Train the detector that the in-pipeline metrics are computed on.")
+    parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
+    parser.add_argument(
+        "--config", type=Path, help="settings of the training, YAML (default: those of DetectorTraining)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    options = parser.parse_args()
+    settings = load(DetectorTraining, options.config) if options.config else DetectorTraining()
+    train, held_out = open_shards(options.data, "train"), open_shards(options.data, "validation")
+    description = train_detector(train, held_out, settings, options.output, str(best_device()))
+    print(
+        f"detector: {description['accuracy']:.1%} of {description['num_held_out']:,} held-out images right "
+        f"({description['labels']}), {options.output / 'detector.json'}"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

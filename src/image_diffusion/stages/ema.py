@@ -1,0 +1,78 @@
+"""Write other weights of a training, without training again: of another average, or of an earlier step.
+
+    python -m image_diffusion ema --state results/x/train/state --average 0.999 --step 50000 \\
+        --weights results/x/train/weights.safetensors --output results/x/step-50000/weights.safetensors
+
+writes the average of one rate (or width, or the weights as trained: raw) at a step whose checkpoint was kept
+(`checkpoint.keep_every`); without --step at the last one, without --average the one that was written. Without
+--weights the training need not have ended: its newest checkpoint can be sampled while it goes on. Nothing but
+checkpoints is then read, and the training does not notice.
+
+    python -m image_diffusion ema --state results/x/train/state/0123456789abcdef \\
+        --weights results/x/train/weights.safetensors --width 0.15 --output results/x/ema-0.15/weights.safetensors
+
+writes an average of any width. The training must have had `ema: {type: power}` and kept checkpoints on the way: the
+more of them, the closer the reconstruction (Karras et al. 2024, section 3.2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import write_bytes
+from image_diffusion.core.files.weights import read_model, save_weights
+from image_diffusion.core.names import carried_files, inside
+from image_diffusion.core.process import command
+from image_diffusion.training.checkpoint.averaged_weights import weights_at, weights_in
+from image_diffusion.training.optim.ema import average_name
+from image_diffusion.training.optim.posthoc_ema import reconstruct
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion ema", description=__doc__.split("\n")[0])
+    parser.add_argument("--state", type=Path, required=True, help="state folder of one run, or of all runs")
+    parser.add_argument(
+        "--weights", type=Path, help="weights.safetensors of train (default: the training may still run)"
+    )
+    parser.add_argument("--trained-by", type=Path, help="train.yaml of the run, while it is training")
+    parser.add_argument("--average", metavar="RATE", help="number of a stored rate or width, or raw")
+    parser.add_argument("--step", type=int, help="step of the weights (default: the last)")
+    parser.add_argument("--width", type=float, help="another relative width sigma_rel, above 0 and below 0.28")
+    parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
+    arguments = parser.parse_args()
+    if arguments.weights is not None and arguments.trained_by is not None:
+        raise ValueError("--weights and --trained-by both tell which run is meant. Leave out one of the two.")
+    if arguments.width is not None:
+        if arguments.step is not None or arguments.average is not None:
+            raise ValueError("--width makes an average of its own, at the last step. Leave out --step and --average.")
+        tensors, model = _reconstructed(arguments.state, arguments.weights, arguments.width)
+    elif arguments.weights is not None:
+        tensors, model = weights_at(arguments.state, arguments.weights.parent, arguments.step, arguments.average)
+    else:
+        tensors, model = weights_in(arguments.state, arguments.step, arguments.average, arguments.trained_by)
+    described = {key: value for key, value in model.items() if key not in ("format", "sha256")}
+    carried = described.pop("carried", {})
+    if arguments.weights is not None and carried:
+        described["carried"] = carried
+        for name, path in carried_files(arguments.weights.parent, model).items():
+            write_bytes(inside(arguments.output.parent, name), path.read_bytes())
+    save_weights(arguments.output.parent, tensors, described)
+    print(f"ema: {model['ema'] or 'the weights as trained'} at step {model['step']:,} is in {arguments.output}")
+
+
+def _reconstructed(state: Path, weights: Path | None, width: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not 0 < width < 0.28:
+        raise ValueError(f"--width is {width}. Give a relative width above 0 and below 0.28, such as 0.1.")
+    if weights is None:
+        raise ValueError("--width needs --weights, the file that the training ended with.")
+    model = read_model(weights.parent)
+    tensors, step = reconstruct(state, width)
+    examples = model["examples_seen"] // model["step"] * step
+    return tensors, {**model, "step": step, "examples_seen": examples, "ema": average_name(width)}
+
+
+if __name__ == "__main__":
+    command.run(main)

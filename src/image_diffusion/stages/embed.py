@@ -1,0 +1,55 @@
+"""Embed crops and captions, or import embeddings of others, as shards of pairs.
+
+    python -m image_diffusion embed --config embed.yaml --data crops/manifest.json --detector detector \\
+        --output pairs-hashed/manifest.json
+
+Which of --data and --detector are wanted follows from pairs.type. Shards that are up to date are kept, and so is what
+has been learnt: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from image_diffusion.core.config.base import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.partial_results import resumable
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process import command
+from image_diffusion.data.encoded.pairs import write_pairs
+from image_diffusion.experiments.experiment import EmbedStage
+from image_diffusion.systems.pairs.inputs import PairInputs
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion embed", description="Images, captions -> pairs.")
+    parser.add_config("the stage's configuration, YAML")
+    parser.add_argument("--data", type=Path, help="manifest.json of the crops, for pairs made from images")
+    parser.add_argument("--detector", type=Path, help="folder of detect, for pairs.type hashed")
+    parser.add_argument("--output", type=Path, required=True, help="manifest.json to write")
+    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    arguments = parser.parse_args()
+
+    stage = load(EmbedStage, arguments.config, arguments.changes)
+    crops = arguments.data.parent if arguments.data else None
+    journal_of = Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal()
+    with resumable(arguments.output, dump(stage)), journal_of as journal:
+        journal.params(dump(stage))
+        given = PairInputs(
+            crops, stage.source, stage.num_shards, arguments.detector, best_device(), arguments.output.parent
+        )
+        pairs = stage.pairs.build(given)
+        splits = stage.pairs.splits
+        manifest, written = write_pairs(
+            pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent, stage.max_bad_fraction
+        )
+        journal.metrics({"pairs": manifest["num_samples"], "pairs_quarantined": manifest["quarantined"]}, step=0)
+        journal.artifact(arguments.output.parent / "quarantine.csv")
+    print(
+        f"embed: {manifest['num_samples']:,} {pairs.kind} of {' x '.join(map(str, pairs.shape))} numbers in "
+        f"{len(manifest['shards'])} shards ({written} written), {manifest['quarantined']:,} quarantined"
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,114 @@
+"""Encode shards of crops to shards of latents or tokens, or import latents that others encoded (data.source).
+
+    python -m image_diffusion encode --config encode.yaml --data crops/manifest.json --output latents/manifest.json
+
+With --part 2/8 only the shards of that part are encoded and no manifest is written: parts run side by side, and a
+last call without --part finds every shard in place and writes the manifest.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from image_diffusion.codecs.base import Codec, Tokens
+from image_diffusion.core.config.base import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.atomic import remove_unfinished, write_text
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process import command
+from image_diffusion.core.types import DataSpec
+from image_diffusion.data.encoded.imported_latents import Import
+from image_diffusion.data.encoded.latents import encode_shards, write_manifest
+from image_diffusion.data.quality.contact_sheets import reconstruction_sheet
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.experiments.experiment import EncodeStage
+from image_diffusion.metrics.images.reconstruction import codebook_use
+
+_SHOWN = 16
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion encode", description="Crops -> latents.")
+    parser.add_config("the stage's configuration, YAML")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="manifest.json of the crops, or source.json of latents"
+    )
+    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
+    parser.add_argument("--part", type=command.part_of, help="part of the shards, 2/8 is part 2 of 0 to 7")
+    parser.add_argument("--output", type=Path, required=True, help="manifest.json, or a part's file, to write")
+    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    arguments = parser.parse_args()
+
+    stage = load(EncodeStage, arguments.config, arguments.changes)
+    device = best_device()
+    weights = arguments.codec_weights.parent if arguments.codec_weights else None
+    codec = stage.build(weights, device)
+    if stage.encode.compile:
+        codec.compile_encoder()
+    crops, output = arguments.data.parent, arguments.output.parent
+    imported = import_of(stage, codec, output)
+
+    def write_shards(part: tuple[int, int] = (0, 1)) -> int:
+        if imported is not None:
+            return imported.write_shards(part)
+        return encode_shards(crops, output, codec, stage.encode, device, part)
+
+    if arguments.part is not None:
+        written = write_shards(arguments.part)
+        write_text(arguments.output, "")
+        print(f"encode: part {arguments.part[0]} of {arguments.part[1]} is done, {written} shards written")
+        return
+
+    with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
+        journal.params(dump(stage))
+        remove_unfinished(output)
+        written = write_shards()
+        if imported is not None:
+            manifest = imported.write_manifest(arguments.data)
+        else:
+            picture = output / "reconstructions.png"
+            show_reconstructions(crops, codec, device, picture)
+            manifest = write_manifest(crops, output, codec, stage.encode, [picture])
+            journal.image("reconstructions", picture, step=0)
+        numbers = summary(manifest)
+        journal.metrics({"images": manifest["num_samples"], **numbers}, step=0)
+    if "statistics" in manifest and (advice := stage.codec.advice(manifest["statistics"])):
+        print(f"note: {advice}", file=sys.stderr, flush=True)
+    figures = ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+    print(
+        f"encode: {manifest['num_samples']:,} images in {len(manifest['shards'])} shards ({written} written), {figures}"
+    )
+
+
+def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import | None:
+    """Return the import of latents that others have encoded; None: the data are crops to encode. Raises ValueError."""
+    if stage.data is None:
+        return None
+    images = DataSpec(channels=stage.data.channels, resolution=stage.data.resolution, num_classes=1)
+    return Import(stage.data, stage.codec.spec(images, None), codec, stage.encode, output)
+
+
+def summary(manifest: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers that show if an encoding makes sense: spread of the latents, or use of the codebook."""
+    if manifest["kind"] == "tokens":
+        return codebook_use(torch.tensor(manifest["token_counts"]))
+    return {"latent_std": manifest["statistics"]["global_std"]}
+
+
+def show_reconstructions(crops: Path, codec: Codec | Tokens, device: torch.device, path: Path) -> None:
+    """Draw images evenly spread over the set, what the codec makes of them, and the difference."""
+    dataset = open_shards(crops, "all")
+    chosen = np.linspace(0, dataset.num_samples - 1, min(_SHOWN, dataset.num_samples)).astype(np.int64)
+    images = dataset.gather(chosen)
+    encoded = codec.encode(images.to(device))
+    decoded = codec.decode(encoded if isinstance(codec, Tokens) else codec.normalise(encoded[:, 0]))
+    reconstruction_sheet(images.numpy(), decoded.cpu().numpy(), path)
+
+
+if __name__ == "__main__":
+    command.run(main, "encode.batch_size")

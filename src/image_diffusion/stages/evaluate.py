@@ -1,0 +1,209 @@
+"""Evaluate a trained model: samples against real images, a codec's reconstructions against their originals.
+
+    python -m image_diffusion evaluate --config evaluate.yaml --weights results/x/train/weights.safetensors \
+        --samples samples.npz --data crops --detector detector --output metrics.json --report evaluation
+
+What is measured follows from the model's system. Without --weights, samples from anywhere are judged; with them and
+evaluate.likelihood, but without --samples, the bits per dimension alone are measured. Where torchrun starts several
+processes, they share the images and the numbers stay the same. Where it was stopped, the same command goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.atomic import make_folder, write_json
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.files.partial_results import resumable
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process import command
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.remote import place
+from image_diffusion.experiments.experiment import load_sections
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.samples import Samples, read_generated, read_samples
+from image_diffusion.systems.base import Model
+from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
+from image_diffusion.systems.evaluation import Evaluation, EvaluationInputs
+from image_diffusion.systems.interface import Section
+from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.parallel.world import join
+from image_diffusion.training.trained_by import check_trained_by
+
+
+def main() -> None:
+    """Read the command line, measure, write metrics.json."""
+    parser = command.Parser(prog="python -m image_diffusion evaluate", description="Judge a trained model.")
+    parser.add_config("section evaluate, YAML")
+    parser.add_argument("--weights", type=Path, help="weights.safetensors of train (default: evaluate samples alone)")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml of the training that the weights must come from")
+    parser.add_argument("--samples", type=Path, help="samples.npz, or a folder of images; a codec needs none")
+    parser.add_argument(
+        "--making", type=Path, help="sample.yaml, to generate the samples here; --samples holds the first ones"
+    )
+    parser.add_argument("--codec-weights", type=Path, help="with --making: as for sample")
+    parser.add_argument("--small-images", type=Path, help="with --making: as for sample")
+    parser.add_argument("--embeddings", type=Path, nargs="+", default=[], help="with --making: as for sample")
+    parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
+    parser.add_argument("--encoded", type=Path, help="folder of what the codec made of --data; for a model of tokens")
+    parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
+    parser.add_argument(
+        "--references", type=Path, nargs="+", default=[], help="folders that reference wrote, one a detector"
+    )
+    parser.add_argument("--reference", type=Path, help=".npz of statistics or samples, in place of the data's split")
+    parser.add_argument("--previews", type=Path, help="folder of the previews that training kept")
+    parser.add_argument("--report", type=Path, help="folder for the pictures")
+    parser.add_argument("--journal", type=Path, help="folder for this stage's journal")
+    parser.add_argument("--output", type=Path, required=True, help="metrics.json to write")
+    arguments = parser.parse_args()
+    weights, codec = arguments.weights, arguments.codec_weights
+    with join() as world:
+        model = trained_model(weights, arguments.trained_by)
+        evaluation = model.system.evaluation() if model is not None else DiffusionEvaluation()
+        reader: Callable[[Path, list[str]], Samples] = read_samples
+        if arguments.making:
+            others = arguments.small_images, arguments.embeddings
+            reader = generated_samples_reader(weights, arguments.making, codec, *others)
+        inputs = EvaluationInputs(
+            model=model,
+            settings=evaluation_settings(model, evaluation.section, arguments.config, arguments.changes),
+            data=arguments.data,
+            samples=arguments.samples,
+            detector=arguments.detector,
+            reference=arguments.reference,
+            references=arguments.references,
+            previews=arguments.previews,
+            report=arguments.report if world.is_main else None,  # the other processes share the work, and write nothing
+            encoded=arguments.encoded,
+            raw=partial(raw_network, weights),
+            read=reader,
+        )
+        files = [weights and weights.parent / "raw", arguments.making, arguments.small_images, *arguments.embeddings]
+        files += [codec, codec and codec.parent / "model.json"]
+        journal = arguments.journal if world.is_main else None
+        evaluate(evaluation, inputs, model, files, journal, arguments.output, world.is_main)
+
+
+def evaluate(
+    evaluation: Evaluation,
+    inputs: EvaluationInputs,
+    model: Model | None,
+    files: list[Path | None],
+    journal_folder: Path | None,
+    output: Path,
+    writes: bool,
+) -> None:
+    """Measure; write metrics.json and print the numbers, where this process is the one that `writes`.
+
+    files: those that `inputs` does not name and that change the numbers, so that the same command resumes after one
+    that was stopped, and only then.
+    """
+    tags = {"manifest_digest": open_shards(inputs.data, "train").digest}
+    settings = {evaluation.section: dump(inputs.settings)}
+    identity = [tags, settings, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
+    samples = inputs.samples
+    files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
+    files += [inputs.detector, inputs.reference, inputs.previews]
+    journal = Journal.open(journal_folder, "evaluate", tags=tags) if journal_folder else NullJournal()
+    with resumable(output, identity, files, writes), journal:
+        journal.params(settings)
+        result = measure(evaluation, inputs, model)
+        step = model.step if model is not None else int(result["protocol"].get("samples", {}).get("step", 0))
+        journal.metrics(dict(_tracked_metrics(result)), step)
+        if result.get("doubt"):
+            journal.params({"doubt": result["doubt"]})
+        if model is not None:
+            journal.metrics({"examples_seen": model.examples_seen}, step)
+        for point in result["curve"]:
+            values = {f"preview/{k}": v for k, v in point.items() if k not in ("step", "num_samples")}
+            journal.metrics(values, point["step"])
+        pictures = sorted(inputs.report.glob("*.png")) if inputs.report else []
+        for picture in pictures:
+            journal.image(picture.stem, picture, step)
+        if writes:
+            write_json(output, result | {"files": describe(output.parent, pictures)})
+            print_metrics(result["metrics"], result.get("doubt"))
+
+
+def trained_model(weights: Path | None, trained_by: Path | None) -> Model | None:
+    """Return the model of --weights. Raises ValueError if it is of another training than --trained-by."""
+    if weights is None:
+        return None
+    check_trained_by(weights.parent, trained_by)
+    return load_model(weights.parent)
+
+
+def raw_network(weights: Path) -> nn.Module | None:
+    """Return the network with the weights that were not averaged, where they were kept beside `weights`."""
+    folder = weights.parent / "raw"
+    return load_model(folder).network.to(best_device()) if (folder / "model.json").is_file() else None
+
+
+def evaluation_settings(model: Model | None, section: str, config: Path, changes: list[str]) -> Any:
+    """Return the section of a file that a model is evaluated by, with some values changed."""
+    sections = model.system.sections if model is not None else {section: Section(EvaluateConfig, EvaluateConfig())}
+    return load_sections(config, [section], sections, changes)[section]
+
+
+def generated_samples_reader(
+    weights: Path | None,
+    config: Path,
+    codec_weights: Path | None,
+    small_images: Path | None,
+    embeddings: Sequence[Path],
+) -> Callable[[Path, list[str]], Samples]:
+    """Return a reader that generates samples when it needs them, by a sample.yaml. Raises ValueError for settings that
+    do not fit the model."""
+    if weights is None:
+        raise ValueError("--making needs the network. Name it: --weights weights.safetensors.")
+    model = load_model(weights.parent)
+    settings = load_sections(config, ["sample"], model.system.sections)["sample"]
+    codec = load_codec(model, codec_weights.parent if codec_weights else None, best_device())
+    inputs = SamplingInputs(model, settings, codec, load_model, small_images, embeddings)
+    generator = model.system.sampling().maker(inputs)
+    return partial(read_generated, generator, generator.labels, settings.batch_size)
+
+
+def measure(evaluation: Evaluation, inputs: EvaluationInputs, model: Model | None) -> dict[str, Any]:
+    """Return the contents of metrics.json: {"metrics", "curve", "classes", "protocol"}."""
+    if inputs.report is not None:
+        make_folder(inputs.report)
+    result = evaluation.evaluate(inputs)
+    if model is not None:
+        result["protocol"]["weights"] = {"sha256": model.sha256, "step": model.step, "system": model.system.type}
+    return result
+
+
+def _tracked_metrics(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers by the names under which they are tracked: those of a judge that must not be believed lie
+    apart, so that nothing is chosen by them."""
+    doubts = result.get("doubts", ())
+    for name, entry in result["metrics"].items():
+        if entry["value"] is not None:
+            believed = entry.get("doubt") is None or entry["doubt"] not in doubts
+            yield (name if believed else f"doubted/{name}"), entry["value"]
+
+
+def print_metrics(metrics: dict[str, dict[str, Any]], doubt: str | None = None) -> None:
+    """Print a line for each metric, and each doubt once."""
+    for name, entry in metrics.items():
+        if entry["value"] is not None:
+            interval = entry["interval"]
+            between = f"  [{interval[0]:.4g}, {interval[1]:.4g}]" if interval else ""
+            ratio = f"  {entry['ratio']:.2f} x floor" if entry.get("ratio") is not None else ""
+            print(f"{name:24} {entry['value']:.5g}{between}{ratio}  {entry['note']}".rstrip())
+    for reason in dict.fromkeys([doubt, *(entry.get("doubt") for entry in metrics.values())]):
+        if reason is not None:
+            print(f"Do not rely on these numbers: {reason}.")
+
+
+if __name__ == "__main__":
+    command.run(main)

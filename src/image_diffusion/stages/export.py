@@ -1,0 +1,188 @@
+"""Export weights as a folder that diffusers loads, or read foreign weights into a weights folder.
+
+    python -m image_diffusion export --config export.yaml --weights weights.safetensors --output results/x/diffusers
+    python -m image_diffusion export --read DiT-XL-2-256x256.pt --output results/dit/train
+
+The first writes a `DiTPipeline`, or an `AutoencoderKL` for a codec, or (export.format: pipeline) any model with a
+pipeline.py and code of its own, and a model card beside it, whole or not at all. The second
+reads published weights and training states of others (docs/exporting.md) and writes weights.safetensors and model.json,
+from which `sample` makes images without training, `evaluate` judges a prior, and `train` goes on (train.init_from).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from image_diffusion.core.config.base import Config, dump, load
+from image_diffusion.core.files.atomic import atomic_folder, read_json, sha256_file, write_bytes, write_text
+from image_diffusion.core.files.checksums import write_checksums
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.process import command
+from image_diffusion.experiments.experiment import Experiment, ExportStage, load_experiment
+from image_diffusion.export.model_card import CardUse, model_card
+from image_diffusion.export.registry import export_of
+from image_diffusion.foreign.registry import read_weights
+from image_diffusion.metrics.published_results import PublishedResult
+from image_diffusion.networks.weights.dit import class_of, load_tensors
+from image_diffusion.systems.base import Model, System, name_of
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.trained_by import check_trained_by
+
+
+def write_model(model: Model, format_: str, codec_weights: Path | None, folder: Path) -> CardUse:
+    """Write a model as another program reads it. Raises ValueError for what that has no place for."""
+    export = export_of(model.system, format_)
+    return export.write(model, load_codec(model, codec_weights, torch.device("cpu")), folder)
+
+
+def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) -> str:
+    """Write a weights folder from a network that was trained elsewhere. Returns what it was taken for.
+
+    codec: of a DiT's latents. experiment: the file that describes a network of no published name. Raises ValueError
+    listing what is missing, unexpected or of another shape, or for weights of a kind that no system knows.
+    """
+    content = {} if path.is_dir() else load_tensors(path)
+
+    def described(kind: type[System]) -> Experiment | None:
+        description = None if experiment is None else load_experiment(experiment)
+        name = name_of(kind)
+        if description is not None and description.system.type != name:
+            raise ValueError(
+                f"{path} is of a system of type {name}, but {experiment} has system.type {description.system.type}. "
+                f"Use {name}."
+            )
+        return description
+
+    foreign = read_weights(content, path, codec, described)
+    if foreign is None:
+        raise ValueError(_unknown_weights(content, path))
+    save_weights(
+        folder,
+        foreign.tensors,
+        {
+            "system": dump(foreign.system),
+            "spec": dump(foreign.spec),
+            "codec": {"config": dump(foreign.codec), "identity": foreign.identity, "scale": None},
+            "classes": [str(number) for number in range(foreign.spec.num_classes)],
+            "step": 0,
+            "examples_seen": 0,
+            "ema": None,
+        },
+    )
+    unread = f"; not read: {', '.join(foreign.unread)}" if foreign.unread else ""
+    return f"{foreign.description}{unread}"
+
+
+def _unknown_weights(content: Mapping[str, Any], path: Path) -> str:
+    """Return the message on a file or folder that no system knows."""
+    advice = (
+        "Use weights of a DiT or SiT, of a U-Net of improved-diffusion or guided-diffusion, of lucidrains' RIN, of a "
+        "discrete VAE of DALLE-pytorch or OpenAI, of a prior of DALLE2-pytorch, or a folder of a PriorTransformer."
+    )
+    if path.is_dir():
+        name = class_of(path)
+        kind = f"of diffusers' {name}, which no system reads" if name else "without a config.json"
+        return f"{path} is a folder {kind}. {advice}"
+    if {"state", "param_groups"} <= set(content):
+        return f"{path} is the state of an optimizer, without weights. Use the file of weights beside it, ema_….pt."
+    names = ", ".join(list(content)[:4])
+    return f"{path} holds no weights that a system reads; its first entries are {names}. {advice}"
+
+
+class Published(Config):
+    """A checkpoint that others published."""
+
+    file: str
+    """Name of the file."""
+    what: str
+    """Model and paper that the checkpoint is of."""
+    source: str
+    """The page of its authors."""
+    licence: str
+    """Licence of its authors."""
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the file, if its authors give it."""
+    codec: str | None = None
+    """The autoencoder of its latents, where it works on any: a folder or a name on the Hugging Face Hub."""
+    experiment: str | None = None
+    """The experiment file that describes what the file does not tell, as --experiment of export does: its path from
+    here."""
+    cited: tuple[PublishedResult, ...] = ()
+    """Results that its authors measured, and the differences if its images are made by this package."""
+    sample: SampleConfig
+    """Settings by which images are made with it."""
+
+
+def read_published(config: Path, path: Path, codec: str | None, folder: Path) -> Published:
+    """Write a weights folder from the file that a description is of.
+
+    codec: in place of the one that it names. Raises ValueError for another file.
+    """
+    published = load(Published, config)
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist. Get {published.file} from {published.source}; nothing is downloaded here."
+        )
+    if path.name != published.file:
+        raise ValueError(f"{config} describes {published.file}, but --read is {path}. Name the one that it describes.")
+    if published.sha256 is not None and sha256_file(path) != published.sha256:
+        raise ValueError(f"{path} is damaged, or another file: its sha256 is not {published.sha256}. Copy it again.")
+    experiment = config.parent / published.experiment if published.experiment is not None else None
+    read_foreign(path, codec or published.codec or "", experiment, folder)
+    return published
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion export", description="Weights <-> other programs.")
+    parser.add_config("the stage's configuration, export.yaml", required=False)
+    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument("--metrics", type=Path, help="metrics.json, for the model's card")
+    parser.add_argument("--grid", type=Path, help="a picture of samples, for the model's card")
+    parser.add_argument("--data-name", default="unknown", help="name of the data set, for the model's card")
+    parser.add_argument(
+        "--read", type=Path, help="foreign weights to read: a .pt or .safetensors file, or a diffusers folder"
+    )
+    parser.add_argument(
+        "--codec", default="stabilityai/sd-vae-ft-ema", help="with --read: the autoencoder of the latents"
+    )
+    parser.add_argument("--experiment", type=Path, help="with --read: describes what the file does not tell")
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write")
+    arguments = parser.parse_args()
+
+    if arguments.read is not None:
+        kind = read_foreign(arguments.read, arguments.codec, arguments.experiment, arguments.output)
+        print(f"export: wrote {arguments.output} from {arguments.read}: {kind}")
+        return
+    if arguments.config is None or arguments.weights is None:
+        raise ValueError("Give --config and --weights to write a diffusers folder, or --read to read foreign weights.")
+    stage = load(ExportStage, arguments.config, arguments.changes)
+    if stage.export.format == "none":
+        raise ValueError("export.format is none: there is nothing to write. Set it to diffusers or pipeline.")
+    codec_weights = arguments.codec_weights.parent if arguments.codec_weights else None
+    check_trained_by(arguments.weights.parent, arguments.trained_by)
+    model = load_model(arguments.weights.parent)
+    measured = read_json(arguments.metrics) if arguments.metrics else None
+    name = arguments.output.resolve().parent.name
+    with atomic_folder(arguments.output) as folder:
+        use = write_model(model, stage.export.format, codec_weights, folder)
+        pictures = {}
+        if arguments.grid is not None:
+            write_bytes(folder / "grid.png", arguments.grid.read_bytes())
+            pictures["grid.png"] = "Samples"
+        write_text(folder / "README.md", model_card(name, arguments.data_name, model, use, measured, pictures))
+        write_checksums(folder)
+    print(f"export: {arguments.output} is a folder for diffusers")
+
+
+if __name__ == "__main__":
+    command.run(main)

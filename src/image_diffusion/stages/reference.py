@@ -1,0 +1,62 @@
+"""Extract the features of a data set's real images, once for all comparisons.
+
+    python -m image_diffusion reference --config reference.yaml --data crops --detector detector \
+        --output references/inpipe
+
+Writes a folder: the features of every image and of some that were degraded, the statistics of both splits in the
+layout that ADM and EDM read, and reference.json, which says of which images and by which detector. Where torchrun
+starts several processes, they share the images.
+
+With --part 2/8 only the images of that part are looked at, and --output is an .npz of what was seen in them; parts run
+side by side, and a last call with --made joins what they wrote: the same bytes as of one call. The parts then go.
+
+What has been seen is kept until the output is there: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from image_diffusion.core.config.base import load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.partial_results import resumable
+from image_diffusion.core.process import command
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.remote import place
+from image_diffusion.experiments.experiment import ReferenceStage
+from image_diffusion.metrics.evaluate_samples import RealImages
+from image_diffusion.metrics.features.reference_features import write_features, write_part
+from image_diffusion.training.parallel.world import join
+
+
+def main() -> None:
+    """Read the command line, look, write the folder."""
+    parser = command.Parser(prog="python -m image_diffusion reference", description=__doc__)
+    parser.add_config("section detector, YAML")
+    parser.add_argument("--data", type=place, required=True, help="folder of crops: path or URL")
+    parser.add_argument("--detector", type=Path, help="folder of detect, for the detector inpipe")
+    parser.add_argument("--part", type=command.part_of, help="part of the images, 2/8 is part 2 of 0 to 7")
+    parser.add_argument("--made", type=Path, nargs="+", default=[], help="outputs of all parts, in order, to join")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write, or .npz of a part")
+    arguments = parser.parse_args()
+    with join() as world:
+        stage = load(ReferenceStage, arguments.config, arguments.changes)
+        detector = stage.detector.build(arguments.detector, str(best_device()))
+        data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
+        splits = data.looked_at
+        identity = [detector.identity, {name: images.digest for name, images in splits.items()}]
+        if arguments.part is not None:
+            with resumable(arguments.output, identity, writes=world.is_main):
+                write_part(detector, splits, arguments.output, arguments.part, world.is_main)
+            return
+        with resumable(arguments.output / "reference.json", identity, writes=world.is_main):
+            write_features(detector, splits, arguments.output, world.is_main, arguments.made)
+        if world.is_main:
+            shutil.rmtree(arguments.output / "parts", ignore_errors=True)
+            counts = " and ".join(f"{images.num_samples:,} of {name}" for name, images in splits.items())
+            print(f"reference: {counts} seen by {detector.identity['name']}, {arguments.output / 'reference.json'}")
+
+
+if __name__ == "__main__":
+    command.run(main)

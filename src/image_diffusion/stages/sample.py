@@ -1,0 +1,306 @@
+"""Sample a trained model. Each sample has its own seed, and depends on nothing else.
+
+    python -m image_diffusion sample --config sample.yaml --weights weights.safetensors --output samples.npz
+
+Writes samples.npz (arr_0 uint8 [N, H, W, C] and, with classes, arr_1 int64 [N]: the layout of ADM's evaluator),
+grid.png, steps.png (from noise to image) and samples.json (how they were made). No more than a batch is in memory. With
+`keep: false` only the images of the grid are made here, and `evaluate` makes them all as it looks at them.
+A prior's samples are embeddings: img_emb/img_emb_0.npy and metadata/metadata_0.parquet, as clip-retrieval writes them,
+and embeddings.json.
+
+A person names what is trained, and the rest is found: an experiment, or a folder of weights.
+
+    image-diffusion sample demo --label 3 --num 16 --seed 3 --guidance 2
+
+or, of weights that others published, a file of yours and its description:
+
+    image-diffusion sample --published config/published/dit_xl2_imagenet256.yaml \\
+        --read DiT-XL-2-256x256.pt --output results/dit
+
+Nothing is downloaded. --output is then a folder: `train` has the weights, from which a training may start too
+(train.init_from), and `samples` the samples.
+
+The same command resumes after one that was stopped, behind the last finished batch.
+
+With --part 2/8 only the samples of that part are made, and written alone; parts run side by side, and a last call with
+--made joins what they wrote: the same bytes as of one call. The parts are then removed.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.config.base import dump, to_yaml
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.atomic import remove_unfinished, write_text
+from image_diffusion.core.files.npz import read_arrays, stream_samples
+from image_diffusion.core.files.partial_results import Arrays, batches, resumable, rows_of_part
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process import command
+from image_diffusion.core.process.progress import Progress
+from image_diffusion.experiments.experiment import load_sections
+from image_diffusion.systems.base import Model
+from image_diffusion.systems.sampling import Maker, SampleFiles, SampleSettings, SamplesToWrite, SamplingInputs
+from image_diffusion.training.load_model import load_codec, load_model
+from image_diffusion.training.trained_by import check_trained_by
+from image_diffusion.workflow.inputs import TrainedFiles, find_trained
+
+_SHORT = {
+    "label": "labels",
+    "num": "num_samples",
+    "seed": "seed",
+    "guidance": "guidance.guidance_scale",
+}
+"""Short options, and the keys of the section `sample` that they set; not every system has them all."""
+
+_DEFAULT_NUM = 16
+"""Default number of samples of a trained experiment that the command line names."""
+
+_PART = re.compile(r"\.?(?P<name>part-\d+-of-(?P<count>\d+)\.npz)(?P<unfinished>\..+\.tmp|\.halfway)?")
+
+
+def _parser() -> command.Parser:
+    parser = command.Parser(prog="python -m image_diffusion sample", description=__doc__)
+    parser.add_argument("trained", nargs="?", help="a trained experiment, its folder, or a folder of weights")
+    parser.add_config("the stage's configuration, sample.yaml (that of the experiment, or the defaults)", False)
+    for name, key in _SHORT.items():
+        about = (
+            "name, number or {position: N} of a class; again for more, each in turn"
+            if name == "label"
+            else f"sample.{key}"
+        )
+        parser.add_argument(f"--{name}", action="append" if name == "label" else "store", help=about)
+    parser.add_argument("--published", type=Path, help="config/published/….yaml, which describes the file --read")
+    parser.add_argument("--read", type=Path, help="with --published: the weights that others published")
+    parser.add_argument("--codec", help="with --published: the autoencoder, a folder, where the Hub is not at hand")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of all results")
+    parser.add_argument("--weights", type=Path, help="weights.safetensors that train wrote")
+    parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
+    parser.add_argument(
+        "--codec-weights", type=Path, help="weights.safetensors of the experiment that trained the codec"
+    )
+    parser.add_argument(
+        "--small-images",
+        type=Path,
+        help="images to enlarge: samples.npz of an experiment, or with small_images: validation the folder of crops",
+    )
+    parser.add_argument(
+        "--embeddings",
+        type=Path,
+        nargs="+",
+        help="embeddings to decode: their folder, or the folders of held-out pairs and of their crops",
+    )
+    parser.add_argument(
+        "--crop", type=Path, help="crop.yaml of the data set, to crop the images of sample.given and sample.start by"
+    )
+    parser.add_argument(
+        "--part", type=command.part_of, help="part of the samples, 2/8 is part 2 of 0 to 7 (default: all)"
+    )
+    parser.add_argument("--shown", action="store_true", help="make only as many as grid.png shows, sample.grid_images")
+    parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="samples.npz, embeddings.json, or a part's .npz, to write (drawn/NAME); a folder with --published",
+    )
+    parser.add_argument("--journal", type=Path, help="the folder of this stage's journal")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command. words: its arguments; None: those of the process."""
+    arguments = _parser().parse_args(words)
+    values = {key: getattr(arguments, name) for name, key in _SHORT.items() if getattr(arguments, name) is not None}
+    output: Path | None = arguments.output
+    if arguments.published is not None:
+        if arguments.read is None or output is None:
+            raise ValueError("--published needs the weights and a folder to write. Name them: --read, --output.")
+        files = read_published(arguments.published, arguments.read, arguments.codec, output)
+        output = output / "samples" / "samples.npz"
+    elif arguments.read is not None or arguments.codec is not None:
+        raise ValueError("--read and --codec go with --published. Name the description of the weights there.")
+    elif arguments.trained is not None:
+        files = find_trained(arguments.trained, arguments.results)
+        values.setdefault("num_samples", _DEFAULT_NUM)
+    elif None in (arguments.weights, arguments.config, output):
+        raise ValueError("Name a trained experiment, or give --config, --weights and --output.")
+    else:
+        files = TrainedFiles("", arguments.weights)
+    names = ("weights", "config", "codec_weights", "small_images", "embeddings", "crop")
+    files = replace(files, **{name: value for name in names if (value := getattr(arguments, name))})
+
+    check_trained_by(files.weights.parent, arguments.trained_by)
+    model = load_model(files.weights.parent)
+    if "sample" not in model.system.sections:
+        raise ValueError(
+            f"A system of type {model.system.type} makes no samples. Sample an experiment whose system does."
+        )
+    changes = [*short_changes(values, model.classes), *arguments.changes]
+    settings = load_sections(files.config, ["sample"], model.system.sections, changes)["sample"]
+    sampling = model.system.sampling()
+    kind = sampling.files
+    if arguments.shown:
+        settings = settings.model_copy(update={"num_samples": min(settings.num_samples, kind.shown(settings))})
+    codec = load_codec(model, files.codec_weights.parent if files.codec_weights else None, best_device())
+    embeddings = files.embeddings or ()
+    inputs = SamplingInputs(model, settings, codec, load_model, files.small_images, embeddings, files.crop)
+    generator = sampling.maker(inputs)
+
+    output = output or Path("drawn", files.name, kind.file)
+    remove_stale_parts(output, arguments.part, arguments.made)
+    described = protocol(settings, model) | generator.described
+    described["settings"].pop("keep", None)  # which changes no image
+    identity = [described, dump(model.system), model.codec]
+    with resumable(output, identity, [files.small_images, *embeddings]):
+        if arguments.part is not None:
+            write_part(generator, settings, kind, output, arguments.part)
+            return
+        rows = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
+        samples = joined(arguments.made, settings) if arguments.made else cached_batches(generator, rows)
+        # Who names a trained experiment wants to have the images, and parts have been stored.
+        count = settings.num_samples if arguments.trained or arguments.made else settings.num_stored
+        journal = Journal.open(arguments.journal, "sample") if arguments.journal else NullJournal()
+        with journal, Progress("sample", count, kind.one) as progress:
+            journal.params({"sample": dump(settings)})
+            samples = with_progress(first(samples, count), progress)
+            pictures = kind.write(SamplesToWrite(samples, generator, settings, model, described, output, count))
+            journal.metrics({"examples_seen": model.examples_seen}, model.step)
+            for title, picture in pictures.items():
+                journal.image(title, picture, model.step)
+    for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
+        part.unlink(missing_ok=True)
+    shown = "".join(f", shown in {picture}" for picture in list(pictures.values())[:1])
+    rest = f"; evaluate makes all {settings.num_samples:,}" if count < settings.num_samples else ""
+    print(f"sample: {count:,} {kind.kind} in {output}{shown}{rest}")
+
+
+def read_published(description: Path, path: Path, codec: str | None, folder: Path) -> TrainedFiles:
+    """Write published weights to a folder, and the settings to sample them with; returns those files."""
+    # By name: the code digest of this stage leaves out what reads and exports weights, which change no sample.
+    export = import_module("image_diffusion.stages.export")
+    published = export.read_published(description, path, codec, folder / "train")
+    print(f"sample: {published.what}. Licence: {published.licence}", flush=True)
+    for result in published.cited:
+        print(f"sample: {result.metric} {result.value:g} ({result.source}). {' '.join(result.differences)}".rstrip())
+    config = folder / "config" / "sample.yaml"
+    write_text(config, to_yaml({"sample": dump(published.sample)}))
+    return TrainedFiles("", folder / "train" / "weights.safetensors", config)
+
+
+def write_part(
+    generator: Maker, settings: SampleSettings, kind: SampleFiles, output: Path, part: tuple[int, int]
+) -> None:
+    """Write the samples of part i of n, (i, n)."""
+    rows = rows_of_part(settings.num_samples, settings.batch_size, part)
+    count = sum(each.stop - each.start for each in rows)
+    with Progress("sample", count, kind.one) as progress:
+        stream_samples(output, with_progress(cached_batches(generator, rows), progress), count, None)
+    print(f"sample: part {part[0]} of {part[1]} is done, {count:,} {kind.kind}")
+
+
+def short_changes(values: Mapping[str, Any], classes: Sequence[str]) -> list[str]:
+    """Return the changes that --label, --num, --seed and --guidance stand for, in the form of --set."""
+    labels = f"[{', '.join(_label(text, classes) for text in values.get('labels', ()))}]"
+    return [f"sample.{key}={labels if key == 'labels' else value}" for key, value in values.items()]
+
+
+def _label(text: str, classes: Sequence[str]) -> str:
+    """Return a class of the command line as --set has it: a number, a position, or else a name."""
+    is_number = text.isdecimal() and text == str(int(text))
+    is_position = text not in classes and re.fullmatch(r"\{position: *\d+\}", text)
+    return text if is_number or is_position else json.dumps(text)
+
+
+def remove_stale_parts(output: Path, part: tuple[int, int] | None, joined_parts: Sequence[Path]) -> None:
+    """Remove the parts that killed runs left beside an output, whole or half-written: those of another number of parts,
+    and when they are joined all but `joined_parts`. What is being written stays."""
+    names = {path.name for path in joined_parts}
+    for path in sorted(output.parent.glob("*part-*-of-*.npz*")):
+        match = _PART.fullmatch(path.name)
+        if match is None or (part is not None and int(match["count"]) == part[1]):
+            continue
+        if match["unfinished"] == ".halfway":
+            shutil.rmtree(path, ignore_errors=True)
+        elif match["unfinished"]:
+            remove_unfinished(output.parent, glob.escape(match["name"]))
+        elif path.name not in names:
+            path.unlink(missing_ok=True)
+
+
+def cached_batches(generator: Maker, rows: Iterable[slice]) -> Iterator[Tensor]:
+    """Yield the batches of these rows; those that an interrupted command finished are read again."""
+
+    def generate(chosen: slice) -> Arrays:
+        return {"samples": generator(chosen).numpy()}
+
+    cached = batches("samples")
+    for chosen in rows:
+        yield torch.from_numpy(cached(f"{chosen.start}-{chosen.stop}", partial(generate, chosen))["samples"])
+
+
+def joined(parts: list[Path], settings: SampleSettings) -> Iterator[Tensor]:
+    """Yield the batches [B, C, H, W] or [B, dim] that the parts wrote, in order. A damaged part is removed, to be made
+    again.
+
+    Raises ValueError when one is damaged, or they are not all of them.
+    """
+    arrays = []
+    for path in parts:
+        try:
+            arrays.append(read_arrays(path)["arr_0"])
+        except ValueError as error:
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{error} It is removed: run the same command again.") from None
+    if sum(map(len, arrays)) != settings.num_samples:
+        raise ValueError(
+            f"--made holds {sum(map(len, arrays)):,} samples, but sample.num_samples is {settings.num_samples:,}. Name "
+            f"what every part wrote, once and in order."
+        )
+    for rows in arrays:
+        for start in range(0, len(rows), settings.batch_size):
+            yield torch.from_numpy(rows[start : start + settings.batch_size].copy()).movedim(-1, 1)
+
+
+def first(batches: Iterable[Tensor], count: int) -> Iterator[Tensor]:
+    """Yield at most `count` samples, keeping batch boundaries."""
+    for batch in batches:
+        yield batch[:count]
+        count -= len(batch)
+        if count <= 0:
+            return
+
+
+def with_progress(batches: Iterable[Tensor], progress: Progress) -> Iterator[Tensor]:
+    """Yield the batches, each counted as it passes."""
+    for batch in batches:
+        yield batch
+        progress.advance(len(batch))
+
+
+def protocol(settings: Any, model: Model) -> dict[str, Any]:
+    """Return the description of how samples are made, which metrics.json repeats beside every number."""
+    return {
+        "kind": "samples",
+        "num_samples": settings.num_samples,
+        "settings": dump(settings),
+        "classes": model.classes,
+        "weights_sha256": model.sha256,
+        "step": model.step,
+        "examples_seen": model.examples_seen,
+    }
+
+
+if __name__ == "__main__":
+    command.run(main, "sample.batch_size")

@@ -1,0 +1,64 @@
+"""Collect what `evaluate` measured at each value of one setting: a curve, its plot, and the best value.
+
+    python -m image_diffusion sweep --axis guidance_scale --points 1=one/metrics.json 2=two/metrics.json \
+        --headline inpipe_fd --output curve.json --plot curve.png
+
+Each point is what `evaluate` wrote of it; nothing is sampled or measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from image_diffusion.core.files.atomic import read_json, write_json
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process import command
+from image_diffusion.metrics.sweep_curve import plot_sweep, reading, sweep_curve
+
+
+def point_of(text: str) -> tuple[str, Path]:
+    """ "1.5=a/metrics.json" -> ("1.5", the path)."""
+    value, separator, path = text.partition("=")
+    if not separator or not value or not path:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a point. Write VALUE=PATH, such as 1.5=a/metrics.json.")
+    return value, Path(path)
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion sweep", description="Points -> a curve.")
+    parser.add_argument("--axis", required=True, help="setting that the sweep varies")
+    parser.add_argument(
+        "--points", type=point_of, nargs="+", required=True, help="points of the sweep, VALUE=metrics.json, in order"
+    )
+    parser.add_argument("--headline", required=True, help="metric to plot; lower is better")
+    parser.add_argument("--output", type=Path, required=True, help="curve.json to write")
+    parser.add_argument("--plot", type=Path, required=True, help="curve.png to write")
+    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    arguments = parser.parse_args()
+
+    results = {value: read_json(path) for value, path in arguments.points}
+    curve = sweep_curve(arguments.axis, results, arguments.headline)
+    stage = f"sweep-{arguments.axis}"
+    with Journal.open(arguments.journal, stage) if arguments.journal else NullJournal() as journal:
+        journal.params({"axis": arguments.axis, "values": list(results), "headline": arguments.headline})
+        journal.params({"best": curve["best"], "best_is_apart": curve["apart"]})
+        for number, point in enumerate(curve["points"]):
+            # An axis of whole numbers is its own step; of other values the step is the place in the list.
+            step = int(point["value"]) if point["value"].isdecimal() else number
+            entries = point["metrics"].items()
+            journal.metrics({name: entry["value"] for name, entry in entries if entry["value"] is not None}, step)
+        headlines = reading([point["metrics"][arguments.headline] for point in curve["points"]])
+        journal.metrics({f"best_{arguments.headline}": min(headlines)}, 0)
+        plot_sweep(curve, arguments.plot)
+        journal.image("curve", arguments.plot, 0)
+        write_json(arguments.output, curve | {"files": describe(arguments.output.parent, [arguments.plot])})
+    print(
+        f"sweep: {arguments.headline} is lowest, {min(headlines):.5g}, at {arguments.axis} {curve['best']}"
+        f"{'' if curve['apart'] else ', which is not apart from the others'}"
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)

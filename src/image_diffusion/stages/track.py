@@ -1,0 +1,58 @@
+"""Send the journals of the stages to MLflow. Sending again adds nothing; a later call sends what is missing.
+
+    python -m image_diffusion track --store sqlite:///mlflow.db --project demo \
+        --experiment results/demo --dataset results/datasets/digits-32 --output results/demo/tracked.json
+
+Training knows nothing of this: it writes its journal. `follow` does the same while the stages run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.process.command import Parser, run
+from image_diffusion.core.process.secrets import store_named
+from image_diffusion.tracking.plan import Request, journals
+
+
+def main() -> None:
+    parser = Parser(prog="python -m image_diffusion track", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--store",
+        help="MLflow tracking URI, e.g. sqlite:///mlflow.db (default: MLFLOW_TRACKING_URI, which hides a password)",
+    )
+    parser.add_argument("--project", required=True, help="MLflow experiment of the runs")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--experiment", type=Path, help="folder of the experiment, results/<experiment>")
+    which.add_argument("--study", type=Path, help="folder of a study, results/studies/<study>")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="with --study: folder of all results")
+    parser.add_argument("--dataset", action="extend", nargs="+", type=Path, default=[], help="results/datasets/<name>")
+    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
+    parser.add_argument("--best-metric", default="fid", help="metric that chooses the best model; lower is better")
+    parser.add_argument("--largest-file-mb", type=float, default=64.0, help="largest file that is copied (default: 64)")
+    parser.add_argument("--output", type=Path, help="file to write once everything is sent, tracked.json")
+    options = parser.parse_args()
+    request = None
+    if options.experiment is not None:
+        request = Request(
+            options.experiment,
+            options.dataset,
+            options.codec_weights.parent if options.codec_weights else None,
+            options.best_metric,
+            int(options.largest_file_mb * 2**20),
+        )
+        journals(request)  # fail before a store is created
+    # It imports MLflow, which takes seconds: a wrong argument should fail before.
+    from image_diffusion.tracking.tracker import Tracker
+
+    tracker = Tracker(store_named(options.store), options.project)
+    tracked = tracker.send_study(options.study, options.results) if request is None else tracker.send(request)
+    if options.output is not None:
+        write_json(options.output, tracked)
+    points = sum(run["points"] for run in tracked["runs"])
+    print(f"track: {len(tracked['runs'])} runs and {points:,} points are in {tracked['store']}, page {tracked['page']}")
+
+
+if __name__ == "__main__":
+    run(main)

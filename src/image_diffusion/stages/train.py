@@ -1,0 +1,208 @@
+"""Train a model on shards. It can be killed at any moment; the same command resumes.
+
+    torchrun --standalone --nproc-per-node 2 -m image_diffusion train --config train.yaml --data manifest.json \\
+        --output results/x/train/weights.safetensors
+
+Runs in one process as well. Checkpoints are kept in `state` beside the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.config.base import dump, load
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.process import command
+from image_diffusion.core.process.errors import log_line
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, WeightsOf
+from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.data.shards.remote import folder_of, place
+from image_diffusion.data.shards.staging import begin_staging
+from image_diffusion.experiments.experiment import TrainStage
+from image_diffusion.systems.base import check_flips
+from image_diffusion.systems.sampling import PreviewInputs
+from image_diffusion.training.parallel.world import HANG_S, World, place_on_node
+from image_diffusion.training.session import run
+from image_diffusion.training.trainer import Task
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion train", description="Shards -> weights.")
+    parser.add_config("the stage's configuration, YAML")
+    parser.add_argument(
+        "--data", type=place, required=True, help="manifest.json of crops, latents or pairs: path or URL"
+    )
+    parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
+    parser.add_argument("--init-from", type=Path, help="weights.safetensors of the experiment in train.init_from")
+    parser.add_argument("--pairs", type=place, help="manifest.json of the pairs that the system reads with its data")
+    parser.add_argument("--stage-to", default="", help="folder on a disk of this node, to copy the data to")
+    parser.add_argument(
+        "--hang-s", type=float, default=HANG_S, help="seconds that a process waits for another (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
+    parser.add_argument("--journal", type=Path, help="folder of the journal")
+    arguments = parser.parse_args()
+    output: Path = arguments.output.parent
+    training = prepare_training(
+        arguments.config, arguments.data, arguments.codec_weights, arguments.pairs, arguments.changes
+    )
+    config = training.stage.train
+    start: Path | None = arguments.init_from.parent if arguments.init_from else None
+    if isinstance(config.init_from, WeightsOf) and start is None:
+        raise ValueError(
+            f"train.init_from names the experiment {config.init_from.experiment}. Give its weights.safetensors as "
+            f"--init-from."
+        )
+    if arguments.stage_to:
+        begin_staging(training.sets, arguments.stage_to, place_on_node())
+    run(training.build, config, training.model, training.data, output, arguments.journal, start, arguments.hang_s)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of a stage, put together from its configuration.
+
+    spec: of what it learns from. decoder: builds the codec, where previews are made. task: a network -> what is done
+    with it. sets: of shards that are read. model, data: those of `training.session.run`.
+    """
+
+    stage: TrainStage
+    spec: DataSpec
+    decoder: Callable[[], Codec]
+    task: Callable[[nn.Module], Task]
+    sets: tuple[Shards, ...]
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+    def network(self) -> nn.Module:
+        """Return the network, randomly initialised."""
+        network: nn.Module = self.stage.system.build_network(self.spec)
+        return network
+
+    def build(self, world: World) -> Task:
+        """Return the task: what to train on what."""
+        return self.task(self.network())
+
+
+def prepare_training(
+    config: Path,
+    data: Path | str,
+    codec_weights: Path | None,
+    pairs: Path | str | None = None,
+    changes: Sequence[str] = (),
+) -> Training:
+    """Put together what the stage of a file trains on the data of a manifest. pairs: the manifest of what the system
+    reads beside them. changes: what is to be another value than the file says.
+
+    Raises ValueError if configuration, data, pairs and codec do not fit one another.
+    """
+    stage = load(TrainStage, config, changes)
+    folder = folder_of(data)
+    training = open_shards(folder, "train", in_background=True)
+    validation = open_shards(folder, "validation", in_background=True)
+    for split in (training, validation):
+        join_pairs(stage, split, pairs)
+    if training.num_samples < stage.train.global_batch:
+        raise ValueError(
+            f"The data set has {training.num_samples:,} training images, fewer than one batch of "
+            f"train.global_batch = {stage.train.global_batch}. Add images, or make the batch smaller."
+        )
+    if stage.train.balance_classes and not training.num_classes:
+        raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
+    system, kind = stage.system, training.manifest["kind"]
+    if kind not in system.reads:
+        raise ValueError(
+            f"{folder} holds {kind}, from which a {system.type} does not learn. Give it {' or '.join(system.reads)}."
+        )
+    check_flips(system, stage.train.flip_probability)
+    if stage.train.flip_probability > 0 and not training.has_mirror_images:
+        raise ValueError(
+            f"train.flip_probability is {stage.train.flip_probability:g}, but {folder} holds no mirror images. Set it "
+            f"to 0."
+        )
+    scale = stage.codec.scale_of(training.manifest.get("statistics"))
+    codec = codec_of(stage, scale, training, codec_weights)
+    spec = system.spec(training)
+
+    def decoder() -> Codec:
+        weights = codec_weights.parent if codec_weights else None
+        codec: Codec = stage.codec.build(weights, scale, best_device(), torch.float32)
+        return codec
+
+    def prepare(stored: Tensor, label: Tensor, streams: Streams, *beside: Tensor) -> Batch:
+        return system.batch(stored, label, streams, spec, codec, *beside)
+
+    inputs = PreviewInputs(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
+    preview = system.sampling().preview(inputs) if stage.train.grid_every_steps is not None else None
+
+    carried = training.carried()
+
+    def task(network: nn.Module) -> Task:
+        objective = system.build_objective(spec)
+        held_out = validation if validation.num_samples else None
+        return Task(network, objective, prepare, training, held_out, preview, carried)
+
+    model = {
+        "system": dump(system),
+        "spec": dump(spec),
+        "codec": {"config": dump(stage.codec), "identity": codec.identity, "scale": scale},
+        "classes": training.classes,
+    }
+    if untrained := training.untrained():
+        model["untrained"] = untrained
+        some = ", ".join(untrained[:8]) + (", …" if len(untrained) > 8 else "")
+        log_line(f"train: {len(untrained):,} classes have no training image, and are drawn only by name: {some}.")
+    if (pairs := (training.beside or training).manifest.get("pairs")) is not None:
+        model["pairs"] = pairs
+    if carried:
+        model["carried"] = training.manifest["carried"]
+    sets = tuple(data for split in (training, validation) for data in (split, split.beside) if data is not None)
+    return Training(stage, spec, decoder, task, sets, model, {"digest": training.digest})
+
+
+def join_pairs(stage: TrainStage, data: Shards, pairs: Path | str | None) -> None:
+    """Join to the data what the system reads beside them. Raises ValueError if that is missing or another."""
+    kind = stage.system.reads_beside
+    if (kind is None) != (pairs is None):
+        raise ValueError(
+            f"A {stage.system.type} reads nothing beside its data. Leave --pairs out."
+            if kind is None
+            else f"The {stage.system.type} reads {kind} beside its data. Name their manifest.json: --pairs."
+        )
+    if kind is None or pairs is None:
+        return
+    joined = open_shards(folder_of(pairs), "all", in_background=True)
+    if joined.manifest["kind"] != kind:
+        raise ValueError(f"{folder_of(pairs)} holds {joined.manifest['kind']}, not {kind}. Name the {kind}: --pairs.")
+    wanted, written = stage.encoder, joined.manifest["pairs"].get("encoder")
+    if wanted is not None and wanted != written:
+        raise ValueError(
+            f"The {kind} in {folder_of(pairs)} were encoded by {written}, but the experiment names {wanted}. Run embed "
+            f"again, or let the section pairs name the one that encoded them."
+        )
+    data.join(joined)
+
+
+def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) -> Codec:
+    """Return the codec that wrote the data. scale: of those. Raises ValueError when it was another one."""
+    folder = weights.parent if weights else None
+    codec: Codec = stage.codec.build(folder, scale, torch.device("cpu"), torch.float32)
+    written_by: dict[str, Any] = data.manifest.get("codec", {"type": "rgb"})
+    if written_by != codec.identity:
+        raise ValueError(
+            f"The latents were written by the codec {written_by}, but the experiment names {codec.identity}. "
+            f"Run encode again, or set codec to the one that wrote them."
+        )
+    return codec
+
+
+if __name__ == "__main__":
+    command.run(main, "train.microbatch", "preview.batch_size")

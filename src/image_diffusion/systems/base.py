@@ -1,0 +1,206 @@
+"""Interface of a system, a kind of model. Commands use only this interface, so they do not depend on particular
+systems. Each page of this folder lists the parts of one system; code that systems of one family share is in the
+family's folder (`diffusion`, `codec`, `prior`, `tokens`). How it is sampled from and evaluated, two objects say that it
+returns (`sampling.py`, `evaluation.py`). `docs/extending.md` shows a whole new kind of system.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+from torch import Tensor, nn
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.base import Codec, LatentShape
+from image_diffusion.core.devices import best_device, shapes_only
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Objective
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.evaluation import Evaluation
+from image_diffusion.systems.interface import Section, TrainedNetwork, TrainSettings
+from image_diffusion.systems.sampling import Sampling
+from image_diffusion.systems.warm_start import Adaptable, Trained, fitted
+
+
+class Sections(Protocol):
+    """Settings of an experiment that systems read."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def system(self) -> System: ...
+
+    @property
+    def codec(self) -> CodecConfig: ...
+
+    @property
+    def train(self) -> TrainSettings: ...
+
+    def section(self, name: str) -> Any:
+        """Return a section that the system has, by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Others:
+    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that it
+    enlarges. against: samples the images that its samples are compared with. start: trains its initial weights;
+    start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it decodes.
+    """
+
+    codec: Sections | None = None
+    small_images: Sections | None = None
+    against: Sections | None = None
+    start: Sections | None = None
+    start_codec: Sections | None = None
+    embeddings: Sections | None = None
+
+
+class System(Adaptable, ABC):
+    """Base class of a system: the model that an experiment trains. A page that has this as its base, and its name in
+    `AnySystem`, is a new kind of system."""
+
+    type: str
+    """Name of the system."""
+
+    sections: ClassVar[Mapping[str, Section]]
+    """Sections of the system's experiments, in addition to the common ones. Any other section is an error."""
+    recipe: ClassVar[Mapping[str, Any]] = {}
+    """Values of the section `train` where a file gives none, beyond the defaults that all systems share."""
+    reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
+    """Kinds of shards that the system learns from."""
+    takes_augmentation: ClassVar[bool] = False
+    """True if the network is told how its training images were augmented."""
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        """Raise ValueError for sections that do not go together.
+
+        The network is built of shapes alone, so that its own checks speak.
+        """
+        if experiment.codec.stores not in self.reads:
+            raise ValueError(
+                f"codec.type is {experiment.codec.type}, but a system of type {self.type} learns from "
+                f"{' or '.join(self.reads)}, not from {experiment.codec.stores}. Name another codec."
+            )
+        spec = spec_of(experiment, others.codec)
+        self.check_network(spec)
+        if others.start is not None:
+            _check_start(self, spec, others.start, others.start_codec)
+
+    def check_network(self, spec: DataSpec) -> None:
+        """Raise ValueError where the network does not fit the data."""
+        with shapes_only():
+            self.build_network(spec)
+
+    @property
+    def reads_beside(self) -> str | None:
+        """Return the kind of shards of the section `pairs` that training reads next to its data; None: it reads none,
+        or the pairs are its data."""
+        return None
+
+    @property
+    def latents(self) -> LatentShape | None:
+        """Return the shape of the latents, where the trained network is the codec of other experiments."""
+        return None
+
+    def spec(self, data: Shards) -> DataSpec:
+        """Return the shapes that the stored samples fix for a network: crops are [C, H, W], latents [2, c, h, w]."""
+        return DataSpec(channels=data.shape[-3], resolution=data.shape[-1], num_classes=data.num_classes)
+
+    @abstractmethod
+    def build_network(self, spec: DataSpec) -> nn.Module:
+        """Build the randomly initialised network. Raises ValueError when it does not fit the data."""
+
+    @abstractmethod
+    def build_objective(self, spec: DataSpec) -> Objective:
+        """Build the objective. Raises ValueError where it does not fit the data."""
+
+    def batch(
+        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+    ) -> Batch:
+        """Return the input of the objective from stored samples [B, …], labels int64 [B] and their random numbers.
+        pairs: the entries of the shards of `reads_beside` for the same samples, [B, …]."""
+        return Batch(codec.draw(stored, streams), {}, streams)
+
+    def sampling(self) -> Sampling:
+        """Return how samples are made with a trained network."""
+        return Sampling()
+
+    @abstractmethod
+    def evaluation(self) -> Evaluation:
+        """Return how a trained network is evaluated."""
+
+
+def check_flips(system: System, probability: float) -> None:
+    """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability) and cannot be."""
+    if probability > 0 and "pairs" in system.reads:  # embeddings, which have no mirror image
+        raise ValueError(
+            f"train.flip_probability is {probability:g}, but {' and '.join(system.reads)} have no mirror image. Set "
+            f"it to 0."
+        )
+
+
+def check_augment(experiment: Sections) -> None:
+    """Raise ValueError for an augmentation (train.augment) that the system or its data do not allow."""
+    augment, system = experiment.train.augment, experiment.system
+    if augment is None:
+        return
+    if not system.takes_augmentation:
+        raise ValueError(
+            f"train.augment is set, but the network of a system of type {system.type} is not told of it. Leave it out."
+        )
+    augment.check(experiment.codec.stores, experiment.data.channels)
+
+
+def _check_start(system: System, spec: DataSpec, start: Sections, codec: Sections | None) -> None:
+    """Raise ValueError where training cannot start from the weights of another experiment. codec: trains its codec."""
+    if start.system.type != system.type:
+        raise ValueError(
+            f"train.init_from.experiment trains a {start.system.type}, but this is a {system.type}. Name an "
+            f"experiment of the same system."
+        )
+    start_spec = spec_of(start, codec)
+    with shapes_only():
+        network, start_network = system.build_network(spec), start.system.build_network(start_spec)
+    try:
+        fitted(
+            network, Trained(system, spec, None), start_network.state_dict(), Trained(start.system, start_spec, None)
+        )
+    except ValueError as error:
+        raise ValueError(f"train.init_from.experiment: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(TrainedNetwork):
+    """A trained model from a weights folder: the fields of `TrainedNetwork`, and its system."""
+
+    system: System
+
+
+def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
+    """Return the shapes that the data of an experiment fix for its network, as of one class. codec: the experiment that
+    trains its codec. Raises ValueError when they do not fit."""
+    images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
+    return experiment.codec.spec(images, codec.system.latents if codec is not None else None)
+
+
+def makes(experiment: Sections, kind: str) -> bool:
+    """True if the stage `sample` of an experiment samples this kind of data."""
+    system = experiment.system
+    has_samples = "sample" in system.sections and experiment.section("sample") is not None
+    return has_samples and system.sampling().files.kind == kind
+
+
+def name_of(system: type[System]) -> str:
+    """Return the name of a kind of system, the value of `system.type`."""
+    return str(get_args(system.model_fields["type"].annotation)[0])
+
+
+def on_best_device(model: TrainedNetwork) -> nn.Module:
+    """Return the network on the fastest device available."""
+    return model.network.to(best_device())

@@ -1,0 +1,177 @@
+"""Common base of the diffusion systems: a process, an objective, and all that follows from learning to remove noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.base import Codec
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Objective as ObjectiveFunction
+from image_diffusion.data.encoded.latents import EncodeConfig
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.objectives import Objective
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.process import Process
+from image_diffusion.process.discrete import Discrete
+from image_diffusion.process.grid import Grid
+from image_diffusion.process.parameterization import LEARNED_VARIANCES
+from image_diffusion.samplers.from_images import first_point
+from image_diffusion.systems.base import Others, Sections, System
+from image_diffusion.systems.diffusion.checks import (
+    check_embeddings,
+    check_objective,
+    check_sections,
+    check_settings,
+    check_small_images,
+    check_tiles,
+)
+from image_diffusion.systems.diffusion.conditioning import Condition, LabelCondition
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
+from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
+from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
+from image_diffusion.systems.diffusion.image_generation import ImageSampling
+from image_diffusion.systems.diffusion.super_resolution import shrink
+from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
+from image_diffusion.systems.interface import Section, all_but
+from image_diffusion.systems.pictures import Pictures
+
+_IN_WORDS = ("prompts", "negative_prompt", "embeddings")
+NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles")
+"""Keys of the section sample that do nothing in the section preview."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSampling(ImageSampling):
+    """Sampling by removing noise. reading: the properties of the system that it depends on."""
+
+    reading: Reading
+
+    def generator(
+        self,
+        network: nn.Module,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
+        pictures: Pictures | None = None,
+    ) -> Generator:
+        check_tiles("sample", settings, self.low_resolution)
+        return Generator(network, self.reading, spec, codec, settings, weaker, null, pictures)
+
+    def num_evaluations(self, settings: SampleConfig) -> int:
+        grid: Grid = settings.sampler.grid(self.reading.process)
+        steps = grid if settings.start is None else grid.starting_at(first_point(grid, settings.start.strength))
+        calls: int = settings.sampler.calls(steps)
+        repeats = 1 if settings.given is None else settings.given.resamplings
+        tiles = 1 if settings.tiles is None else settings.tiles.number
+        return round(max(calls, 0) * repeats * tiles * (1 + settings.guidance.share(grid)))
+
+
+class DiffusionSystem(System):
+    """Base of the systems that learn to remove noise. Each derived class adds its network."""
+
+    process: Process = Discrete()
+    """Noise process."""
+    objective: Objective = Denoising()
+    """Prediction of the network, and the weighting of its error."""
+
+    takes_augmentation: ClassVar[bool] = True
+    takes_intervals: ClassVar[bool] = False
+    """True if the network can be conditioned on intervals of time, as the objective mean_flow requires."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        "codec": Section(CodecConfig, Rgb()),
+        "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
+        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS, *NOT_IN_PREVIEWS)),
+        "sample": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, *_IN_WORDS)),
+        "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips")),
+        "sweep": Section(SweepConfig, SweepConfig()),
+    }
+
+    @property
+    def learns_variance(self) -> bool:
+        """True if the network also predicts the variance of the reverse process."""
+        return self.objective.variance in LEARNED_VARIANCES
+
+    @property
+    def reading(self) -> Reading:
+        """Return the properties of the system that sampling depends on."""
+        return Reading(
+            process=self.process,
+            prediction=self.objective.prediction,
+            variance=self.objective.variance,
+            drops_labels=self.objective.label_drop_probability > 0,
+        )
+
+    @property
+    def conditioning(self) -> Condition:
+        """Return the condition of the network."""
+        return LabelCondition()
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """Return the options of `network.build` other than the data spec."""
+        return {}
+
+    @property
+    def low_resolution(self) -> int | None:
+        """Return the side of the small images that the network enlarges; None: it makes images from noise alone."""
+        return None
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        train, reading, condition = experiment.train, self.reading, self.conditioning
+        check_objective(self.objective, self.process, train)
+        if self.objective.learns_intervals and not self.takes_intervals:
+            raise ValueError(
+                f"system.objective.type is {self.objective.type}, but the network of the system {self.type} takes no "
+                "intervals. Use the system dit, or another objective."
+            )
+        classes = experiment.data.source.known_classes() if condition.reads is None else None
+        for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
+            settings: SampleConfig = experiment.section(section)
+            check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
+            condition.check(section, settings)
+        sample, sweep = experiment.section("sample"), experiment.section("sweep")
+        check_sweep(sweep, sample, self.process, reading.drops_labels, train)
+        check_sections(self.process, self.low_resolution, experiment, others)
+        if self.low_resolution is not None and train.augment is not None:
+            raise ValueError(
+                f"train.augment is set, but system.network.low_resolution is {self.low_resolution}: small images do "
+                f"not move with those they belong to. Leave one of the two out."
+            )
+        super().check(experiment, others)
+        check_small_images(self.low_resolution, experiment, others)
+        check_embeddings(condition.draws(sample), experiment, others.embeddings)
+
+    def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
+        """Build the objective. Raises ValueError where it does not fit the process or the data."""
+        objective, default = self.objective, type(self).model_fields["objective"].default
+        drops_by_default = objective.label_drop_probability == default.label_drop_probability
+        if spec.num_classes == 0 and not spec.conditions and drops_by_default:  # there is nothing to drop
+            objective = objective.model_copy(update={"label_drop_probability": 0.0})
+        return objective.build(self.process.build(), spec)
+
+    def batch(
+        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+    ) -> Batch:
+        x = codec.draw(stored, streams)
+        cond = {"label": label} if spec.num_classes else {}
+        if self.low_resolution is not None:
+            cond["low_res"] = shrink(x, self.low_resolution)
+        if pairs is not None:
+            cond |= self.conditioning.training_conditions(pairs, streams)
+        return Batch(x, cond, streams)
+
+    def sampling(self) -> DiffusionSampling:
+        return DiffusionSampling(condition=self.conditioning, low_resolution=self.low_resolution, reading=self.reading)
+
+    def evaluation(self) -> DiffusionEvaluation:
+        return DiffusionEvaluation(self.reading, self.low_resolution)

@@ -1,0 +1,49 @@
+"""Properties of a diffusion system that sampling depends on: its noise, and how the output of its network is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.types import Network
+from image_diffusion.process import Process
+from image_diffusion.process.denoiser import NetworkDenoiser, SelfConditionedDenoiser
+from image_diffusion.process.grid import Denoiser, Grid
+from image_diffusion.process.parameterization import Prediction, Variance, clamp
+
+
+class Reading(Config):
+    """Properties of a system that `Generator` needs. An exported model contains them instead of the system."""
+
+    process: Process
+    """Process by which noise was added."""
+    prediction: Prediction
+    """Prediction of the network."""
+    variance: Variance
+    """Parametrization of the variance."""
+    drops_labels: bool
+    """True if labels were dropped in training, so that guidance is possible."""
+    estimates: Literal["none", "clamped", "free"] = "none"
+    """Self-conditioning on the network's own earlier x0: none, held to [-1, 1], or as it is."""
+
+    def denoiser(
+        self,
+        network: Network,
+        grid: Grid,
+        cond: Mapping[str, Tensor],
+        guide: Callable[[Network], Network] = lambda network: network,
+    ) -> Denoiser:
+        """Return the denoiser for a sampler on `grid`, for one batch of images. guide: maps a network to the guided
+        one."""
+        process = self.process.build()
+        if self.estimates == "none":
+            return NetworkDenoiser(guide(network), process, grid, self.prediction, self.variance, cond)
+        restrict = clamp if self.estimates == "clamped" else _as_it_is
+        return SelfConditionedDenoiser(network, process, grid, self.prediction, cond, restrict, guide)
+
+
+def _as_it_is(x0: Tensor) -> Tensor:
+    return x0

@@ -1,0 +1,125 @@
+"""DiT: a transformer over patches, usually of latents (Peebles & Xie 2023); with a flow path: SiT (Ma et al. 2024).
+
+Defaults that differ from those of facebookresearch/DiT (docs/systems.md has all):
+
+    key                              original  here       why
+    system.network.time_frequencies  dit       diffusers  diffusers' spacing makes exports exact
+    train.ema.warmup.type            none      ramp_up    otherwise initial weights dominate short averages
+    sample.guidance.guidance_scale   1.5       1          the best scale depends on the data; 1 works without labels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec
+from image_diffusion.core.types import Objective as ObjectiveFunction
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.networks.dit import DiT, DiTConfig
+from image_diffusion.objectives import Objective
+from image_diffusion.objectives.alignment import Aligned, Alignment
+from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.systems.base import Others, Sections
+from image_diffusion.systems.diffusion.base import NOT_IN_PREVIEWS, DiffusionSystem
+from image_diffusion.systems.diffusion.checks import check_pairs
+from image_diffusion.systems.diffusion.conditioning import Condition, LabelCondition
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.interface import Section, all_but
+from image_diffusion.systems.pairs.config import ImagePairs
+from image_diffusion.systems.warm_start import WarmStart
+
+
+class DiTSystem(DiffusionSystem):
+    """A transformer over patches of x."""
+
+    type: Literal["dit"] = "dit"
+    """A transformer over patches."""
+    network: DiTConfig = DiTConfig(size="DiT-XL/2")
+    """Size of the network."""
+    objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
+    """Prediction of the network, and the weighting of its error. Labels are dropped where the data have any."""
+    condition: Condition = LabelCondition()
+    """Condition of the network: a class, a text, or an image embedding."""
+    alignment: Alignment | None = None
+    """Alignment of the network's tokens with the features of a teacher (section pairs) during training. Unset: no
+    alignment."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        **DiffusionSystem.sections,
+        "pairs": Section(ImagePairs, None, example="{type: captions}", optional=True),
+        "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "embeddings", *NOT_IN_PREVIEWS)),
+        "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
+    }
+
+    takes_intervals: ClassVar[bool] = True
+    warm_start: ClassVar = WarmStart(
+        class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",), new_layers=("interval_embedder.",)
+    )
+
+    @property
+    def reads_beside(self) -> str | None:
+        return self.condition.reads if self.alignment is None else "features"
+
+    @property
+    def conditioning(self) -> Condition:
+        return self.condition
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        check_pairs(self.condition, self.alignment is not None, experiment.section("pairs"))
+        if self.alignment is not None:
+            self.alignment.check(self.network.shape.depth, self.objective)
+            if experiment.train.augment is not None:
+                raise ValueError(
+                    "train.augment is set, but so is system.alignment, whose features do not move with the images. "
+                    "Leave one of the two out."
+                )
+        super().check(experiment, others)
+        if self.condition.reads is not None and experiment.section("evaluate").likelihood is not None:
+            raise ValueError(
+                "evaluate.likelihood is set, but is not available with text or embedding conditions. Remove it."
+            )
+        if self.condition.reads is None and self.reading.drops_labels and not self.network.null_label:
+            raise ValueError(
+                f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
+                f"system.network.null_label is false: the network has no null label. "
+                f"Set null_label to true, or the probability to 0."
+            )
+
+    def spec(self, data: Shards) -> DataSpec:
+        spec = self.condition.spec(super().spec(data), data.beside)
+        if self.alignment is None:
+            return spec
+        assert data.beside is not None
+        return spec.model_copy(update={"features": data.beside.shape})
+
+    def batch(
+        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+    ) -> Batch:
+        if self.alignment is None:
+            return super().batch(stored, label, streams, spec, codec, pairs)
+        return replace(super().batch(stored, label, streams, spec, codec), features=pairs)
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        return {"learned_variance": self.learns_variance} | (
+            {"interval": True} if self.objective.learns_intervals else {}
+        )
+
+    def build_network(self, spec: DataSpec) -> DiT:
+        """Build the randomly initialised network. Raises ValueError when it does not fit the data."""
+        return self.network.build(spec, **self.build_options)
+
+    def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
+        """Build the objective, aligned where the data have features. Raises ValueError where it does not fit the
+        process or the data."""
+        objective = super().build_objective(spec)
+        if self.alignment is None or spec.features is None:
+            return objective
+        return Aligned(self.alignment, objective, self.network.shape.width, spec.features)

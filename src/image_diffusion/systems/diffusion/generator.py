@@ -1,0 +1,283 @@
+"""Images from a diffusion system: seeds and labels -> pixels, for the sample stage and for previews while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+
+import torch
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from torch import Tensor, nn
+
+from image_diffusion.codecs.base import Codec, from_uint8
+from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.classes import ClassLabel, class_number
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import DataSpec, Network, SamplesOf
+from image_diffusion.nn.blocks import compile_by_block
+from image_diffusion.nn.precision import Precision, computing_in, tf32
+from image_diffusion.process.grid import Denoiser
+from image_diffusion.process.tiles import Tiles
+from image_diffusion.samplers import Sampler, SamplerConfig
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
+from image_diffusion.samplers.guidance import Guidance
+from image_diffusion.samplers.image_noise import image_streams, initial_noise
+from image_diffusion.systems.diffusion.denoiser_spec import Reading
+
+if TYPE_CHECKING:
+    from image_diffusion.systems.pictures import Pictures
+
+_IF_SET = ("given", "start", "tiles")
+
+
+class SampleConfig(Config):
+    """Number, seeds and conditions of the images to make, and the sampler's settings."""
+
+    num_samples: int = Field(64, ge=1)
+    """Number of images."""
+    first_seed: int = Field(0, ge=0)
+    """Seed of the first image; image number i has seed first_seed + i."""
+    seed: int = Field(0, ge=0)
+    """Seed that is mixed into every image's own seed: another value makes another set of images."""
+    labels: Literal["balanced", "random"] | list[ClassLabel] = "balanced"
+    """Classes of the images: each in turn, at random from the image's seed, or a list of names or numbers in turn. A
+    number is a class's name where names are numbers, and else its position; {position: 2} is always the latter."""
+    prompts: tuple[str, ...] | str | None = None
+    """Prompts of a network that is conditioned on words, each used in turn. A list, or a file: `.txt` with one a line,
+    or `.csv` or `.parquet` with a column "prompt"."""
+    negative_prompt: str = ""
+    """Prompt that guidance leads away from; unset: the empty caption."""
+    sampler: Sampler = Ddim()
+    """Sampler and its number of steps."""
+    guidance: Guidance = Guidance()
+    """Classifier-free guidance; a scale of 1 is none."""
+    weaker_weights: str | None = None
+    """Weights folder of a weaker network for the same data (smaller, or trained for fewer steps). Guidance then leads
+    away from its prediction (autoguidance) instead of the unconditional prediction."""
+    small_images: Literal["validation"] | SamplesOf | str | None = None
+    """Input of a super-resolution network: {experiment: NAME} for the samples of another experiment, validation for the
+    held-out images made small, so that the result can be compared with them, or a path of a samples.npz. Seed s takes
+    image s modulo their number, and the image's label in place of `labels`."""
+    embeddings: SamplesOf | str | None = None
+    """Embeddings of a network that is conditioned on them: {experiment: NAME} for those that a prior samples from its
+    prompts, or a folder in the layout of clip-retrieval; unset: those of held-out images. Seed s takes number s modulo
+    their number."""
+    decoder: str | None = None
+    """Another autoencoder of the same latents that decodes them (a folder or a name on the Hub), such as the mse one of
+    Stable Diffusion for latents of its ema one, or a small one for previews; unset: the codec's own. Nothing is encoded
+    or trained again for it."""
+    batch_size: int = Field(50, ge=1)
+    """Images made at once. Does not change them."""
+    images_per_job: int = Field(5000, ge=1)
+    """Images that one job makes; for more of them several run side by side. Does not change them."""
+    precision: Precision = "tf32"
+    """Precision of the network: float32; tf32, a GPU then rounds the factors of its products to 10 bits; or bf16. The
+    sampler's own arithmetic is float32 always."""
+    compile: bool = False
+    """Compile the network's blocks with torch.compile: worth its minute for many images on a GPU."""
+    pictures: bool = False
+    """Also keep each image as a PNG named after its seed, in the folder `pictures`."""
+    grid_images: int = Field(100, ge=1)
+    """Images in the picture grid.png."""
+    keep: bool = True
+    """Store all images. false: `samples.npz` contains only those of grid.png, and `evaluate` generates all images
+    during the evaluation, in one job; metrics.json is the same."""
+
+    given: Inpainting | None = None
+    """Images of which a part is known, and the rest is filled in (inpainting); unset: none."""
+    start: Start | None = None
+    """Images that sampling starts from in place of noise; unset: none."""
+    tiles: Tiles | None = None
+    """Tiles of a picture that is larger than the network makes; unset: one."""
+
+    @model_validator(mode="after")
+    def _pictures_fit(self) -> Self:
+        if self.tiles is not None and (self.given is not None or self.start is not None):
+            raise ValueError(
+                "tiles is set beside given or start, whose images have the size of one tile. Leave one of the two out."
+            )
+        repeats = self.given is not None and self.given.resamplings > 1
+        in_the_middle = (repeats or self.start is not None) and isinstance(self.sampler, SamplerConfig)
+        if in_the_middle and not self.sampler.starts_anywhere:
+            raise ValueError(
+                f"sampler.type is {self.sampler.type} with noise added between its steps, which cannot start in the "
+                "middle. Set sampler.s_churn: 0, or leave out start and set given.resamplings: 1."
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is unset: files of experiments that use none of it keep their bytes, so nothing runs again."""
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name not in _IF_SET or value is not None}
+
+    @property
+    def num_jobs(self) -> int:
+        """Return the number of jobs that make the images: each makes whole batches."""
+        jobs = min(-(-self.num_samples // self.images_per_job), -(-self.num_samples // self.batch_size))
+        return jobs if self.keep else 1
+
+    @property
+    def num_stored(self) -> int:
+        """Return the number of images that are stored, the first ones."""
+        return self.num_samples if self.keep else min(self.num_samples, self.grid_images)
+
+
+class Generator:
+    """Generator of images from seeds, on the device of the network.
+
+    weaker: the network of `settings.weaker_weights`, on the same device. null: the condition that guidance leads away
+    from, by name, unless it is the null label or zeros. A compiled network (`compile`) always receives `batch_size`
+    images; incomplete batches are padded. pictures: of `settings.given` and `settings.start`; None: sampling starts
+    from noise alone.
+
+    Raises ValueError when the sampler, the guidance or the pictures do not fit the model.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        reading: Reading,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:
+        scale, labelled, conditions = settings.guidance.guidance_scale, spec.num_classes > 0, spec.conditions
+        if scale != 1 and (labelled or conditions) and weaker is None and not reading.drops_labels:
+            raise ValueError(
+                f"sample.guidance.guidance_scale is {scale}, but no labels were dropped in training. Use 1, or "
+                f"train with system.objective.label_drop_probability above 0."
+            )
+        self._device = next(network.parameters()).device
+        if settings.decoder is not None:
+            codec = codec.with_decoder(settings.decoder, self._device)
+        self._spec, self._reading, self._codec = spec, reading, codec
+        self._sampler = settings.sampler.fitted(reading.variance, codec.bounded)
+        self.settings = settings.model_copy(update={"sampler": self._sampler})
+        self._seed = settings.seed
+        # compiled code is specialised to a batch size, so smaller batches are padded to it (`_rows`)
+        self._precision, self._whole_batch = settings.precision, settings.batch_size if settings.compile else 0
+        self._grid = self._sampler.grid(reading.process)
+        nothing: dict[str, Tensor] = {}
+        if weaker is None:
+            nothing = {"label": torch.tensor(spec.num_classes)} if labelled else {}
+            nothing |= {name: torch.zeros(shape) for name, shape in conditions.items()} | dict(null or {})
+        nothing = {name: tensor.to(self._device) for name, tensor in nothing.items()}
+        for module in (network, weaker):
+            if module is not None and settings.compile:
+                compile_by_block(module)
+        negative = computing_in(cast("Network", weaker), settings.precision) if weaker is not None else None
+        self._network = computing_in(cast("Network", network), settings.precision)
+        self._guide: Callable[[Network], Network] = lambda plain: settings.guidance.build(
+            plain, nothing, self._grid, negative
+        )
+        self._guide(self._network)  # raises now what does not fit
+        self._tiles, self._pictures = settings.tiles or Tiles(), pictures
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
+
+        low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
+        conditions: the other conditions of each image, by name.
+        """
+        row = self._rows(len(seeds))
+        labels, low_res = (None if tensor is None else tensor[row] for tensor in (labels, low_res))
+        more = {name: tensor[row] for name, tensor in (conditions or {}).items()}
+        denoiser, noise, streams = self._start(seeds[row], labels, low_res, more)
+        x = self._from_images(seeds[row]).sample(self._sampler, denoiser, self._grid, noise, streams)
+        images = self._decode(x[: len(seeds)])
+        return images if self._pictures is None else self._pictures.pasted(images, seeds.cpu())
+
+    @torch.no_grad()
+    def trajectory(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return the noise as images [N, C, H, W], then the prediction of each step, from the first to the last. Never
+        compiled."""
+        denoiser, noise, streams = self._start(seeds, labels, low_res, conditions or {})
+        with torch.compiler.set_stance("force_eager"):
+            steps = self._from_images(seeds).trajectory(self._sampler, denoiser, self._grid, noise, streams)
+            return [self._decode(x) for x in (noise, *(step.x0 for step in steps))]
+
+    def _rows(self, count: int) -> Tensor:
+        """Return the rows of a batch, int64; a batch that has to be full repeats the last row."""
+        return torch.arange(max(count, self._whole_batch)).clamp(max=count - 1)
+
+    def _decode(self, x: Tensor) -> Tensor:
+        with tf32(self._precision != "float32"):
+            return self._codec.decode(x).cpu()
+
+    def _from_images(self, seeds: Tensor) -> FromImages:
+        return FromImages() if self._pictures is None else self._pictures.of_seeds(seeds.cpu(), self._encode)
+
+    def _encode(self, images: Tensor) -> Tensor:
+        """Return uint8 images [N, C, H, W] as x0: pixels in [-1, 1], or the means of their latents."""
+        if isinstance(self._codec, Rgb):
+            return from_uint8(images.to(self._device))
+        with tf32(self._precision != "float32"):
+            return self._codec.normalise(self._codec.encode(images)[:, 0]).to(self._device)
+
+    def _start(
+        self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None, conditions: Mapping[str, Tensor]
+    ) -> tuple[Denoiser, Tensor, Streams]:
+        streams = image_streams(seeds.to(self._device), self._seed)
+        side = self._spec.resolution
+        noise = initial_noise(streams, (self._spec.channels, *self._tiles.shape(side)))
+        inputs = {"label": labels, "low_res": low_res, **conditions}
+        cond = {name: value.to(self._device) for name, value in inputs.items() if value is not None}
+        denoisers = [
+            self._reading.denoiser(self._network, self._grid, cond, self._guide) for _ in range(self._tiles.number)
+        ]
+        return self._tiles.joined(denoisers, side), noise, streams
+
+
+def requested_labels(
+    labels: str | Sequence[ClassLabel],
+    num_samples: int,
+    classes: list[str],
+    seeds: Tensor,
+    seed: int = 0,
+    untrained: Sequence[str] = (),
+) -> Tensor | None:
+    """Return the label of each sample, int64 [N]; None without classes.
+
+    labels: "balanced" takes the classes in turn, "random" draws each from the sample's own seed and the `seed` that all
+    share, a list of class names or numbers is repeated in turn. untrained: names of classes without a training image,
+    which only a list draws. Raises ValueError for a class that does not exist.
+    """
+    if not classes:
+        return None
+    trained = [number for number, name in enumerate(classes) if name not in untrained]
+    if labels == "random":
+        return torch.tensor(trained)[image_streams(seeds, seed).integers("label", len(trained))]
+    chosen = trained if isinstance(labels, str) else chosen_classes("sample.labels", labels, classes)
+    return torch.tensor([chosen[i % len(chosen)] for i in range(num_samples)], dtype=torch.int64)
+
+
+def chosen_classes(key: str, labels: Sequence[ClassLabel], classes: list[str]) -> list[int]:
+    """Return the numbers of classes that are given by name or number. key: their configuration key, for the message.
+
+    Raises ValueError for a class that does not exist.
+    """
+    return [class_number(key, label, classes) for label in labels]
+
+
+def ten_of(steps: list[Tensor]) -> list[Tensor]:
+    """Return ten steps evenly spread from the first to the last; all of them if there are no more."""
+    return [steps[round(i * (len(steps) - 1) / 9)] for i in range(10)] if len(steps) > 10 else steps

@@ -1,0 +1,96 @@
+"""Embeddings to sample images from: those of held-out images, or those that a prior sampled from captions (unCLIP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import read_json, sha256_file
+from image_diffusion.core.files.checksums import check_files
+from image_diffusion.core.types import EMBEDDING
+from image_diffusion.data.encoded.pairs import IMAGE
+from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+
+_DESCRIBED = "embeddings.json"
+
+
+def held_out(folders: Sequence[Path]) -> Shards:
+    """Return held-out images with their pairs. folders: of the pairs, and of the crops. Raises ValueError for other
+    folders, and without held-out images."""
+    if len(folders) != 2:
+        raise ValueError(
+            "sample.embeddings is not set, so held-out images provide the embeddings. Name the folders of their pairs "
+            "and of their crops: --embeddings PAIRS CROPS."
+        )
+    pairs, crops = open_shards(folders[0], "all"), open_shards(folders[1], "validation")
+    if not crops.num_samples:
+        raise ValueError(
+            f"{folders[1]} has no held-out images to provide the embeddings. Set data.validation_fraction, or "
+            f"sample.embeddings."
+        )
+    return crops.join(pairs)
+
+
+def of_held_out(images: Shards, seeds: Tensor) -> SamplingRequest:
+    """Return the embeddings of held-out images for some seeds, int64 [N]: seed s has image s modulo their number."""
+    rows = (seeds % images.num_samples).numpy()
+    (pairs,) = images.gather_beside(rows)
+    labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
+    source = {"split": "validation", "data": images.digest}
+    return SamplingRequest(conditions={EMBEDDING: pairs[:, IMAGE].float()}, labels=labels, source=source)
+
+
+def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> SamplingRequest:
+    """Read embeddings written by a prior's `sample` or by clip-retrieval, for seeds int64 [N]: seed s uses row s modulo
+    their number, and its caption.
+
+    pairs: the manifest's description of the pairs that the network was trained on. Raises ValueError for files that
+    cannot be read or are damaged, and for embeddings by another encoder.
+    """
+    source, described = Embeddings(path=str(folder), texts=None), folder / _DESCRIBED
+    origin: dict[str, Any] = {}
+    if described.is_file():
+        origin = {"sha256": sha256_file(described)}
+        said = read_json(described)
+        check_files(folder, said["files"], "Run the stage that writes it again.")
+        prior_encoder, own_encoder = (_encoder(described_pairs) for described_pairs in (said["pairs"], pairs))
+        if None not in (prior_encoder, own_encoder) and prior_encoder != own_encoder:
+            raise ValueError(
+                f"sample.embeddings: the prior of {folder} predicts embeddings of {prior_encoder}, but the network "
+                f"was trained on those of {own_encoder}. Train both on the same pairs."
+            )
+    try:
+        parts = source.parts()
+        embeddings, captions = _rows(source, parts, (seeds % sum(part.num_rows for part in parts)).numpy())
+    except ValueError as error:
+        raise ValueError(f"sample.embeddings: {str(error).removeprefix('data.source.path: ')}") from None
+    return SamplingRequest(captions, {EMBEDDING: embeddings}, source=origin)
+
+
+def _encoder(pairs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the encoder that embedded the images of pairs; None where it is not recorded. The number of tokens kept of
+    captions does not matter."""
+    encoder = {name: value for name, value in (pairs or {}).get("image", {}).items() if name != "num_tokens"}
+    return encoder if encoder.get("type", "files") != "files" else None
+
+
+def _rows(source: Embeddings, parts: Sequence[Part], numbers: np.ndarray[Any, Any]) -> tuple[Tensor, list[str]]:
+    """Return rows by number, over all parts: float32 [N, dim], and their captions."""
+    starts = np.cumsum([0, *(part.num_rows for part in parts)])
+    embeddings, captions = torch.zeros(len(numbers), parts[0].dim), [""] * len(numbers)
+    for part, start, stop in zip(parts, starts[:-1], starts[1:], strict=True):
+        inside = np.flatnonzero((numbers >= start) & (numbers < stop))
+        embeddings[inside] = torch.from_numpy(
+            np.asarray(open_rows(part.image)[numbers[inside] - start], dtype=np.float32)
+        )
+        texts = source.captions(part)
+        for row in inside:
+            captions[row] = texts[numbers[row] - start]
+    return embeddings, captions

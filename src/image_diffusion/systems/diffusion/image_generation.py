@@ -1,0 +1,301 @@
+"""Images of a diffusion system: those of the stage `sample`, the previews of a training, those that are served."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.classes import ClassLabel
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.npz import save_samples
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.nn.precision import Precision
+from image_diffusion.systems.base import on_best_device
+from image_diffusion.systems.diffusion.conditioning import Condition
+from image_diffusion.systems.diffusion.generator import SampleConfig, requested_labels, ten_of
+from image_diffusion.systems.diffusion.prompts import classes_named
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.diffusion.super_resolution import small_held_out, small_images
+from image_diffusion.systems.interface import TrainedNetwork
+from image_diffusion.systems.pictures import Pictures, listed, read_pictures
+from image_diffusion.systems.sampling import (
+    Column,
+    Embed,
+    Predict,
+    Preview,
+    PreviewInputs,
+    Sampling,
+    SamplingInputs,
+    SamplingSources,
+    Served,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Generates(Protocol):
+    """Generator of images from seeds, int64 [N], and labels, int64 [N] or none, on the device of its network.
+
+    settings: completed with the values of the model. low_res: small images to enlarge. conditions: the other conditions
+    of each image, by name.
+    """
+
+    @property
+    def settings(self) -> SampleConfig: ...
+
+    def __call__(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return uint8 images [N, C, H, W]."""
+        ...
+
+    def trajectory(
+        self,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Return the images after each step."""
+        ...
+
+
+_APART, _OF_EACH = 8, 4  # pictures beside the grid, and images in each
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSampling(Sampling, ABC):
+    """Sampling of images. condition: of the network. low_resolution: side of the small images that the network
+    enlarges; None: the network has no such input."""
+
+    condition: Condition
+    low_resolution: int | None = None
+
+    @abstractmethod
+    def generator(
+        self,
+        network: nn.Module,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
+        pictures: Pictures | None = None,
+    ) -> Generates:
+        """Build the generator. weaker: the network of `settings.weaker_weights`. null: the condition that guidance
+        leads away from. pictures: those that the images are made of. Raises ValueError for a sampler or guidance that
+        do not fit."""
+
+    def sources(self, settings: SampleConfig) -> SamplingSources:
+        return SamplingSources(settings.small_images, self.condition.draws(settings))
+
+    def pictures(self, settings: SampleConfig) -> list[str]:
+        return [str(path) for path in listed(settings.given, settings.start)]
+
+    def precision(self, settings: SampleConfig) -> Precision:
+        return settings.precision
+
+    def maker(self, inputs: SamplingInputs) -> ImageMaker:
+        settings, model = inputs.settings, inputs.model
+        weaker = inputs.load(Path(settings.weaker_weights)) if settings.weaker_weights else None
+        if weaker is not None and (weaker.spec, weaker.codec) != (model.spec, model.codec):
+            raise ValueError(
+                f"sample.weaker_weights {settings.weaker_weights} was trained on other data or another codec than the "
+                f"network that it is to guide. Name a weaker network of the same data."
+            )
+        seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
+        request = self.condition.sampling_request(settings, model.pairs, len(seeds), inputs.embeddings)
+        labels = _labels(model.spec, request, settings, model.classes, seeds, model.untrained)
+        enlarged = small_images(settings.small_images, inputs.small_images, self.low_resolution, model.spec, seeds)
+        if enlarged is not None and model.classes:
+            if enlarged.labels is None and isinstance(settings.labels, str):
+                raise ValueError(
+                    "sample.small_images has no labels, but the network was trained with classes. Enlarge images of an "
+                    "experiment with the same classes, or list their classes in sample.labels."
+                )
+            labels = labels if enlarged.labels is None else enlarged.labels
+        pictures = read_pictures(settings.given, settings.start, inputs.crop, model.spec)
+        generator = self._generator_on_best_device(model, settings, inputs.codec, weaker, request, pictures)
+        described: dict[str, Any] = {"settings": dump(generator.settings)}
+        if weaker is not None:
+            described["weaker_sha256"] = weaker.sha256
+        if request.titles:
+            described["prompts"] = request.titles
+        if request.source:
+            described["embeddings"] = request.source
+        if enlarged is not None:
+            described["enlarged"] = enlarged.source
+        if pictures is not None:
+            described["pictures"] = pictures.source
+        low_res = None if enlarged is None else enlarged.images
+        return ImageMaker(generator, seeds, labels, low_res, described, request, bool(model.spec.num_classes))
+
+    def preview(self, inputs: PreviewInputs) -> Preview:
+        """Return the function that draws `step-NNNNNNN.png`, the same images as .npz, and of the first eight classes or
+        prompts a picture each, whose name is the same in all runs. Raises ValueError for a class that does not
+        exist."""
+        settings, classes = inputs.settings, inputs.training.classes
+        seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
+        pair_shards = inputs.training.beside
+        pairs = pair_shards.manifest["pairs"] if pair_shards is not None else None
+        request = self.condition.sampling_request(settings, pairs, len(seeds), inputs.held_out)
+        labels = _labels(inputs.spec, request, settings, classes, seeds, inputs.training.untrained())
+        low_res: Tensor | None = None
+        if self.low_resolution is not None:
+            low_res, labels = small_held_out(inputs.held_out, self.low_resolution, seeds)
+
+        class_names = [classes[label] for label in labels.tolist()] if classes and labels is not None else []
+        titles = request.titles or class_names
+        rows_by_title: dict[str, list[int]] = {}
+        for row, title in enumerate(titles):
+            rows_by_title.setdefault(title, []).append(row)
+
+        def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
+            generator = self.generator(network, inputs.spec, inputs.codec(), settings, null=request.null)
+            images = generator(
+                seeds, labels if inputs.spec.num_classes else None, low_res, request.select(torch.arange(len(seeds)))
+            )
+            path = folder / f"step-{step:07d}.png"
+            save_samples(path.with_suffix(".npz"), images, labels)
+            save_picture(image_grid(images, grid_columns(len(images), len(classes)), request.titles), path)
+            pictures = {"preview": path}
+            for number, (title, rows) in enumerate(list(rows_by_title.items())[:_APART]):
+                path = folder / f"step-{step:07d}-{number}.png"
+                save_picture(image_grid(images[rows[:_OF_EACH]], _OF_EACH // 2), path)
+                pictures[f"preview/{title}"] = path
+            return pictures
+
+        return draw
+
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
+        """Return the columns of a request: seeds and, for a model with classes, their numbers or names; for one
+        conditioned on words, prompts; and for one conditioned on embeddings, prompts too, where the model that makes
+        these goes with it (embeds). None for a model with any other condition."""
+        if self.low_resolution is not None or spec.conditions.keys() - ({TEXT, EMBEDDING} if embeds else {TEXT}):
+            return None
+        seed = {"seed": Column("long", required=True, example=(0, 1))}
+        if spec.conditions:
+            prompts = ("a white square on black", "a black square on white")
+            return Served(columns=seed | {"prompt": Column("string", required=True, example=prompts)})
+        named = Column("string", example=(classes[0], classes[-1])) if classes else None
+        return Served(columns=seed | ({"label": Column("long"), "class": named} if named else {}))
+
+    def predictor(
+        self,
+        model: TrainedNetwork,
+        settings: SampleConfig,
+        codec: Callable[[], Codec],
+        weaker: TrainedNetwork | None,
+        embed: Embed | None = None,
+    ) -> Predict:
+        """Return the function that makes the images of a table's rows, as in `sample`: each from its own seed."""
+        decoder, generators = codec(), list[Generates]()
+
+        def predict(rows: pandas.DataFrame) -> NDArray[np.uint8]:
+            """Return images, uint8 [N, H, W, C]. rows: the columns of `served`; without a class, the seeds get the
+            classes that `sample` would choose. Raises ValueError for a class that does not exist, or that is named
+            twice."""
+            seeds = torch.tensor(rows["seed"].to_numpy(np.int64))
+            request, labels = SamplingRequest(), None
+            if embed is not None:
+                captions = [str(prompt) for prompt in rows["prompt"]]
+                request = SamplingRequest(conditions={EMBEDDING: embed(captions, seeds).float()})
+            elif "prompt" in rows:
+                prompted = settings.model_copy(update={"prompts": tuple(map(str, rows["prompt"]))})
+                request = self.condition.sampling_request(prompted, model.pairs, len(seeds))
+            else:
+                requested = _wanted_labels(rows) or settings.labels
+                labels = requested_labels(requested, len(seeds), model.classes, seeds, settings.seed, model.untrained)
+            if not generators:
+                generators.append(self._generator_on_best_device(model, settings, decoder, weaker, request))
+            images = [
+                generators[0](seeds[part], None if labels is None else labels[part], None, request.select(part))
+                for part in torch.arange(len(seeds)).split(settings.batch_size)
+            ]
+            return torch.cat(images).permute(0, 2, 3, 1).contiguous().numpy()
+
+        return predict
+
+    def _generator_on_best_device(
+        self,
+        model: TrainedNetwork,
+        settings: SampleConfig,
+        codec: Codec,
+        weaker: TrainedNetwork | None,
+        request: SamplingRequest,
+        pictures: Pictures | None = None,
+    ) -> Generates:
+        other = on_best_device(weaker) if weaker is not None else None
+        return self.generator(on_best_device(model), model.spec, codec, settings, other, request.null, pictures)
+
+
+def _labels(
+    spec: DataSpec,
+    request: SamplingRequest,
+    settings: SampleConfig,
+    classes: list[str],
+    seeds: Tensor,
+    untrained: Sequence[str],
+) -> Tensor | None:
+    """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
+    only used by the evaluation: the class that every prompt names, or the class of the embedded image."""
+    if request.labels is not None:
+        return request.labels
+    if not spec.num_classes:
+        return classes_named(request.titles, classes)
+    return requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed, untrained)
+
+
+class ImageMaker:
+    """Images by row; implements `systems.sampling.Maker`."""
+
+    def __init__(
+        self,
+        generator: Generates,
+        seeds: Tensor,
+        labels: Tensor | None,
+        low_res: Tensor | None,
+        described: dict[str, Any],
+        request: SamplingRequest,
+        passes_labels: bool,
+    ) -> None:
+        self.labels, self.described, self.titles = labels, described, request.titles
+        self._generator, self._seeds, self._low_res, self._request = generator, seeds, low_res, request
+        self._passes_labels = passes_labels
+
+    def __call__(self, rows: slice) -> Tensor:
+        return self._generator(*self._for_rows(rows))
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """Return the pictures by name. steps: a row for each seed, from the noise to the last step's prediction."""
+        chosen = ten_of(self._generator.trajectory(*self._for_rows(slice(8))))
+        return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
+
+    def _for_rows(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
+        labels = self.labels if self._passes_labels else None
+        labels, low_res = (None if tensor is None else tensor[rows] for tensor in (labels, self._low_res))
+        return self._seeds[rows], labels, low_res, self._request.select(torch.arange(len(self._seeds))[rows])
+
+
+def _wanted_labels(rows: pandas.DataFrame) -> Sequence[ClassLabel]:
+    """Return the classes of a request's rows, in the form of the section `sample`; none where it names none."""
+    columns = [name for name in ("label", "class") if name in rows]
+    if len(columns) > 1:
+        raise ValueError("A class is given by a number, label, and by its name, class. Give one of the two.")
+    return [int(label) if columns == ["label"] else str(label) for name in columns for label in rows[name]]

@@ -1,0 +1,97 @@
+"""Evaluation of trained models: the interface of a kind of system to the stage `evaluate`.
+
+`System.evaluation` returns it. It contains the values that the evaluation depends on, and does not depend on the
+system.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from image_diffusion.core.types import SamplesOf
+from image_diffusion.metrics import DetectorConfig
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.systems.interface import TrainedNetwork
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """Inputs of the stage `evaluate`.
+
+    model: None for samples from elsewhere. settings: the section that `Evaluation.section` names. data: the folder of
+    crops, or of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote;
+    reference: what is compared with in place of a split; references: folders of what detectors have seen in the splits;
+    previews: those that training kept, in a folder for each fingerprint of a run; report: a folder for pictures.
+    encoded: the folder of what the codec makes of the crops, where `Evaluation.reads_encoded` says so. raw: loads the
+    network with the weights that were not averaged, where they were kept. read: what `samples` names -> the images,
+    with these classes.
+    """
+
+    model: TrainedNetwork | None
+    settings: Any
+    data: Path | str
+    samples: Path | None = None
+    detector: Path | None = None
+    reference: Path | None = None
+    references: Sequence[Path] = ()
+    previews: Path | None = None
+    report: Path | None = None
+    encoded: Path | None = None
+    raw: Callable[[], nn.Module | None] = lambda: None
+    read: Callable[[Path, list[str]], Samples] = read_samples
+
+
+class Evaluation(ABC):
+    """Evaluation of the models of a kind of system. `settings` is its section of an experiment."""
+
+    section: ClassVar[str] = "evaluate"
+    """Name of the section."""
+    reads_encoded: ClassVar[bool] = False
+    """True if the training data are also read as the codec encodes them."""
+
+    @abstractmethod
+    def headline(self, settings: Any) -> str:
+        """Return the metric by which the best of several models is chosen; lower is better."""
+
+    @abstractmethod
+    def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
+        """Return the content of metrics.json: {"metrics", "curve", "classes", "protocol"}, and perhaps "doubt".
+
+        Raises ValueError for what is missing or does not fit, before any long computation.
+        """
+
+    def detectors(self, settings: Any) -> Sequence[DetectorConfig]:
+        """Return the detectors; none where no image is evaluated."""
+        return ()
+
+    def against(self, settings: Any) -> SamplesOf | str | None:
+        """Return the samples or the file that samples are compared with in place of the data; None: the data."""
+        return None
+
+    def reads_splits(self, settings: Any) -> bool:
+        """True if the detectors need the features of the whole data set, which the stage `reference` computes once for
+        all experiments."""
+        return False
+
+
+class ImageEvaluation(Evaluation):
+    """Evaluation of images by detectors."""
+
+    def headline(self, settings: EvaluateConfig) -> str:
+        return settings.detectors[0].metric_name("fd")
+
+    def detectors(self, settings: EvaluateConfig) -> Sequence[DetectorConfig]:
+        return settings.detectors
+
+    def against(self, settings: EvaluateConfig) -> SamplesOf | str | None:
+        return settings.against
+
+    def reads_splits(self, settings: EvaluateConfig) -> bool:
+        return settings.against is None

@@ -1,0 +1,1 @@
+"""Pairs of embeddings on which a prior trains."""

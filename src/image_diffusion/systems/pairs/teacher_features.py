@@ -1,0 +1,120 @@
+"""Features of a teacher for a set of crops, encoded once: the training of another network is aligned with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config, dump
+from image_diffusion.data.encoded.pairs import PairSet, Splits
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import Quarantined, Sample, read_record
+from image_diffusion.metrics.features.classifier import InPipe
+from image_diffusion.metrics.features.dinov2 import Dinov2
+from image_diffusion.metrics.features.pretrained import Transformers
+from image_diffusion.systems.pairs.inputs import PairInputs
+
+
+class FeaturePairs(Config):
+    """A teacher's features of the images, computed once and stored next to the latents or the crops."""
+
+    kind: ClassVar[str] = "features"
+    """Kind of the shards."""
+    type: Literal["features"] = "features"
+    """Features of a teacher for the crops; for system.alignment."""
+    teacher: Annotated[InPipe | Dinov2 | Transformers, Field(discriminator="type")] = InPipe()
+    """Teacher: the classifier that `detect` trains on the data set's own classes, which needs no download, DINOv2, or
+    the last hidden states of a vision transformer of the package transformers."""
+    dtype: Literal["float16", "float32"] = "float16"
+    """Data type of the stored features."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder of the features."""
+        match self.teacher:
+            case InPipe():
+                return "features-inpipe"
+            case Dinov2(model=name) | Transformers(name=name):
+                return f"features-{name}"
+
+    @property
+    def needs_source(self) -> bool:
+        """True if files of the data's source are read: only crops are."""
+        return False
+
+    @property
+    def needs_detector(self) -> bool:
+        """True if the teacher is the detector of the data set."""
+        return isinstance(self.teacher, InPipe)
+
+    @property
+    def encoded_by(self) -> dict[str, Any]:
+        """Return the teacher, as it is recorded in the manifest of the features."""
+        return dump(self.teacher)
+
+    @property
+    def splits(self) -> Splits:
+        """Return splits that keep all samples: the split of each is that of its image."""
+        return Splits(train=1, validation=0, test=0)
+
+    def build(self, inputs: PairInputs) -> PairSet:
+        """Return the set that makes the features. Raises ValueError for missing inputs."""
+        if inputs.crops is None:
+            raise ValueError("Features are those of crops: give --data.")
+        teacher = self.teacher.build(inputs.detector, str(inputs.device))
+        return TeacherFeatures(inputs.crops, teacher, {"encoder": self.encoded_by})
+
+
+class Teacher(Protocol):
+    """Teacher: images -> spatial features."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return plain data that decides every number."""
+        ...
+
+    def maps(self, images: Tensor) -> Tensor:
+        """Return the features of uint8 [B, C, H, W] -> float32 [B, D, h, w], on the CPU."""
+        ...
+
+
+class TeacherFeatures:
+    """Features [D, h, w] of each crop, and of its mirror image. described: further entries of the manifest."""
+
+    kind: ClassVar[Literal["features"]] = "features"
+    members: ClassVar = ("npy", "flip.npy")
+    parts: ClassVar = ()
+    carried: ClassVar = ()
+
+    def __init__(self, crops: Path, teacher: Teacher, described: dict[str, Any]) -> None:
+        self._folder, self._crops, self._teacher = crops, open_shards(crops, "all"), teacher
+        counts = [shard["num_samples"] for shard in self._crops.manifest["shards"]]
+        self._first = np.cumsum([0, *counts]).tolist()
+        self.num_shards, self.num_rows = len(counts), sum(counts)
+        self.shape = tuple(teacher.maps(torch.zeros(1, *self._crops.shape, dtype=torch.uint8)).shape[1:])
+        self.identity = {"teacher": teacher.identity, **described}
+
+    def samples(self, shard: int) -> list[Sample]:
+        """Return all crops: their ids are the hashes of the images."""
+        return read_record(self._folder, shard).samples
+
+    def missing(self, shard: int) -> list[Quarantined]:
+        """Return no missing samples: every crop has features."""
+        return []
+
+    def made_from(self, shard: int) -> str:
+        """Return the digest of the crops."""
+        digest: str = self._crops.manifest["shards"][shard]["sha256"]
+        return digest
+
+    def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
+        images = self._crops.gather(np.arange(start, stop) + self._first[shard])
+        features = torch.stack([self._teacher.maps(images), self._teacher.maps(images.flip(-1))], 1)
+        rows: NDArray[np.float32] = features.float().numpy()
+        return rows

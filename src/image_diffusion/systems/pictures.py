@@ -1,0 +1,181 @@
+"""Pictures that samples are made of (`sample.given`, `sample.start`), cropped as the images of the data set are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.core.config.base import load
+from image_diffusion.core.types import DataSpec
+from image_diffusion.data.config import WHITE, DataConfig
+from image_diffusion.data.crop.image import BadImage, Undecided, crop_image, quiet_pillow
+from image_diffusion.data.sources.base import read_image
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.samplers.from_images import FromImages, Inpainting, Start
+
+_GREY = 128
+_KNOWN = 128  # the least grey level of a mask that stands for a known pixel
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures that samples are made of: seed s takes row s modulo the number of rows.
+
+    start: uint8 [M, C, H, W], with `strength`. known: uint8 [N, C, H, W], grey where they are not known, with `mask`,
+    bool [N, 1, H, W] or [1, 1, H, W], true where they are, and `resamplings`. factor: pixels along an edge for each
+    element of x along it.
+    """
+
+    start: Tensor | None
+    strength: float
+    known: Tensor | None
+    mask: Tensor | None
+    resamplings: int
+    factor: int
+
+    def of_seeds(self, seeds: Tensor, encode: Callable[[Tensor], Tensor]) -> FromImages:
+        """Return how the samples of some seeds, int64 [B], are made. encode: uint8 images [B, C, H, W] -> x0."""
+        start, known, mask = (_rows(pixels, seeds) for pixels in (self.start, self.known, self.mask))
+        x0 = None if known is None else encode(known)
+        where = None if x0 is None or mask is None else least_known(mask, self.factor).to(x0.device)
+        return FromImages(None if start is None else encode(start), self.strength, x0, where, self.resamplings)
+
+    def pasted(self, images: Tensor, seeds: Tensor) -> Tensor:
+        """Return the images of some seeds, uint8 [B, C, H, W], with the known pixels exactly as in the pictures."""
+        known, mask = _rows(self.known, seeds), _rows(self.mask, seeds)
+        return images if known is None or mask is None else torch.where(mask, known, images)
+
+    @property
+    def source(self) -> dict[str, str]:
+        """Return the sha256 of the pixels of each kind, for samples.json."""
+        kinds = {"start": self.start, "known": self.known, "mask": self.mask}
+        return {
+            name: hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+            for name, pixels in kinds.items()
+            if pixels is not None
+        }
+
+
+def listed(inpainting: Inpainting | None, start: Start | None) -> list[Path]:
+    """Return all files that the two sections name. Raises ValueError where there are none."""
+    paths = {"sample.start.images": start.images} if start is not None else {}
+    if inpainting is not None:
+        paths |= {"sample.given.images": inpainting.images, "sample.given.mask": inpainting.mask}
+    return [path for key, named in paths.items() for path in _files(key, named)]
+
+
+def read_pictures(
+    inpainting: Inpainting | None, start: Start | None, crop: Path | None, spec: DataSpec
+) -> Pictures | None:
+    """Return the pictures of `sample.given` and `sample.start`; None where both are unset.
+
+    crop: crop.yaml of the data set. spec: of the data that the network was trained on, pixels or latents. Raises
+    ValueError for pictures that cannot be read or that do not fit, and for a mask that leaves nothing to do.
+    """
+    if inpainting is None and start is None:
+        return None
+    if crop is None:
+        raise ValueError(
+            "sample.given and sample.start read images, which are cropped as those of the data set. Name how: --crop "
+            "results/datasets/NAME/config/crop.yaml."
+        )
+    data = load(DataConfig, crop)
+    check_crop(data)
+    if data.resolution % spec.resolution:
+        raise ValueError(
+            f"{crop} makes crops of {data.resolution} x {data.resolution}, but the network was trained on "
+            f"{spec.resolution} x {spec.resolution}. Name the crop.yaml of its data set."
+        )
+    factor, key = data.resolution // spec.resolution, "sample.start.images"
+    known, mask = (None, None) if inpainting is None else _known_part(inpainting, data, factor)
+    return Pictures(
+        start=None if start is None else _read(key, _files(key, start.images), data)[0],
+        strength=1.0 if start is None else start.strength,
+        known=known,
+        mask=mask,
+        resamplings=1 if inpainting is None else inpainting.resamplings,
+        factor=factor,
+    )
+
+
+def check_crop(data: DataConfig) -> None:
+    """Raise ValueError for a way of cropping that makes several squares of an image, or one at random."""
+    if data.crop.type in ("multi", "random_resized"):
+        raise ValueError(
+            f"sample.given and sample.start need the one square that an image is cropped to, but data.crop.type is "
+            f"{data.crop.type}. Leave them out, or train on crops of another type."
+        )
+
+
+def least_known(mask: Tensor, factor: int) -> Tensor:
+    """Return where a latent is known, bool [N, 1, h, w], for a mask of pixels [N, 1, H, W]: where all `factor` by
+    `factor` pixels are that it stands for."""
+    return F.avg_pool2d(mask.float(), factor) == 1
+
+
+def _rows(pixels: Tensor | None, seeds: Tensor) -> Tensor | None:
+    return None if pixels is None else pixels[seeds % len(pixels)]
+
+
+def _known_part(inpainting: Inpainting, data: DataConfig, factor: int) -> tuple[Tensor, Tensor]:
+    files, masks = _files("sample.given.images", inpainting.images), _files("sample.given.mask", inpainting.mask)
+    if len(masks) > 1 and [path.stem for path in masks] != [path.stem for path in files]:
+        raise ValueError(
+            f"sample.given.mask holds {len(masks):,} masks that are not named like the {len(files):,} images of "
+            f"{inpainting.images}. Give one mask for all images, or one of the same name for each."
+        )
+    images, sizes = _read("sample.given.images", files, data)
+    # White bars of `data.crop.type: pad` are known, whatever the colour that the data set has there.
+    grey = data.model_copy(update={"channels": 1, "background": WHITE})
+    levels, mask_sizes = _read("sample.given.mask", masks, grey)
+    for i, size in enumerate(sizes):
+        j = i % len(masks)
+        if size != mask_sizes[j]:
+            raise ValueError(
+                f"sample.given.mask: {masks[j]} has {_by(mask_sizes[j])} pixels, but {files[i]} has {_by(size)}. Give "
+                "a mask the size of its image."
+            )
+    mask = levels >= _KNOWN
+    is_full, is_empty = mask.flatten(1).all(1), ~least_known(mask, factor).flatten(1).any(1)
+    for path, full, empty in zip(masks, is_full.tolist(), is_empty.tolist(), strict=True):
+        if full or empty:
+            raise ValueError(
+                f"sample.given.mask: {path} leaves nothing {'to fill in' if full else 'known'} of its image, once "
+                f"cropped. White is known, and black is filled in."
+            )
+    return torch.where(mask, images, torch.tensor(_GREY, dtype=torch.uint8)), mask
+
+
+def _files(key: str, named: str) -> list[Path]:
+    """Return the files of a folder in the order of their names, or a file alone."""
+    if Path(named).is_file():
+        return [Path(named)]
+    try:
+        listing = Folder(path=named, classes="none").listing()
+    except ValueError as error:
+        raise ValueError(f"{key}: {str(error).removeprefix('data.source.path: ')}") from None
+    for name, reason in listing.rejected:
+        raise ValueError(f"{key}: {named}/{name} cannot be read: {reason}. Remove it, or replace it.")
+    return [Path(named, str(item.address[0])) for item in listing.items]
+
+
+def _read(key: str, files: Iterable[Path], data: DataConfig) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return the crops of image files, uint8 [N, C, H, W], and the (width, height) of each image."""
+    crops = []
+    with quiet_pillow():
+        for path in files:
+            try:
+                crops.append(crop_image(read_image(path), data))
+            except (BadImage, Undecided, OSError) as error:
+                raise ValueError(f"{key}: {path} cannot be read: {error}. Remove it, or replace it.") from None
+    return torch.stack([torch.from_numpy(crop.squares[0]) for crop in crops]), [crop.size for crop in crops]
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"

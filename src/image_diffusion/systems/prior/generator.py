@@ -1,0 +1,133 @@
+"""Image embeddings from captions: noise -> several candidates -> the one that is nearest to the caption."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import DataSpec, Network
+from image_diffusion.objectives.embedding import with_norm
+from image_diffusion.process.parameterization import clamp
+from image_diffusion.samplers.ancestral import Ddpm
+from image_diffusion.samplers.dalle2_ddim import LegacyDdim
+from image_diffusion.samplers.ddim import Ddim
+from image_diffusion.samplers.guidance import guided
+from image_diffusion.samplers.image_noise import image_streams, initial_noise
+from image_diffusion.systems.prior.denoiser_spec import EmbeddingReading
+
+
+class EmbeddingSampling(Config):
+    """Settings of making an image embedding from a caption."""
+
+    sampler: Annotated[Ddim | Ddpm | LegacyDdim, Field(discriminator="type")] = Ddim(num_steps=64)
+    """Sampler and its number of steps."""
+    guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Scale of guidance. 1: no guidance. Above 1: away from the prediction without caption and image."""
+    num_candidates: int = Field(2, ge=1)
+    """Number of embeddings sampled per caption, of which the one with the highest cosine to the text embedding is kept.
+    Use more than 1 only if texts and images share a space, as in CLIP."""
+    clamp_x0: bool = False
+    """Give each predicted x0 the norm of a scaled embedding."""
+    clamp_start: bool = False
+    """Give the noise that sampling starts from that norm."""
+    clamp_result: bool = False
+    """Give the result that norm."""
+    seed: int = Field(0, ge=0)
+    """Seed of all noise; caption number i draws its own."""
+    batch_size: int = Field(256, ge=1)
+    """Embeddings made at once. Does not change them."""
+
+
+def check_guided(section: str, settings: EmbeddingSampling, learns_nulls: bool) -> None:
+    """Raise ValueError where a section guides a network that never learns to do without its conditions."""
+    if settings.guidance_scale != 1 and not learns_nulls:
+        raise ValueError(
+            f"{section}.guidance_scale is {settings.guidance_scale}, but the network never learns to do without "
+            f"caption and image. Use 1, or set system.objective.text_drop_probability and image_drop_probability "
+            f"above 0."
+        )
+
+
+class EmbeddingGenerator:
+    """Generator of image embeddings on the device of the network.
+
+    Raises ValueError when the sampler or the guidance do not fit the system.
+    """
+
+    def __init__(
+        self, network: nn.Module, reading: EmbeddingReading, spec: DataSpec, settings: EmbeddingSampling
+    ) -> None:
+        if settings.guidance_scale != 1 and not reading.learns_nulls:
+            raise ValueError(
+                f"guidance_scale is {settings.guidance_scale}, but no conditions were dropped in training. Use 1, or "
+                f"train with system.objective.text_drop_probability and image_drop_probability above 0."
+            )
+        self._network, self._reading, self._spec, self._settings = cast("Network", network), reading, spec, settings
+        self._device = next(network.parameters()).device
+        self._grid = settings.sampler.grid(reading.process)
+        sampler = settings.sampler.fitted(variance="fixed_small", bounded=False)
+        # clamping is left to `_restrict`, so that a network which is given its own estimate is given the clamped one
+        self._sampler = sampler.model_copy(update={"clip_denoised": False})
+        self._clips = sampler.clip_denoised
+        self._norm = reading.norm
+
+    def __call__(self, cond: dict[str, Tensor], numbers: Tensor) -> Tensor:
+        """Return the embeddings, float32 [N, dim] on the CPU, in the scale of the stored ones.
+
+        cond: "text_embed" [N, dim] and perhaps "text_encodings" [N, L, dim] (`inputs.caption_inputs`). numbers: int64
+        [N], which captions these are: they key the noise.
+        """
+        size = max(1, self._settings.batch_size // self._settings.num_candidates)
+        parts = []
+        for start in range(0, len(numbers), size):
+            rows = slice(start, start + size)
+            parts.append(self._best({name: value[rows] for name, value in cond.items()}, numbers[rows]).cpu())
+        return torch.cat(parts)
+
+    def _best(self, cond: dict[str, Tensor], numbers: Tensor) -> Tensor:
+        count = self._settings.num_candidates
+        seeds = (numbers[:, None] * count + torch.arange(count)).flatten()
+        candidates = self.candidates({name: value.repeat_interleave(count, 0) for name, value in cond.items()}, seeds)
+        candidates = candidates.view(-1, count, candidates.shape[1])  # [N, candidates, dim]
+        nearness = F.cosine_similarity(candidates, cond["text_embed"].to(candidates)[:, None], dim=-1)
+        rows = torch.arange(len(candidates), device=candidates.device)
+        return candidates[rows, nearness.argmax(1)]
+
+    @torch.no_grad()
+    def candidates(self, cond: dict[str, Tensor], seeds: Tensor) -> Tensor:
+        """Return one embedding a row, float32 [N, dim] on the device, of these seeds, int64 [N]."""
+        settings = self._settings
+        streams = image_streams(seeds.to(self._device), settings.seed)
+        noise = initial_noise(streams, (self._spec.channels,))
+        return self.from_noise(cond, noise, streams)
+
+    @torch.no_grad()
+    def from_noise(self, cond: dict[str, Tensor], noise: Tensor, streams: Streams) -> Tensor:
+        """Return one embedding per row, float32 [N, dim] on the device, from noise [N, dim]."""
+        settings = self._settings
+
+        keep = torch.ones(len(noise), dtype=torch.bool, device=self._device)
+        inputs = {name: value.to(self._device) for name, value in cond.items()}
+        inputs |= {"text_keep": keep, "image_keep": keep}
+        null = {"text_keep": keep[:1].logical_not(), "image_keep": keep[:1].logical_not()}
+        denoiser = self._reading.denoiser(
+            self._network,
+            self._grid,
+            inputs,
+            lambda plain: guided(plain, settings.guidance_scale, null),
+            self._restrict if self._clips or settings.clamp_x0 else None,
+        )
+        start = with_norm(noise, self._norm) if settings.clamp_start else noise
+        x = self._sampler(denoiser, self._grid, start, streams)
+        return self._reading.scaling.stored(with_norm(x, self._norm) if settings.clamp_result else x)
+
+    def _restrict(self, x0: Tensor) -> Tensor:
+        """Return the function that is applied to each predicted embedding."""
+        x0 = with_norm(x0, self._norm) if self._settings.clamp_x0 else x0
+        return clamp(x0) if self._clips else x0

@@ -1,0 +1,300 @@
+"""Sampling from trained models: the interface of a kind of system to `sample`, to previews, to `doctor` and to serving.
+
+`System.sampling` returns it. It holds the values that sampling depends on, and does not know the system.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.files.npz import ImageDigests, read_arrays, stream_samples
+from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
+from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.nn.precision import Precision
+from image_diffusion.systems.interface import TrainedNetwork
+
+Preview = Callable[[nn.Module, int, Path], Mapping[str, Path | float]]
+"""Function of the network, with averaged weights where there are any, the step, and a folder for its files -> pictures
+and numbers by name."""
+
+Embed = Callable[[Sequence[str], Tensor], Tensor]
+"""Function of captions and the seed of each, int64 [N] -> image embeddings [N, dim], as the stage `sample` writes
+them."""
+
+Predict = Callable[[Any], Any]
+"""A table of the columns of `Served`, or images as an array -> uint8 images [N, H, W, C]."""
+
+
+class SampleSettings(Protocol):
+    """Settings of the section `sample` that the stage `sample` reads, whatever else the section holds.
+
+    batch_size: the number of samples made at once; it does not change them. num_jobs: of jobs that make the samples.
+    num_stored: of samples that are stored, the first ones. first_seed: sample number i has seed first_seed + i.
+    """
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def num_jobs(self) -> int: ...
+
+    @property
+    def num_stored(self) -> int: ...
+
+    @property
+    def first_seed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class SamplingSources:
+    """Inputs of sampling beside the model: the samples of another experiment, or a file.
+
+    small_images: what is enlarged; "validation": the held-out crops made small. embeddings: what images are made of;
+    "validation": those of held-out images.
+    """
+
+    small_images: SamplesOf | str | None = None
+    embeddings: SamplesOf | str | None = None
+
+
+@dataclass(frozen=True)
+class PreviewInputs:
+    """Inputs of the previews that a system makes while it trains.
+
+    spec: of the data. codec: builds the codec, on the device of the network. settings: the section `preview`. training,
+    validation: the splits. num_samples: how many of those a validation looks at.
+    """
+
+    spec: DataSpec
+    codec: Callable[[], Codec]
+    settings: Any
+    training: Shards
+    validation: Shards
+    num_samples: int
+
+    @property
+    def held_out(self) -> Shards:
+        """Return the validation split, or the training split where nothing is held out."""
+        return self.validation if self.validation.num_samples else self.training
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """Inputs of the stage `sample`. settings: the section `sample`. codec: on the device that samples.
+
+    load: a weights folder -> its model. small_images: what is enlarged, where the command line names it. embeddings:
+    what images are made of: the folder of some, or those of the pairs and of the crops of held-out images. crop:
+    crop.yaml of the data set, by which pictures are cropped that samples are made of.
+    """
+
+    model: TrainedNetwork
+    settings: Any
+    codec: Codec
+    load: Callable[[Path], TrainedNetwork]
+    small_images: Path | None = None
+    embeddings: Sequence[Path] = ()
+    crop: Path | None = None
+
+
+class Maker(Protocol):
+    """Maker of the samples of the stage `sample`, each from its own seed.
+
+    labels: of all images, int64 [N]; None without classes. titles: of all images, what is written under them in
+    pictures; empty: nothing is. described: what samples.json tells of them, in place of the settings as they were
+    written or beside them.
+    """
+
+    @property
+    def labels(self) -> Tensor | None: ...
+
+    @property
+    def titles(self) -> list[str]: ...
+
+    @property
+    def described(self) -> dict[str, Any]: ...
+
+    def __call__(self, rows: slice) -> Tensor:
+        """Return some of the samples, on the CPU: images uint8 [n, C, H, W], or embeddings [n, dim]."""
+        ...
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """Return pictures of the steps of sampling, by the name of their file; "steps" is one of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplesToWrite:
+    """Samples that the stage `sample` is about to write.
+
+    batches: the samples, in order; count: their number, below that of the settings where not all are stored. settings:
+    the section `sample`. description: how they are made, for a JSON file beside them. output: where the command line
+    wants them.
+    """
+
+    batches: Iterable[Tensor]
+    maker: Maker
+    settings: Any
+    model: TrainedNetwork
+    description: dict[str, Any]
+    output: Path
+    count: int
+
+
+class SampleFiles(Protocol):
+    """Format of the samples of a system, and how they are written.
+
+    kind: of the samples. one: what one of them is called. file: that the command names as its output.
+    """
+
+    @property
+    def kind(self) -> Literal["images", "embeddings"]: ...
+
+    @property
+    def one(self) -> str: ...
+
+    @property
+    def file(self) -> str: ...
+
+    def shown(self, settings: Any) -> int:
+        """Return the number of samples that a person looks at first."""
+        ...
+
+    def write(self, samples: SamplesToWrite) -> dict[str, Path]:
+        """Write them, and what describes them; pictures of them, by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Files of images: samples.npz, of all images or of the first ones; grid.png, other pictures that the maker draws,
+    samples.json; with `pictures` in the settings each image as a PNG."""
+
+    kind: Literal["images"] = "images"
+    one: str = "image"
+    file: str = "samples.npz"
+
+    def shown(self, settings: Any) -> int:
+        """Return the number of images that the grid holds."""
+        return int(settings.grid_images)
+
+    def write(self, samples: SamplesToWrite) -> dict[str, Path]:
+        """Write them; no more than a batch is in memory."""
+        settings, maker, folder = samples.settings, samples.maker, samples.output.parent
+        labels = None if maker.labels is None else maker.labels[: samples.count]
+        digests = ImageDigests()
+        stream_samples(samples.output, digests.passed(samples.batches), samples.count, labels)
+        images = read_arrays(samples.output)["arr_0"]
+        shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
+        columns = grid_columns(len(shown), len(samples.model.classes))
+        save_picture(image_grid(shown, columns, maker.titles[: len(shown)]), folder / "grid.png")
+        pictures = maker.pictures()
+        for name, picture in pictures.items():
+            save_picture(picture, folder / f"{name}.png")
+        shutil.rmtree(folder / "pictures", ignore_errors=True)  # of a run that made more
+        if settings.pictures:
+            for seed, image in enumerate(images, settings.first_seed):
+                save_picture(Image.fromarray(image.squeeze()), folder / "pictures" / f"{seed:08}.png")
+        drawn = [folder / f"{name}.png" for name in ("grid", *pictures)]
+        all_images = {"images_sha256": digests.combined} if samples.count == settings.num_samples else {}
+        files = {"files": describe(folder, [samples.output, *drawn])}
+        write_json(folder / "samples.json", samples.description | all_images | files)
+        return {"samples": folder / "grid.png", "denoising": folder / "steps.png"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table that a served model takes. required: whether it has to be given. example: what one may hold;
+    none where the column is not part of the example."""
+
+    kind: Literal["long", "string"]
+    required: bool = False
+    example: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Served:
+    """Inputs and outputs of a served model.
+
+    columns: of a table, by name; or images: the shape of one that is taken, [H, W, C]. Either way it gives uint8 images
+    [N, H, W, C].
+    """
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    images: tuple[int, int, int] | None = None
+
+
+class Sampling:
+    """Sampling from the models of a kind of system. This base class is that of a system that makes no samples."""
+
+    files: ClassVar[SampleFiles] = ImageFiles()
+    """Format of the samples that the stage `sample` makes."""
+
+    def sources(self, settings: Any) -> SamplingSources:
+        """Return the inputs that the section `sample` names."""
+        return SamplingSources()
+
+    def pictures(self, settings: Any) -> list[str]:
+        """Return the files of images that samples are made of, and of their masks. Raises ValueError where a folder
+        holds none."""
+        return []
+
+    def preview(self, inputs: PreviewInputs) -> Preview | None:
+        """Return the function that previews the progress of a training at intervals; None: there are no previews."""
+        return None
+
+    def maker(self, inputs: SamplingInputs) -> Maker:
+        """Return the maker of the samples of the stage `sample`.
+
+        Raises ValueError for settings, weights or images that do not fit.
+        """
+        raise ValueError("The model makes no samples. Sample an experiment whose system does.")
+
+    def num_evaluations(self, settings: Any) -> int:
+        """Return the number of network evaluations for one image of the section `sample`."""
+        return 0
+
+    def precision(self, settings: Any) -> Precision:
+        """Return the precision in which the network computes while it makes the images of a section."""
+        return "float32"
+
+    def decoder_input(self, spec: DataSpec, count: int) -> Tensor:
+        """Return any tensor in the form of the decoder's input for `count` images, for timing it."""
+        return torch.randn(count, spec.channels, spec.resolution, spec.resolution)
+
+    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
+        """Return the inputs and outputs of the served model; None: seeds or images alone give nothing. embeds: whether
+        a model that makes embeddings of captions is served with it."""
+        return None
+
+    def predictor(
+        self,
+        model: TrainedNetwork,
+        settings: Any,
+        codec: Callable[[], Codec],
+        weaker: TrainedNetwork | None,
+        embed: Embed | None = None,
+    ) -> Predict:
+        """Return the function that answers requests. settings: the section `sample`, where the system has it; weaker:
+        the network that those name; embed: `embedder` of the model that makes the embeddings that those name. Only
+        where `served` returns the columns of a request."""
+        raise ValueError("The model makes nothing of seeds or images alone.")
+
+    def embedder(self, model: TrainedNetwork, settings: Any) -> Embed:
+        """Return the function that makes image embeddings of new captions. Only where samples are embeddings. settings:
+        the section `sample`. Raises ValueError for settings that do not fit the model."""
+        raise ValueError("The model makes no embeddings. Name an experiment with a prior.")

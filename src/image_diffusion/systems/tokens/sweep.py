@@ -1,0 +1,59 @@
+"""Sweeps of a token model: the same weights sampled and evaluated with several settings, or other weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from image_diffusion.core.config.base import dump, parse
+from image_diffusion.core.types import DataSpec
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.sweep import SweepConfig, check_values
+from image_diffusion.systems.interface import TrainSettings
+from image_diffusion.systems.tokens.generator import TokenReading, TokenSampleConfig, check_made
+
+_OF_THE_SAMPLER = {"temperature": float, "num_steps": int}
+
+
+class TokenSweepConfig(SweepConfig):
+    """Settings of images from tokens to vary, one at a time; everything else is as in `sample`."""
+
+    temperature: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Temperature: logits are divided by it."""
+
+    def points(self) -> dict[str, tuple[float | int | str, ...]]:
+        return super().points() | {"temperature": self.temperature}
+
+    def samples(self, axis: str, value: str, base: SampleConfig) -> SampleConfig:
+        """Return the settings of sampling at one point. Raises ValueError when the sampler that it changes is not
+        written."""
+        if axis not in _OF_THE_SAMPLER:
+            return super().samples(axis, value, base)
+        plain: dict[str, Any] = dump(base)
+        if plain["sampler"] is None:
+            raise ValueError(f"sweep.{axis} varies a key of sample.sampler, which is missing. Write it with its type.")
+        plain["sampler"][axis] = _OF_THE_SAMPLER[axis](value)
+        plain["num_samples"] = self.num_samples or base.num_samples
+        settings: SampleConfig = parse(type(base), plain, f"sweep.{axis} {value}")
+        return settings
+
+
+KEYS = frozenset({"guidance_scale", "num_steps", "temperature", "checkpoint", "ema", "num_samples"})
+"""Keys of the section that have an effect."""
+
+
+def check_sweep(
+    sweep: TokenSweepConfig,
+    sample: TokenSampleConfig,
+    reading: TokenReading,
+    classes: list[str] | None,
+    spec: DataSpec,
+    train: TrainSettings,
+) -> None:
+    """Raise ValueError, before any work, for a point that cannot be sampled. classes: as `check_settings` has them."""
+    check_values(sweep, train)
+    for axis, values in sweep.values.items():
+        for value in values:
+            point: Any = sweep.samples(axis, value, sample)
+            check_made(f"sweep.{axis} {value}", point, reading, classes, spec)

@@ -1,0 +1,162 @@
+"""Tokens: a transformer over the tokens of a discrete VAE, the second half of DALL-E (Ramesh et al. 2021).
+
+By default it is MaskGIT's, which fills in many tokens at once (Chang et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.codecs.base import Codec
+from image_diffusion.codecs.tokens import TokensOf
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, DataSpec, Objective
+from image_diffusion.data.encoded.latents import EncodeConfig
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.networks.token_transformer import TokenTransformer, TokenTransformerConfig
+from image_diffusion.objectives import TokenObjective
+from image_diffusion.objectives.tokens.masked import MaskedTokens
+from image_diffusion.systems.base import Others, Sections, System, spec_of
+from image_diffusion.systems.diffusion.checks import check_kept, check_pairs
+from image_diffusion.systems.diffusion.conditioning import LabelCondition, TextCondition
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.image_generation import ImageSampling
+from image_diffusion.systems.diffusion.prompts import check_judged
+from image_diffusion.systems.interface import Section, all_but
+from image_diffusion.systems.pairs.captions import CaptionPairs
+from image_diffusion.systems.pictures import Pictures
+from image_diffusion.systems.tokens.evaluation import TokenEvaluation
+from image_diffusion.systems.tokens.generator import (
+    KEYS,
+    TokenGenerator,
+    TokenReading,
+    TokenSampleConfig,
+    check_settings,
+    fitted,
+)
+from image_diffusion.systems.tokens.sweep import KEYS as SWEPT
+from image_diffusion.systems.tokens.sweep import TokenSweepConfig, check_sweep
+from image_diffusion.systems.warm_start import WarmStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSampling(ImageSampling):
+    """Sampling of tokens, which the codec decodes. reading: the properties of the system that it depends on."""
+
+    reading: TokenReading
+
+    def generator(
+        self,
+        network: nn.Module,
+        spec: DataSpec,
+        codec: Codec,
+        settings: SampleConfig,
+        weaker: nn.Module | None = None,
+        null: Mapping[str, Tensor] | None = None,
+        pictures: Pictures | None = None,
+    ) -> TokenGenerator:
+        assert isinstance(settings, TokenSampleConfig) and weaker is None and pictures is None
+        return TokenGenerator(network, self.reading, spec, codec, settings, null)
+
+    def num_evaluations(self, settings: TokenSampleConfig) -> int:
+        sampler = fitted(settings, self.reading.causal).sampler
+        assert sampler is not None
+        return sampler.calls * (1 + (settings.guidance.guidance_scale != 1))
+
+    def decoder_input(self, spec: DataSpec, count: int) -> Tensor:
+        return torch.zeros(count, spec.resolution, spec.resolution, dtype=torch.int64)
+
+
+class TokensSystem(System):
+    """A transformer over tokens."""
+
+    type: Literal["tokens"] = "tokens"
+    """A transformer over the tokens of a discrete codec."""
+    network: TokenTransformerConfig = TokenTransformerConfig()
+    """Size of the network."""
+    objective: TokenObjective = MaskedTokens()
+    """Prediction task: hidden tokens from all others, or each token from those before it."""
+    condition: Annotated[LabelCondition | TextCondition, Field(discriminator="type")] = LabelCondition()
+    """Condition of the network on an image, before its tokens: its class, or words."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        "codec": Section(TokensOf, None, example="{type: tokens, of: {type: trained, experiment: my_dvae}}"),
+        "encode": Section(EncodeConfig, EncodeConfig(), all_but(EncodeConfig, "tokens")),
+        "pairs": Section(CaptionPairs, None, example="{type: captions}", optional=True),
+        "preview": Section(TokenSampleConfig, TokenSampleConfig(), KEYS - {"keep"}),
+        "sample": Section(TokenSampleConfig, TokenSampleConfig(), KEYS),
+        "sweep": Section(TokenSweepConfig, TokenSweepConfig(), SWEPT),
+        "evaluate": Section(EvaluateConfig, EvaluateConfig(), all_but(EvaluateConfig, "lpips", "likelihood")),
+    }
+    recipe: ClassVar[Mapping[str, Any]] = {
+        "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0},
+    }
+    reads: ClassVar = ("tokens",)
+    warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
+
+    @property
+    def reads_beside(self) -> str | None:
+        return self.condition.reads
+
+    @property
+    def reading(self) -> TokenReading:
+        """Return the properties of the system that sampling depends on."""
+        return TokenReading(causal=self.objective.causal, drops_labels=self.objective.label_drop_probability > 0)
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        check_pairs(self.condition, False, experiment.section("pairs"))
+        check_judged(experiment)
+        check_kept(experiment, others)
+        super().check(experiment, others)
+        spec = spec_of(experiment, others.codec)
+        reading, train = self.reading, experiment.train
+        classes = experiment.data.source.known_classes() if self.condition.reads is None else None
+        for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
+            settings: TokenSampleConfig = experiment.section(section)
+            check_settings(section, settings, reading, classes, spec)
+            self.condition.check(section, settings)
+        check_sweep(experiment.section("sweep"), experiment.section("sample"), reading, classes, spec, train)
+
+    def spec(self, data: Shards) -> DataSpec:
+        """Return the shapes that the data fix: tokens are stored as [h, w], and have as many channels as there are
+        different tokens."""
+        spec = DataSpec(channels=data.manifest["num_tokens"], resolution=data.shape[-1], num_classes=data.num_classes)
+        return self.condition.spec(spec, data.beside)
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """Return the options of `network.build` other than the data spec."""
+        return {"causal": self.objective.causal}
+
+    def build_network(self, spec: DataSpec) -> TokenTransformer:
+        """Build the randomly initialised network."""
+        return self.network.build(spec, **self.build_options)
+
+    def build_objective(self, spec: DataSpec) -> Objective:
+        """Build the objective. Without classes and captions in the data, nothing is dropped."""
+        objective = self.objective
+        if not spec.num_classes and not spec.conditions:
+            objective = objective.model_copy(update={"label_drop_probability": 0.0})
+        return objective.build(spec)
+
+    def batch(
+        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+    ) -> Batch:
+        """Return the batch of tokens int64 [B, N], row by row."""
+        cond = {"label": label} if spec.num_classes else {}
+        if pairs is not None:
+            cond |= self.condition.training_conditions(pairs, streams)
+        return Batch(stored.flatten(1).long(), cond, streams)
+
+    def sampling(self) -> TokenSampling:
+        return TokenSampling(condition=self.condition, reading=self.reading)
+
+    def evaluation(self) -> TokenEvaluation:
+        return TokenEvaluation(causal=self.objective.causal, has_captions=self.condition.reads is not None)

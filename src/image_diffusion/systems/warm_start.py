@@ -1,0 +1,184 @@
+"""Weights of one training as the start of another, on other classes or at another resolution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.config.base import Config, differing_keys, dump
+from image_diffusion.core.types import DataSpec
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Tensors of a system's network that change with other classes or another resolution.
+
+    class_rows: with a row for each class, and perhaps one more for none: other classes get other rows. positions:
+    [1, N, D], with a row for each place of a square grid: interpolated for another one. new_layers: prefixes of the
+    names of tensors that the weights may lack: they start as in a new network, where they have no effect yet.
+    scaled_by: keys of the system that define how stored values become x, which must be equal.
+    """
+
+    class_rows: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+    new_layers: tuple[str, ...] = ()
+    scaled_by: tuple[str, ...] = ()
+
+
+class Adaptable(Config):
+    """A system whose training can start from the weights of another one."""
+
+    warm_start: ClassVar[WarmStart] = WarmStart()
+    """Tensors that may differ from those that a training starts from."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Origin of weights. classes: their names by number; None if only numbers are known, as for published weights."""
+
+    system: Adaptable
+    spec: DataSpec
+    classes: Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor that differs from the loaded one. here, there: shapes in the network and in the weights; empty if it is
+    missing. effect: what was done."""
+
+    name: str
+    here: tuple[int, ...]
+    there: tuple[int, ...]
+    effect: str
+
+
+def fitted(
+    network: nn.Module, target: Trained, tensors: Mapping[str, Tensor], source: Trained
+) -> tuple[dict[str, Tensor], list[Change]]:
+    """Return initial tensors for a network, and their differences from the loaded weights. Class rows are matched by
+    name; other classes start from the mean row and a random one; positions of another resolution are interpolated
+    (bicubic). If only one of the two has classes, their table is new or omitted. Raises ValueError for any other
+    difference of shape or name, with the configuration that would fit, and for weights that were trained on another
+    scale of x.
+    """
+    for key in target.system.warm_start.scaled_by:
+        if getattr(target.system, key) != getattr(source.system, key):
+            raise ValueError(
+                f"system.{key} differs from the value that the weights were trained with, so x would have another "
+                f"scale. Copy the value from the model.json next to the weights."
+            )
+    differing, initial = target.system.warm_start, network.state_dict()
+    weights, changes, wrong = dict(initial), [], []
+
+    def differs(name: str, effect: str) -> None:
+        shape, source_shape = (
+            tuple(tensors_of[name].shape) if name in tensors_of else () for tensors_of in (initial, tensors)
+        )
+        changes.append(Change(name, shape, source_shape, effect))
+
+    for name, tensor in initial.items():
+        loaded = tensors.get(name)
+        if name in differing.class_rows and loaded is None:
+            differs(name, "new: the weights know no classes")
+        elif loaded is None and name.startswith(differing.new_layers):
+            differs(name, "new: the weights lack the layer")
+        elif loaded is not None and name in differing.class_rows and loaded.shape[1:] == tensor.shape[1:]:
+            weights[name], effect = _rows(loaded, tensor, target, source)
+            if effect:
+                differs(name, effect)
+        elif loaded is not None and loaded.shape == tensor.shape:
+            weights[name] = loaded
+        elif loaded is not None and name in differing.positions and loaded.shape[2:] == tensor.shape[2:]:
+            weights[name] = _interpolated(loaded, tensor.shape[1])
+            differs(name, "interpolated to the other resolution")
+        else:
+            wrong.append(
+                f"{name} {list(tensor.shape)} here, {list(loaded.shape) if loaded is not None else 'none'} there"
+            )
+    for name in tensors.keys() - initial.keys():
+        if name in differing.class_rows:
+            differs(name, "left out: the data have no classes")
+        else:
+            wrong.append(f"{name} none here, {list(tensors[name].shape)} there")
+    if wrong:
+        keys = differing_keys(_decides(target), _decides(source))
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ValueError(
+            f"Weights do not fit the network: {'; '.join(wrong[:_SHOWN])}{more}. Other classes and another resolution "
+            f"would; these would fit with the values that they were trained with: {', '.join(keys)}."
+        )
+    return weights, changes
+
+
+def table(changes: Sequence[Change]) -> str:
+    """Return the differences from the loaded weights, one per line; empty without differences."""
+    rows = [("tensor", "there", "here", "")] + [
+        (change.name, _shape(change.there), _shape(change.here), change.effect) for change in changes
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines) if changes else ""
+
+
+_SHOWN = 4
+
+
+def _decides(trained: Trained) -> dict[str, Any]:
+    """Return the part of a configuration that decides the shapes of a network."""
+    system = dump(trained.system)
+    objective = system.get("objective", {})
+    return {
+        "channels of x": trained.spec.channels,
+        "system.network": system.get("network"),
+        "system.objective.variance": objective.get("variance"),
+    }
+
+
+def _rows(loaded: Tensor, own: Tensor, target: Trained, source: Trained) -> tuple[Tensor, str]:
+    """Return a row for each class and, if there is one, the null row; and a description of the changes, empty without
+    changes.
+
+    own: the random rows of the network, added to the mean so that new classes differ from the first step on.
+    """
+    loaded, own = _with_numbers(loaded), _with_numbers(own)
+    count, num_rows = target.spec.num_classes, len(own)
+    class_rows = loaded[: source.spec.num_classes]
+    mean = class_rows.mean(dim=0, keepdim=True)
+    null = loaded[source.spec.num_classes :] if len(loaded) > len(class_rows) else mean
+    if target.classes is None or source.classes is None:  # as many classes are the same ones, in their order
+        places: list[int | None] = list(range(count)) if count == len(class_rows) else [None] * count
+    else:
+        numbers = {name: number for number, name in enumerate(source.classes)}
+        places = [numbers.get(name) for name in target.classes]
+    rows = [mean + own[i : i + 1] if place is None else class_rows[place : place + 1] for i, place in enumerate(places)]
+    joined = torch.cat([*rows, null[: num_rows - count]]).contiguous()
+    assert len(joined) == num_rows
+    if places == list(range(len(class_rows))) and num_rows == len(loaded):
+        return joined, ""
+    by_name = sum(place is not None for place in places)
+    return joined, f"{by_name} of {count} classes by name, the others near the mean row"
+
+
+def _interpolated(positions: Tensor, count: int) -> Tensor:
+    """Interpolate [1, n, D] over a square grid -> [1, count, D] over another."""
+    source_side, side = math.isqrt(positions.shape[1]), math.isqrt(count)
+    grid = _with_numbers(positions).view(1, source_side, source_side, -1).permute(0, 3, 1, 2)
+    resized = F.interpolate(grid.float(), (side, side), mode="bicubic", align_corners=False)
+    return resized.permute(0, 2, 3, 1).reshape(1, count, -1).to(positions.dtype)
+
+
+def _with_numbers(tensor: Tensor) -> Tensor:
+    """Return zeros instead of a meta tensor, whose arithmetic would load PyTorch's compiler for seconds."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "none"

@@ -1,0 +1,208 @@
+"""Describe an experiment as an RO-Crate, which repositories and tools of provenance read.
+
+    python -m image_diffusion crate --experiment results/x --snakefile workflow/Snakefile \\
+        --inputs crop.yaml manifest.json
+
+Writes ro-crate-metadata.json into the experiment's folder, in the profile Workflow Run Crate 0.5 (Leo et al. 2024,
+"Recording provenance of workflow runs with RO-Crate"): what was run, on which configuration and data, when, and what
+came of it, each file with its size and sha256. What lies elsewhere is copied into the folder `crate`, with a datasheet.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from image_diffusion import __version__
+from image_diffusion.core.files.atomic import read_json, write_text
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.journal.reader import logged_stages, read_journal
+from image_diffusion.core.process import command
+from image_diffusion.data.quality.datasheet import summary
+
+RESULTS = {
+    "train/weights.safetensors": "Weights of the trained network, averaged",
+    "train/model.json": "What rebuilds the network from its weights",
+    "samples/*": "Images that the network draws, and how they were drawn",
+    "metrics.json": "Metrics with their intervals, and how they were measured",
+    "evaluation/*.png": "Pictures of the evaluation",
+    "sweep/*/curve.*": "Metrics against one setting",
+    "report/index.html": "Everything about the experiment on one page",
+    "diffusers/README.md": "Model card",
+    "diffusers/**/*": "The model as diffusers loads it",
+}
+"""Files that a run may leave in the experiment's folder, with their descriptions. The first pattern that a file fits
+counts."""
+
+_FORMATS = {
+    ".json": "application/json",
+    ".yaml": "application/yaml",
+    ".md": "text/markdown",
+    ".html": "text/html",
+    ".png": "image/png",
+    ".npz": "application/zip",
+}
+_PROFILES = {
+    "https://w3id.org/ro/wfrun/process/0.5": ("Process Run Crate", "0.5"),
+    "https://w3id.org/ro/wfrun/workflow/0.5": ("Workflow Run Crate", "0.5"),
+    "https://w3id.org/workflowhub/workflow-ro-crate/1.0": ("Workflow RO-Crate", "1.0"),
+}
+_SNAKEMAKE = "https://w3id.org/workflowhub/workflow-ro-crate#snakemake"
+_RUN, _LICENCE = "#run", "#licence"
+
+Entity = dict[str, Any]
+
+
+def crate(folder: Path, workflow: str, inputs: Sequence[str], manifest: str) -> Entity:
+    """Return the metadata of a crate whose root is the folder of an experiment that has been made.
+
+    workflow: the copy of the Snakefile; inputs: what the run was given; manifest: that of them which describes the
+    images, as crate/datasheet.md does. All are paths from the folder. Raises ValueError if no stage left a journal.
+    """
+    plan, card = read_json(folder / "config" / "plan.json"), "diffusers/README.md"
+    names = _results(folder)
+    input_names, output_names = sorted({*inputs}), sorted(names)
+    datasheet = "crate/datasheet.md"
+    hashes = describe(folder, [folder / name for name in (workflow, datasheet, *input_names, *output_names)])
+    files = {name: _file(folder, name, names.get(name, "Input of the run"), hashes[name]) for name in hashes}
+    files[workflow] |= {
+        "@type": ["File", "SoftwareSourceCode", "ComputationalWorkflow"],
+        "name": "image-diffusion: from a folder of images to a scored, tracked image diffusion model",
+        "programmingLanguage": {"@id": _SNAKEMAKE},
+        "version": __version__,
+        "license": "https://spdx.org/licenses/MIT",
+    }
+    files[datasheet] |= {
+        "name": "Datasheet of the images",
+        "about": {"@id": quote(manifest)},
+    }
+    if card in files:
+        files[card] |= {"about": {"@id": "train/weights.safetensors"}}
+    started, ended = _times(folder)
+    root: Entity = {
+        "@id": "./",
+        "@type": "Dataset",
+        "name": f"{folder.name}: {plan['system']} on {plan['dataset']}",
+        "description": f"A run of image-diffusion: a model of type {plan['system']}, trained on {plan['dataset']}.",
+        "datePublished": ended,
+        "license": {"@id": _LICENCE},
+        "conformsTo": _references(_PROFILES),
+        "hasPart": _references(files),
+        "mainEntity": {"@id": quote(workflow)},
+        "mentions": {"@id": _RUN},
+    }
+    run: Entity = {
+        "@id": _RUN,
+        "@type": "CreateAction",
+        "name": f"Run of the experiment {folder.name}",
+        "instrument": {"@id": quote(workflow)},
+        "object": _references(input_names),
+        "result": _references(output_names),
+        "startTime": started,
+        "endTime": ended,
+        "description": "Every stage of the experiment, by Snakemake: from the images to the report.",
+        "actionStatus": "http://schema.org/CompletedActionStatus",
+    }
+    descriptor: Entity = {
+        "@id": "ro-crate-metadata.json",
+        "@type": "CreativeWork",
+        "about": {"@id": "./"},
+        "conformsTo": [{"@id": "https://w3id.org/ro/crate/1.1"}, {"@id": [*_PROFILES][-1]}],
+    }
+    snakemake: Entity = {
+        "@id": _SNAKEMAKE,
+        "@type": "ComputerLanguage",
+        "name": "Snakemake",
+        "identifier": {"@id": "https://doi.org/10.1093/bioinformatics/bts480"},
+        "url": {"@id": "https://snakemake.readthedocs.io"},
+    }
+    licence: Entity = {
+        "@id": _LICENCE,
+        "@type": "CreativeWork",
+        "name": "Not stated",
+        "description": "Whether and for what this may be used follows from the licence of the images.",
+    }
+    profiles = [
+        {"@id": address, "@type": "CreativeWork", "name": name, "version": version}
+        for address, (name, version) in _PROFILES.items()
+    ]
+    return {
+        "@context": ["https://w3id.org/ro/crate/1.1/context", "https://w3id.org/ro/terms/workflow-run/context"],
+        "@graph": [descriptor, root, *files.values(), run, snakemake, licence, *profiles],
+    }
+
+
+def _results(folder: Path) -> dict[str, str]:
+    """Return the files of a run, by their paths from the folder, and what each is."""
+    descriptions: dict[str, str] = {}
+    for pattern, description in RESULTS.items():
+        for path in sorted(folder.glob(pattern)):
+            name = path.relative_to(folder)
+            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                descriptions.setdefault(name.as_posix(), description)
+    return descriptions
+
+
+def _file(folder: Path, name: str, description: str, sha256: str) -> Entity:
+    path = folder / name
+    entity = {"@id": quote(name), "@type": "File", "name": path.name, "description": description, "sha256": sha256}
+    return entity | {
+        "contentSize": str(path.stat().st_size),
+        "encodingFormat": _FORMATS.get(path.suffix, "application/octet-stream" if path.suffix else "text/plain"),
+    }
+
+
+def _references(names: Any) -> list[Entity]:
+    return [{"@id": name if ":" in name else quote(name)} for name in names]
+
+
+def _times(folder: Path) -> tuple[str, str]:
+    """Return the start of the training and the end of the last stage, as the journals record them."""
+    histories = [read_journal(path) for path in logged_stages(folder / "journal")]
+    runs = [history for history in histories if history is not None]
+    if not runs:
+        raise ValueError(
+            f"{folder / 'journal'} holds no run. Run the experiment first: snakemake {folder}/metrics.json"
+        )
+    begun = min(start for run in runs for start in run.starts)
+    ended = max(run.ended or max(run.starts) for run in runs)
+    first, last = (datetime.fromtimestamp(time / 1000, UTC).isoformat(timespec="seconds") for time in (begun, ended))
+    return first, last
+
+
+def main() -> None:
+    parser = command.Parser(prog="python -m image_diffusion crate", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--experiment", type=Path, required=True, help="folder of the experiment, results/<experiment>")
+    parser.add_argument("--snakefile", type=Path, required=True, help="Snakefile of the workflow")
+    parser.add_argument(
+        "--inputs", type=Path, nargs="+", required=True, help="configurations and manifests of the data"
+    )
+    arguments = parser.parse_args()
+    if not any(path.name == "manifest.json" for path in arguments.inputs):
+        raise ValueError("--inputs names no manifest.json. Add that of the images' shards.")
+    folder: Path = arguments.experiment
+    copies = folder / "crate"
+    shutil.rmtree(copies, ignore_errors=True)
+    copies.mkdir(parents=True)
+    inputs = {}
+    for path in arguments.inputs:
+        inside = path.is_relative_to(folder)
+        goal = path if inside else copies / f"{path.parent.name}-{path.name}"
+        if not inside:
+            shutil.copyfile(path, goal)
+        inputs[path] = goal.relative_to(folder).as_posix()
+    shutil.copyfile(arguments.snakefile, copies / "Snakefile")
+    manifest = next(path for path in inputs if path.name == "manifest.json")
+    source = read_json(folder / "config" / "plan.json")["source"]
+    write_text(copies / "datasheet.md", summary(read_json(manifest), source))
+    metadata = crate(folder, "crate/Snakefile", list(inputs.values()), inputs[manifest])
+    write_text(folder / "ro-crate-metadata.json", f"{json.dumps(metadata, indent=2, ensure_ascii=False)}\n")
+
+
+if __name__ == "__main__":
+    command.run(main)

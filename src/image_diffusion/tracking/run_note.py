@@ -1,0 +1,103 @@
+"""Note that a person reads first of a run: a card of its contents, its quality, its comparison with others, and the
+commands that make it again.
+
+Nothing here knows of MLflow: text from results, and from the headlines of other runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_diffusion.core.files.atomic import read_json
+
+_NAMED = 5  # other runs, of each relation
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The metric that an experiment is ranked by, lower is better. interval: of 95 %, if known."""
+
+    metric: str
+    value: float
+    interval: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        between = f", 95 % interval {self.interval[0]:.4g} to {self.interval[1]:.4g}" if self.interval else ""
+        return f"{self.metric} {self.value:.4g}{between}"
+
+
+def headline_of(experiment: Path, metric: str) -> Headline | None:
+    """Return the headline in a results folder, if it belongs to the weights in that folder and its judge is trusted."""
+    try:
+        judged, model = read_json(experiment / "metrics.json"), read_json(experiment / "train" / "model.json")
+        entry, weights = judged["metrics"][metric], judged["protocol"]["weights"]
+        if entry["value"] is None or entry.get("doubt") or weights["sha256"] != model["sha256"]:
+            return None
+        low_high = entry.get("interval")
+        return Headline(metric, float(entry["value"]), (low_high[0], low_high[1]) if low_high else None)
+    except (ValueError, KeyError, TypeError):  # not there yet, or damaged: its stage tells, and makes it again
+        return None
+
+
+def card(experiment: Path, data: str | None, metric: str, others: Iterable[tuple[str, Headline]]) -> str:
+    """Return Markdown on the training in a results folder.
+
+    data: the name of its data set. others: the headlines of other runs on the same data, by their names.
+    """
+    name, own = experiment.name, headline_of(experiment, metric)
+    lines = [sentence(experiment, data), ""]
+    if own is None:
+        lines.append(f"**Not evaluated yet** by {metric}.")
+    else:
+        lines += [f"**{own}** (lower is better). {ranked(own, list(others))}"]
+    lines += [
+        "",
+        f"Reproduce it with `snakemake --cores all {shlex.quote(name)}` where `config/experiments/{name}.yaml` lies.",
+        "",
+        f"Report: `{experiment / 'report' / 'index.html'}`. Samples, previews and curves are under Artifacts and Model "
+        f"metrics; the configuration of each stage is the parameters.",
+    ]
+    return "\n".join(lines)
+
+
+def ranked(own: Headline, others: Sequence[tuple[str, Headline]]) -> str:
+    """Compare a headline with others: two whose intervals meet cannot be distinguished; without intervals nothing is
+    said of noise."""
+    if not others:
+        return "No other run on this data has been evaluated by it."
+    place = 1 + sum(headline.value < own.value for _, headline in others)
+    relations: dict[str | None, list[str]] = {"better than": [], "within noise of": [], "worse than": [], None: []}
+    for name, headline in sorted(others, key=lambda other: (other[1].value, other[0])):
+        relations[_relation(own, headline)].append(f"{name} ({headline.value:.4g})")
+    apart = [f"{relation} {_some(names)}" for relation, names in relations.items() if names and relation]
+    if incomparable := relations[None]:
+        apart.append(f"not comparable with {_some(incomparable)}, as an interval is missing")
+    return f"Number {place} of {len(others) + 1} runs on this data: {'; '.join(apart)}."
+
+
+def _relation(own: Headline, other: Headline) -> str | None:
+    """Return the relation of two headlines; None where an interval is missing."""
+    if own.interval is None or other.interval is None:
+        return None
+    if own.interval[1] < other.interval[0]:
+        return "better than"
+    return "worse than" if other.interval[1] < own.interval[0] else "within noise of"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown, more = names[:_NAMED], len(names) - _NAMED
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def sentence(experiment: Path, data: str | None) -> str:
+    """Describe the training in a sentence."""
+    on = f" on {data}" if data else ""
+    try:
+        model = read_json(experiment / "train" / "model.json")
+        system, step, examples = model["system"]["type"], int(model["step"]), int(model["examples_seen"])
+    except (ValueError, KeyError, TypeError):
+        return f"The training of `{experiment.name}`{on}, which has not ended."
+    return f"`{experiment.name}`: a {system} trained{on} for {step:,} steps, {examples:,} examples."

@@ -1,0 +1,232 @@
+"""One checkpoint: a folder of tensors and plain data that is complete or absent, and verifies every byte.
+
+step-0001000/checkpoint.json    step, examples seen, what the run is, sha256 and size of every other file
+step-0001000/<group>.safetensors    network, each average, optimizer, objective, meter
+step-0001000/<group>.1-of-8.safetensors    of tensors whose rows eight processes share, those of the second
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from image_diffusion.core.files.atomic import (
+    digest,
+    finish_file,
+    make_folder,
+    read_json,
+    sha256_file,
+    sync_folder,
+    write_json,
+)
+from image_diffusion.core.names import inside
+from image_diffusion.core.process.out_of_resources import writing
+
+FORMATS = (1, 2)
+"""1: each group is a file. 2: rows of its tensors may be in files of several processes."""
+
+_SUFFIX = ".safetensors"
+_ROWS = re.compile(r"(?P<group>.+)\.(?P<part>\d+)-of-\d+")
+
+
+class Damaged(Exception):  # noqa: N818 - not told to people as it is: the reader falls back to an older checkpoint
+    """A checkpoint that is not, byte for byte, what was written."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """State from which a run resumes as if it had not been interrupted.
+
+    step: updates done. examples_seen: examples they took, which is also the position in the data. reports_due: True if
+    validation and sample grid of this step are still to be made. groups: tensors by file and name. extra: plain data.
+    attempts: the ids of those that have led here, in the journal, and how many records each had written by then.
+
+    While it is written: rows: of tensors that processes share by rows, those of this one, part `part` of `parts`, by
+    group and name. What is read has no rows, but all tensors whole.
+    """
+
+    step: int
+    examples_seen: int
+    reports_due: bool
+    groups: dict[str, dict[str, Tensor]]
+    extra: dict[str, Any] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    part: int = 0
+    parts: int = 1
+
+
+def folder_name(step: int) -> str:
+    """Return the folder name of the checkpoint of a step."""
+    return f"step-{step:07d}"
+
+
+def being_written(parent: Path, step: int, token: str) -> Path:
+    """Return the folder that a checkpoint is written to until it is complete. token: of the writer, so that no orphan
+    writes to the same folder."""
+    return parent / f".{folder_name(step)}.{token}.tmp"
+
+
+def told_of(folder: Path, part: int) -> Path:
+    """Return the file in which a process lists the files it has written into the folder of a checkpoint."""
+    return folder / f"part-{part}.json"
+
+
+def write_rows(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the rows of a process that is not the first, and say so, into the folder in which that one writes the rest.
+    Raises OSError."""
+    write_json(told_of(folder, checkpoint.part), _write_files(folder, checkpoint))
+
+
+def write_checkpoint(
+    parent: Path,
+    checkpoint: Checkpoint,
+    identity: dict[str, Any],
+    environment: dict[str, str],
+    permit: Callable[[], None],
+    token: str = "new",
+    others: Callable[[Path, int], dict[str, Any]] | None = None,
+) -> Path:
+    """Write a checkpoint beside the others, on disk when this returns. permit: raises if it may not appear.
+
+    identity: plain data that tells this run from every other. others: waits for another process's `write_rows` into a
+    folder, and returns what that says; required if the checkpoint has parts. Raises OSError, leaving nothing behind,
+    when it cannot be written.
+    """
+    target = parent / folder_name(checkpoint.step)
+    temporary = being_written(parent, checkpoint.step, token)
+    shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(temporary)
+    try:
+        files = _write_files(temporary, checkpoint)
+        for part in range(1, checkpoint.parts):
+            assert others is not None
+            files |= others(temporary, part)
+            told_of(temporary, part).unlink()
+        record = {
+            "format": FORMATS[bool(checkpoint.rows)],
+            "step": checkpoint.step,
+            "examples_seen": checkpoint.examples_seen,
+            "reports_due": checkpoint.reports_due,
+            "extra": checkpoint.extra,
+            "attempts": checkpoint.attempts,
+            "identity": identity,
+            "environment": environment,
+            "files": files,
+        }
+        write_json(temporary / "checkpoint.json", {**record, "digest": digest(record)})
+        permit()
+        if target.exists():
+            target.rename(parent / f".{target.name}.old.tmp")
+        temporary.rename(target)
+        sync_folder(parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(parent / f".{target.name}.old.tmp", ignore_errors=True)
+    return target
+
+
+def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return a checkpoint and the identity of its run, every byte verified. Raises Damaged."""
+    record = read_record(folder)
+    groups = dict.fromkeys(_group_of(name)[0] for name in record["files"])
+    attempts = record.get("attempts", ())
+    checkpoint = Checkpoint(
+        step=record["step"],
+        examples_seen=record["examples_seen"],
+        reports_due=record["reports_due"],
+        groups={group: read_group(folder, record, group) for group in groups},
+        extra=record["extra"],
+        attempts=attempts if isinstance(attempts, dict) else dict.fromkeys(attempts, 0),
+    )
+    return checkpoint, record["identity"]
+
+
+def read_group(folder: Path, record: dict[str, Any], group: str) -> dict[str, Tensor]:
+    """Return the whole tensors of a group by name, every byte verified. record: what `read_record` gives. Raises
+    Damaged."""
+    tensors: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
+    named = {_group_of(name): name for name in record["files"]}
+    for (its, part), name in sorted(named.items()):
+        if its != group:
+            continue
+        for key, tensor in _read_file(folder, name, record["files"][name]).items():
+            if part < 0:
+                tensors[key] = tensor
+            else:
+                rows.setdefault(key, []).append(tensor)
+    return tensors | {key: torch.cat(rows.pop(key)) for key in list(rows)}
+
+
+def _group_of(name: str) -> tuple[str, int]:
+    """Return the group that a file holds tensors of, and whose rows of them; -1: they are whole."""
+    stem = name.removesuffix(_SUFFIX)
+    match = _ROWS.fullmatch(stem)
+    return (match["group"], int(match["part"])) if match else (stem, -1)
+
+
+def _read_file(folder: Path, name: str, expected: dict[str, Any]) -> dict[str, Tensor]:
+    try:
+        path = inside(folder, name)
+    except ValueError as error:
+        raise Damaged(str(error)) from None
+    if not path.is_file():
+        raise Damaged(f"{path.name} is missing")
+    if path.stat().st_size != expected["bytes"]:
+        raise Damaged(f"{path.name} has {path.stat().st_size:,} bytes instead of {expected['bytes']:,}")
+    if sha256_file(path) != expected["sha256"]:
+        raise Damaged(f"{path.name} has another sha256 than when it was written")
+    try:
+        return safetensors.torch.load_file(path)
+    except SafetensorError as error:
+        raise Damaged(f"{path.name} is not a safetensors file: {error}") from None
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the verified checkpoint.json of a folder. Raises Damaged."""
+    try:
+        record = read_json(folder / "checkpoint.json")
+        stated = record.pop("digest")
+        actual = digest(record)
+    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"checkpoint.json cannot be read: {error}") from None
+    if stated != actual:
+        raise Damaged("checkpoint.json has another digest than when it was written")
+    if record["format"] not in FORMATS:
+        raise Damaged(f"it has format {record['format']}; this version reads up to format {max(FORMATS)}")
+    if folder.name != folder_name(record["step"]):
+        raise Damaged(f"it holds step {record['step']:,}")
+    return dict(record)
+
+
+def _write_files(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Write what this process has of a checkpoint. Returns sha256 and size of each file, by its name."""
+    part, parts = checkpoint.part, checkpoint.parts
+    files = {f"{group}{_SUFFIX}": tensors for group, tensors in checkpoint.groups.items()} if part == 0 else {}
+    files |= {f"{group}.{part}-of-{parts}{_SUFFIX}": tensors for group, tensors in checkpoint.rows.items()}
+    sums = {}
+    with ThreadPoolExecutor(1) as hashing:  # each file while the next is written
+        for name, tensors in files.items():
+            _save(folder / name, tensors)
+            sums[name] = hashing.submit(sha256_file, folder / name)
+    return {name: {"sha256": sha256.result(), "bytes": (folder / name).stat().st_size} for name, sha256 in sums.items()}
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    with writing(path):
+        try:
+            safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        except SafetensorError as error:  # the library tells what the system said in its own way
+            raise OSError(str(error)) from None
+        finish_file(path)

@@ -1,0 +1,301 @@
+"""The state folder of a run: its checkpoints, which process may write them, which to keep, which to resume from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.config.base import differing_keys
+from image_diffusion.core.files.atomic import digest, make_folder, read_json, remove_unfinished, write_bytes, write_json
+from image_diffusion.core.files.checksums import warn_about_previews
+from image_diffusion.core.files.weights import save_weights
+from image_diffusion.core.names import inside
+from image_diffusion.core.process.out_of_resources import room_at
+from image_diffusion.training.checkpoint.async_writer import Background, appears
+from image_diffusion.training.checkpoint.checkpoint import (
+    Checkpoint,
+    Damaged,
+    being_written,
+    read_checkpoint,
+    told_of,
+    write_checkpoint,
+    write_rows,
+)
+from image_diffusion.training.config import CheckpointConfig
+from image_diffusion.training.parallel.world import HANG_S
+
+_SEEN_S = 60.0
+"""Seconds until every machine sees a file that one has written to what they share."""
+
+
+class NullState:
+    """State of a process that writes nothing."""
+
+    advice = ""
+    previews: Path | None = None
+
+    def assert_owner(self) -> None: ...
+
+    def save(self, checkpoint: Checkpoint) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def save_weights(
+        self, folder: Path, tensors: dict[str, Tensor], model: dict[str, Any], carried: Mapping[str, Path]
+    ) -> None: ...
+
+    def remove(self, folder: Path) -> None: ...
+
+
+class PartWriter(Background, NullState):
+    """State of a process that writes its rows into the checkpoints that the first process completes."""
+
+
+class State:
+    """`<root>/<fingerprint>/`: the checkpoints of the run that `identity`, plain data, tells from every other.
+
+    One process uses it, and only after `claim`. Checkpoints are written by a thread of their own. Where they have parts
+    of several processes, each of the others has a `part_writer`, and one appears when all have written theirs. Whoever
+    claims the root owns everything that a training writes beside it, whatever run it is of. num_steps: of the run;
+    checkpoints of later steps are from when it was longer, and are left alone. hang_s: seconds to wait for a part.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        identity: dict[str, Any],
+        keep: CheckpointConfig,
+        num_steps: int = sys.maxsize,
+        hang_s: float = HANG_S,
+    ) -> None:
+        self.identity, self.fingerprint = identity, digest(identity)[:16]
+        self.folder, self._root = root / self.fingerprint, root
+        self._keep = keep
+        self.token, self._num_steps, self._hang_s = "", num_steps, hang_s
+        self._background = Background(self._write)
+        self._good: Path | None = None
+
+    @property
+    def previews(self) -> Path:
+        """Folder of the previews that this run draws during training."""
+        return self._root.parent / "previews" / self.fingerprint
+
+    @property
+    def advice(self) -> str:
+        """Name the last good checkpoint, for the end of an error message."""
+        return f"State kept in {self._good}." if self._good else "There is no checkpoint yet."
+
+    def claim(self) -> None:
+        """Become the one that writes here: whoever did before finds out before it next writes, and ends.
+
+        What a killed process left half-written is removed.
+        """
+        make_folder(self.folder)
+        self.token = uuid.uuid4().hex
+        write_json(
+            self._root / "owner.json",
+            {"token": self.token, "host": socket.gethostname(), "pid": os.getpid(), **_slurm_job()},
+        )
+        for left in self._root.glob("*/.*.tmp"):  # also of a run before this one
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        for folder in (self._root, self._root.parent, self._root.parent / "raw", *self.previews.parent.glob("*")):
+            remove_unfinished(folder)
+
+    def load(self) -> Checkpoint | None:
+        """Read the newest good checkpoint; None when no good one exists. A damaged one is reported, put aside, and
+        skipped.
+
+        Raises ValueError with the keys that differ when a checkpoint in here belongs to another configuration.
+        """
+        if later := [path.name for path in self._all() if path not in self.checkpoints()]:
+            print(
+                f"note: {self.folder} also holds {', '.join(later)}, past the {self._num_steps:,} steps asked for. "
+                f"It is kept for a longer run.",
+                file=sys.stderr,
+                flush=True,
+            )
+        for path in reversed(self.checkpoints()):
+            try:
+                checkpoint, identity = read_checkpoint(path)
+            except Damaged as damage:
+                aside = self.folder / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"
+                path.rename(aside)
+                print(
+                    f"warning: checkpoint {path} is damaged: {damage}. It is kept as {aside.name}; "
+                    "an older one is used.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                continue
+            if identity != self.identity:
+                keys = ", ".join(differing_keys(self.identity, identity))
+                raise ValueError(
+                    f"Checkpoint {path} belongs to another configuration: {keys}. Remove {self.folder} to start anew."
+                )
+            self._good = path
+            return checkpoint
+        return None
+
+    def check_previews(self) -> None:
+        """Print which previews are damaged: nothing else reads them before the end. Without a checkpoint remove them,
+        for all are drawn again."""
+        if self._all():
+            warn_about_previews(self.previews)
+        else:
+            shutil.rmtree(self.previews, ignore_errors=True)
+
+    def checkpoints(self) -> list[Path]:
+        """Return the folders of checkpoints, oldest first."""
+        return [path for path in self._all() if int(path.name.removeprefix("step-")) <= self._num_steps]
+
+    def _all(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Copy to the host and write in the background. Waits for the write before it if that has not finished.
+
+        Raises what the write before it raised: OSError, or ValueError when another process has become the owner.
+        """
+        self.wait()
+        self.assert_owner()
+        self._background.save(checkpoint)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Raises what `save` says."""
+        self._background.wait()
+
+    def check(self) -> None:
+        """Raise what the last write raised, if it has ended."""
+        self._background.check()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        step = checkpoint.step
+
+        def others(folder: Path, part: int) -> dict[str, Any]:
+            path = told_of(folder, part)
+            if not appears(path, self._hang_s):
+                self.assert_owner()
+                raise ValueError(
+                    f"Process {part} has not written its part of the checkpoint of step {step:,} within "
+                    f"{self._hang_s:,.0f} s. {self.advice} Look for its error, and run the same command again."
+                )
+            files: dict[str, Any] = read_json(path)
+            return files
+
+        with _unwritten(step, self.folder, self.advice):
+            self._good = write_checkpoint(
+                self.folder, checkpoint, self.identity, environment(), self.assert_owner, self.token, others
+            )
+            self._prune()
+
+    def assert_owner(self) -> None:
+        """Raise ValueError when another process has become the owner: this one may write nothing any more."""
+        owner = read_json(self._root / "owner.json")
+        if owner["token"] != self.token:
+            raise ValueError(
+                f"Process {owner['pid']} on {owner['host']} has taken over {self._root}; this one ends without "
+                f"writing. Let one process train an experiment at a time."
+            )
+
+    def save_weights(
+        self, folder: Path, tensors: dict[str, Tensor], model: dict[str, Any], carried: Mapping[str, Path]
+    ) -> None:
+        """Write the weights of this run into a folder, and first the files that go with them, by name."""
+        for name, path in carried.items():
+            self.assert_owner()
+            write_bytes(inside(folder, name), path.read_bytes())
+        save_weights(folder, tensors, {**model, "fingerprint": self.fingerprint}, self.assert_owner)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder that an earlier training wrote."""
+        self.assert_owner()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _prune(self) -> None:
+        paths = self.checkpoints()
+        keep = set(paths[-self._keep.keep_last :])
+        if self._keep.keep_every:
+            keep |= {path for path in paths if int(path.name.removeprefix("step-")) % self._keep.keep_every == 0}
+        for path in paths:
+            if path not in keep:
+                aside = path.rename(path.with_name(f".{path.name}.old.tmp"))
+                shutil.rmtree(aside, ignore_errors=True)
+
+
+def part_writer(root: Path, fingerprint: str, token: str, hang_s: float = HANG_S) -> PartWriter:
+    """Return the writer of this process's rows into the checkpoints that the first process of a training completes.
+
+    root, fingerprint, token: of that one's `State`. Raises ValueError if its files are not seen here.
+    """
+    folder, until = root / fingerprint, time.monotonic() + _SEEN_S
+    while not _owns(root, token):
+        if time.monotonic() > until:
+            raise ValueError(
+                f"{root} on {socket.gethostname()} is not the folder that the first process writes, but with "
+                f"train.sharding full or machine each writes its part of a checkpoint. Put the results on a file "
+                f"system that all machines share, or set train.sharding to optimizer."
+            )
+        time.sleep(0.1)
+
+    def write(checkpoint: Checkpoint) -> None:
+        step = checkpoint.step
+        if not appears(being_written(folder, step, token), hang_s):
+            raise ValueError(
+                f"The checkpoint of step {step:,} was not begun by the first process in {folder} within {hang_s:,.0f} "
+                f"s. Look for its error, and run the same command again."
+            )
+        with _unwritten(step, folder):
+            write_rows(being_written(folder, step, token), checkpoint)
+
+    return PartWriter(write)
+
+
+def _owns(root: Path, token: str) -> bool:
+    try:
+        return bool(read_json(root / "owner.json")["token"] == token)
+    except ValueError:  # not there, or not yet
+        return False
+
+
+@contextmanager
+def _unwritten(step: int, folder: Path, advice: str = "") -> Iterator[None]:
+    """Say of an error of the disk what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"The checkpoint of step {step:,} could not be written in {folder}: {error}. {room_at(folder)} "
+            f"{advice} Make room and run the same command again."
+        ) from None
+
+
+def environment() -> dict[str, str]:
+    """Describe the environment a checkpoint was written with: where numbers differ, it explains the difference."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "device": device,
+        "processes": os.environ.get("WORLD_SIZE", "1"),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _slurm_job() -> dict[str, str]:
+    job = os.environ.get("SLURM_JOB_ID")
+    return {"slurm_job": job} if job else {}

@@ -1,0 +1,56 @@
+"""State of a trainer's components: into the groups of a checkpoint, and back in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from image_diffusion.training.parallel.flat_parameters import Vector
+from image_diffusion.training.parallel.world import World
+
+StateDict = Mapping[str, Tensor | Vector]
+"""Tensors by name, the same in every process; and vectors by the prefix of their tensors' names."""
+Groups = dict[str, dict[str, Tensor]]
+
+
+class Stateful(Protocol):
+    """Component whose state is small: each process loads all of it. Either tensors or plain data."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state. All processes call it together."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Resume from the state that `state_dict` returned."""
+        ...
+
+
+def add_tensors(group: str, state: StateDict, groups: Groups, rows: Groups) -> None:
+    """Add the tensors of a state to a group, and of those that are shared by rows this process's. All processes call it
+    together."""
+    for name, value in state.items():
+        if isinstance(value, Vector):
+            for destination, tensors in zip((groups, rows), value.layout.checkpoint_tensors(value.values), strict=True):
+                if tensors:  # no empty file
+                    destination.setdefault(group, {}).update({f"{name}{key}": part for key, part in tensors.items()})
+        else:
+            groups.setdefault(group, {})[name] = value
+
+
+def load_in_place(state: StateDict, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+    """Copy the tensors of a group, which the first process gives, into those of a state, in every process. All
+    processes call it together."""
+    for name, value in state.items():
+        if isinstance(value, Vector):
+            value.layout.fill(value.values, None if tensors is None else without_prefix(name, tensors), world)
+        else:
+            if tensors is not None:
+                value.copy_(tensors[name])
+            world.broadcast(value)
+
+
+def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""Fine-tuning: LoRA and groups of parameters."""

@@ -1,0 +1,1 @@
+"""Estimates of a training's time and memory."""

@@ -1,0 +1,139 @@
+"""Operations and memory that a training takes of a device that is not present, counted and not measured.
+
+A step is run on tensors without contents (PyTorch's `FakeTensorMode`): nothing is computed and nothing is stored, but
+every operation and every piece of memory is seen, as long as it lives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from image_diffusion.data.shards.loader import Examples
+from image_diffusion.nn.blocks import factors
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.monitor.throughput import flops_per_example
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
+
+_ROUNDING = 512  # bytes: PyTorch's allocator hands out multiples
+
+
+@dataclass(frozen=True)
+class Counted:
+    """parameters: trainable ones. operations: floating-point ones, of the loss of one example and of its gradient, in
+    the middle of the training, for a loss may have terms that begin or end on the way.
+
+    Of one process, in bytes: fixed, what stays from step to step (weights, gradient, moments, averages); peak, the most
+    at any moment of the first step and of the last. What driver and libraries take for themselves comes on top;
+    compiled, a step takes less.
+    """
+
+    parameters: int
+    operations: int
+    fixed: int
+    peak: int
+
+
+def counted(
+    network: Callable[[], nn.Module],
+    task: Callable[[nn.Module], Task],
+    config: TrainConfig,
+    processes: int,
+    per_machine: int | None = None,
+) -> Counted:
+    """Count a step of one of several processes. network: builds it; task: what is done with it. per_machine: how many
+    of them are on each machine; unset: all."""
+    share = -(-config.global_batch // processes)
+    plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
+    fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
+    with fake, memory:
+        built = network()
+    whole = task(built)
+    with fake, memory, _nothing_moves():
+        trainer = Trainer(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
+        fixed = memory.live
+        ids = torch.zeros(share, dtype=torch.int64)
+        sets = [whole.data, *([whole.data.beside] if whole.data.beside is not None else [])]
+        stored, *beside = (torch.empty(share, *split.shape, dtype=split.dtype) for split in sets)
+        examples = Examples(stored, ids, ids, ids, tuple(beside))
+        memory.peak = memory.live
+        for step in (1, config.steps):
+            trainer.backward(examples, step)
+            trainer.clip_gradients()
+        peak = memory.peak
+        operations = flops_per_example(examples, partial(trainer.losses, 1 + config.steps // 2))
+    elsewhere = kept_elsewhere(trainer, config, processes, per_machine)
+    parameters = sum(parameter.numel() for parameter in trainer.flat.parameters.values())
+    return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
+
+
+def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_machine: int | None = None) -> int:
+    """Return the bytes that other processes keep for this one: with sharding, of the moments and the averages, and of
+    the gradient where weights are shared, too. These are here as a whole, at least now and then, for a validation; and
+    so is the gradient, beside its share, until the last microbatch of a step."""
+    own = -(-config.global_batch // processes)
+    if config.sharding == "machine":
+        processes = min(processes, per_machine or processes)
+    if config.sharding == "none" or processes == 1:
+        return 0
+    vectors = [*trainer.optimizer.moments.values(), *trainer.averages.vectors.values()]
+    gradient = trainer.flat.gradient.nbytes
+    elsewhere = sum(vector.nbytes for vector in vectors) * (processes - 1) // processes
+    if config.spreads_weights:
+        waits = config.microbatch is not None and config.microbatch < own and config.reduce == "float32"
+        return elsewhere + gradient * (processes - 1) // processes - waits * gradient
+    rounded: set[str] = set()
+    if config.precision != "float32" and config.deterministic != "strict":
+        rounded = factors(trainer.network) & trainer.flat.parameters.keys()  # which are here in half as many bytes
+    halves = sum(trainer.flat.parameters[name].nbytes for name in rounded) // 2
+    return elsewhere + halves - 2 * gradient // processes  # slices of the weights and of the sum come on top
+
+
+@contextmanager
+def _nothing_moves() -> Iterator[None]:
+    """Keep modules where they are meanwhile, for fake tensors cannot be moved in place."""
+    moves, module = nn.Module.to, cast("Any", nn.Module)
+    module.to = lambda self, *_, **__: self
+    try:
+        yield
+    finally:
+        module.to = moves
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of all tensors that were made inside the context and still live, and their maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // _ROUNDING) * _ROUNDING
+        if key not in self._known:
+            self._known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size

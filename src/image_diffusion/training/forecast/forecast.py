@@ -1,0 +1,248 @@
+"""Forecast of a whole training from a few of its steps: time, memory, disk."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from image_diffusion.core.devices import best_device
+from image_diffusion.nn.precision import Precision as SampledIn
+from image_diffusion.nn.precision import tf32
+from image_diffusion.training.checkpoint.stop_signal import Stop
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.forecast.flops import kept_elsewhere
+from image_diffusion.training.loop import train
+from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
+from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
+from image_diffusion.training.monitor.validation import validation_sums
+from image_diffusion.training.optim.determinism import switches
+from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.trainer import Task, Trainer
+
+GIB = 2.0**30
+MEASURING_S = 20.0
+"""Seconds that a forecast measures, apart from the first step and whatever is under way when the time is over."""
+
+
+class Deadline:
+    """A time from now. limit_s: seconds until then."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._end = limit_s, time.perf_counter() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; 0 when it is over."""
+        return max(0.0, self._end - time.perf_counter())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Forecast of one training. Times leave out what processes wait for one another; memory is that of the fullest
+    process.
+
+    parameters: trainable ones. measured_steps: how many were timed. evaluation_s: one pass of the network over one
+    image, without gradient, in the precision of the training; passes_s: the same in others, by name. not_measured:
+    these passes that the time did not allow, so that a third of a step stands for them (a backward pass takes twice the
+    operations of the forward pass).
+    """
+
+    device: str
+    processes: int
+    parameters: int
+    steps: int
+    measured_steps: int
+    step_s: float
+    images_per_second: float
+    tflops: float
+    share_of_peak: float
+    evaluation_s: float
+    passes_s: dict[SampledIn, float]
+    not_measured: tuple[str, ...]
+    train_s: float
+    validation_s: float
+    memory_gib: float
+    checkpoint_gib: float
+    disk_gib: float
+
+    @property
+    def total_s(self) -> float:
+        """Steps and validations."""
+        return self.train_s + self.validation_s
+
+
+def forecast(
+    build: Callable[[World], Task],
+    config: TrainConfig,
+    processes: int,
+    steps: int = 5,
+    sampled_in: Sequence[SampledIn] = (),
+    until: Deadline | None = None,
+    per_machine: int | None = None,
+) -> Forecast:
+    """Train the first step, the last, and `steps` from the middle, of one of `processes` processes, in this process,
+    and extrapolate. Leaves no file.
+
+    sampled_in: precisions in which a pass without gradient is timed as well. until: when to stop, with what is measured
+    by then; unset: MEASURING_S from now. per_machine: how many of the processes are on each machine; unset: all.
+
+    Raises ValueError if a step needs more memory than the device has.
+    """
+    share = -(-config.global_batch // processes)
+    own = config.model_copy(
+        update={"global_batch": share, "validate_every_steps": None, "grid_every_steps": None, "max_hours": None}
+    )
+    until = until or Deadline(MEASURING_S)
+    device = best_device()
+    world = World(0, 1, device)
+    with switches(own.deterministic, own.tf32, bool(own.compile)):
+        try:
+            trainer = Trainer(build(world), own, world)
+            step_s, measured_steps = _steps(trainer, world, config.steps, steps, until)
+            checkpoint = sum(t.nbytes for group in trainer.capture(0, False).groups.values() for t in group.values())
+            memory = _memory(device, checkpoint)
+            passes_s, not_measured = _passes(trainer, world, step_s / share / 3, sampled_in, until)
+            evaluation_s = passes_s.pop(None)
+            flops = flops_per_example(next(trainer.batches(0)), partial(trainer.losses, 1 + config.steps // 2))
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"A step of {share} examples a process does not fit into the memory of {torch.cuda.get_device_name()}. "
+                f"Make train.microbatch smaller, or take more processes."
+            ) from None
+        peak = product_rate(device, trainer.precision.dtype)
+    every, held_out = config.validate_every_steps, trainer.task.validation
+    validated = min(config.validation_samples, held_out.num_samples) if held_out and every else 0
+    return Forecast(
+        device=torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        processes=processes,
+        parameters=sum(parameter.numel() for parameter in trainer.flat.parameters.values()),
+        steps=config.steps,
+        measured_steps=measured_steps,
+        step_s=step_s,
+        images_per_second=config.global_batch / step_s,
+        tflops=flops * share / step_s / 1e12,
+        share_of_peak=flops * share / step_s / peak,
+        evaluation_s=evaluation_s,
+        passes_s={name: seconds for name, seconds in passes_s.items() if name},
+        not_measured=not_measured,
+        train_s=config.steps * step_s,
+        validation_s=-(-config.steps // every) * validated * evaluation_s / processes if every else 0.0,
+        memory_gib=(memory - kept_elsewhere(trainer, config, processes, per_machine)) / GIB,
+        checkpoint_gib=checkpoint / GIB,
+        disk_gib=_checkpoints_at_most(config) * checkpoint / GIB + 4 * trainer.flat.size / GIB,
+    )
+
+
+def memory_limit(device_memory: bool, requested_mb: int | None) -> float:
+    """GiB that one process (on a GPU) or all processes of a machine together may use."""
+    if device_memory and torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory) / GIB
+    return requested_mb / 1024 if requested_mb is not None else float(psutil.virtual_memory().total) / GIB
+
+
+def free_disk(folder: Path) -> float:
+    """GiB free where a folder is, or will be."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    return float(psutil.disk_usage(str(existing)).free) / GIB
+
+
+def _train(trainer: Trainer, world: World, start: int, stop: int) -> None:
+    trainer.config = trainer.config.model_copy(update={"steps": stop, "log_every_steps": stop})
+    stop_signal = Stop(world, None)
+    train(trainer, Reports(trainer, stop_signal, start), stop_signal, start)  # its log line waits for the device
+
+
+def _steps(trainer: Trainer, world: World, last: int, steps: int, until: Deadline) -> tuple[float, int]:
+    """Return the seconds of a step, and how many were timed: `steps` from the middle of the training, or as many as the
+    time allows, or the one that was done. The first and the last one warm up (a second one can still allocate), so that
+    terms of the loss that begin or end during the training have had their memory."""
+
+    def timed(start: int, stop: int) -> float:
+        started = time.perf_counter()
+        _train(trainer, world, start, stop)
+        return (time.perf_counter() - started) / (stop - start)
+
+    step_s = timed(0, 1)
+    if not until.left_s:
+        return step_s, 1
+    step_s = timed(last - 1, last)
+    measured = min(steps, int(until.left_s / step_s))
+    return (timed(last // 2, last // 2 + measured), measured) if measured else (step_s, 1)
+
+
+def _passes(
+    trainer: Trainer, world: World, reckoned_s: float, sampled_in: Sequence[SampledIn], until: Deadline
+) -> tuple[dict[SampledIn | None, float], tuple[str, ...]]:
+    """Return the seconds of one image in a pass without gradient, by precision, None for that of the training; and the
+    precisions for which `reckoned_s` is used, for want of time."""
+    seconds: dict[SampledIn | None, float] = {}
+    not_measured = []
+    for each in (None, *sampled_in):
+        if not until.left_s:
+            seconds[each] = reckoned_s
+            not_measured.append(each or "the training's")
+        else:
+            seconds[each] = _evaluation(trainer, world, until) if each is None else _pass(trainer, world, each, until)
+    return seconds, tuple(not_measured)
+
+
+def _pass(trainer: Trainer, world: World, precision: SampledIn, until: Deadline) -> float:
+    """Return the seconds of one image in a pass of the network in another precision."""
+    trained_in = trainer.precision
+    trainer.precision = Precision("bf16" if precision == "bf16" else "float32", world.device)
+    try:
+        with tf32(precision != "float32"):
+            return _evaluation(trainer, world, until)
+    finally:
+        trainer.precision = trained_in
+
+
+def _evaluation(trainer: Trainer, world: World, until: Deadline) -> float:
+    """Return the seconds of one image in the loss of a chunk of the validation, from the second time that it is
+    computed if the time allows two."""
+    data, config = trainer.task.validation or trainer.task.data, trainer.config
+    chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch, data.num_samples)
+    seconds = 0.0
+    with trainer.averaged():
+        for _ in range(2):  # the first chooses kernels
+            started = time.perf_counter()
+            sums = validation_sums(data, chunk, chunk, world, partial(trainer.validation_losses, 0))
+            sums["loss"].tolist()  # waits for the device
+            seconds = (time.perf_counter() - started) / chunk
+            if not until.left_s:
+                break
+    return seconds
+
+
+def _memory(device: torch.device, checkpoint: int) -> int:
+    """Return the peak memory in bytes: on a GPU the most that PyTorch took, and what the driver, libraries and other
+    programs take; on a CPU the most that this process has ever had in use, and the copy of which a checkpoint is
+    written."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(torch.cuda.max_memory_reserved(device)) + total - free - torch.cuda.memory_reserved(device)
+    return _most_in_use() + checkpoint
+
+
+def _most_in_use() -> int:
+    """Return the bytes of memory that this process has had at most."""
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: of this program alone, where getrusage also counts what started it
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+
+
+def _checkpoints_at_most(config: TrainConfig) -> int:
+    """Checkpoints on disk at the fullest: the last ones, one that is being written, and those kept for good."""
+    saves = -(-config.steps // config.checkpoint.every_steps)
+    for_good = config.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
+    return min(config.checkpoint.keep_last + 1, saves) + for_good

@@ -1,0 +1,58 @@
+"""A trained model, rebuilt from its weights folder: network, system and codec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from image_diffusion.codecs import CodecConfig
+from image_diffusion.codecs.base import Codec
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.files.weights import read_weights
+from image_diffusion.core.types import DataSpec
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.base import Model, System
+
+
+def load_model(folder: Path) -> Model:
+    """Rebuild the model in a weights folder. Raises ValueError when its files are missing or do not fit."""
+    tensors, model = read_weights(folder)
+    where = f"{folder}/model.json"
+    system: System = parse(AnySystem, model["system"], where)
+    spec = parse(DataSpec, model["spec"], where)
+    network = system.build_network(spec)
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}/weights.safetensors does not fit the network in {where}: {error}") from None
+    return Model(
+        network=network.eval().requires_grad_(False),
+        system=system,
+        spec=spec,
+        codec=model["codec"],
+        classes=model["classes"],
+        untrained=tuple(model.get("untrained", ())),
+        step=model["step"],
+        examples_seen=model["examples_seen"],
+        sha256=model["sha256"],
+        num_steps=model["train"]["steps"] if "train" in model else model["step"],
+        fingerprint=model.get("fingerprint", ""),
+        pairs=model.get("pairs"),
+        folder=folder,
+    )
+
+
+def load_codec(model: Model, weights: Path | None, device: torch.device) -> Codec:
+    """Return the codec a model was trained with. weights: the folder of the experiment that trained it, if any.
+
+    Raises ValueError when that folder now holds another codec.
+    """
+    config = parse(CodecConfig, model.codec["config"], "model.json: codec")
+    codec: Codec = config.build(weights, model.codec["scale"], device, torch.float32)
+    if codec.identity != model.codec["identity"]:
+        raise ValueError(
+            f"The model was trained on latents of the codec {model.codec['identity']}, but {weights} now holds "
+            f"{codec.identity}. Train the model again, or restore that codec."
+        )
+    return codec

@@ -1,0 +1,1 @@
+"""Reports of a training: losses, speed, and validation."""

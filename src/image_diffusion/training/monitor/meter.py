@@ -1,0 +1,155 @@
+"""Measurements of a run between two log lines, kept on the device until they are read."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from image_diffusion.core.types import Losses
+from image_diffusion.training.parallel.world import World
+
+_QUARTILES = 4
+
+
+def sums_of(losses: Losses) -> dict[str, Tensor]:
+    """Float64 [5] for the loss, each part and "count": the sum over all examples and over each quartile of the time."""
+    rows = torch.stack([losses.loss.detach().double(), *(part.detach().double() for part in losses.parts.values())])
+    weights = rows.new_zeros(rows.shape[1], 1 + _QUARTILES)
+    weights[:, 0] = 1
+    if losses.time is not None:
+        quartile = (losses.time * _QUARTILES).long().clamp(0, _QUARTILES - 1)
+        weights[:, 1:] = torch.nn.functional.one_hot(quartile, _QUARTILES)
+    # Row by row and not as a matrix product, whose order of addition would depend on the number of examples.
+    sums = torch.stack([(row.unsqueeze(1) * weights).sum(0) for row in rows])
+    return dict(zip(["loss", *losses.parts, "count"], [*sums, weights.sum(0)], strict=True))
+
+
+def means_of(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Sums -> means: "loss", "loss_q0" … "loss_q3" where a quartile has examples, and the same for each part."""
+    values = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+    counts = values.pop("count", [])
+    means = {}
+    for key, row in values.items():
+        for i, (total, count) in enumerate(zip(row, counts, strict=True)):
+            if count:
+                means[key if i == 0 else f"{key}_q{i - 1}"] = total / count
+    return means
+
+
+class Meter:
+    """Means since the last log: of the loss and its parts, by quartile of the noise scale too, and the gradient's norm.
+
+    Sums are float64 and stay on the device; only `take` waits for it. strict: True if `add` is given the losses of all
+    processes, in every process.
+    """
+
+    def __init__(self, world: World, strict: bool) -> None:
+        self._world, self._strict = world, strict
+        self._sums: dict[str, Tensor] = {}
+        self._norm = torch.zeros(2, dtype=torch.float64, device=world.device)
+
+    def add(self, losses: Losses, norm: Tensor) -> None:
+        """Count the losses of a step and its gradient's norm; a norm that overflowed is left out."""
+        for key, total in sums_of(losses).items():
+            self._sums[key] = self._sums[key] + total if key in self._sums else total
+        finite = torch.isfinite(norm)
+        self._norm = self._norm + torch.stack([torch.where(finite, norm, 0.0).double(), finite.double()])
+
+    def take(self) -> dict[str, float]:
+        """Return the means by name, "grad_norm" among them, in every process. Starts anew."""
+        if self._world.size > 1 and not self._strict:
+            for key in sorted(self._sums):  # in one order: what was loaded comes in any
+                dist.all_reduce(self._sums[key])
+        means = means_of(self._sums)
+        norm, steps = self._norm.tolist()
+        self._sums = {}
+        self._norm.zero_()
+        return means | ({"grad_norm": norm / steps} if steps else {})
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the sums of every process, [size, …] each. All processes call it together."""
+        return {key: self._world.gather(total) for key, total in sorted([*self._sums.items(), ("norm", self._norm)])}
+
+    def load_state_dict(self, rows: dict[str, Tensor]) -> None:
+        """Resume from what `state_dict` returned, in a world of this size or another."""
+        own = {}
+        for key, row in rows.items():
+            if key == "norm" or self._strict:  # the same in every process
+                own[key] = row[0]
+            elif len(row) == self._world.size:
+                own[key] = row[self._world.rank]
+            else:
+                own[key] = row.sum(0) * float(self._world.is_main)
+        self._norm = own.pop("norm").to(self._world.device)
+        self._sums = {key: total.to(self._world.device) for key, total in own.items()}
+
+
+class Health:
+    """Finds the first step whose loss or gradient is not finite, without asking the device in between."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # The failed step (0: none), what failed (1 the loss, 2 the gradient), the last finite loss, its step.
+        self._record = torch.tensor([0.0, 0.0, math.nan, 0.0], dtype=torch.float64, device=world.device)
+
+    def watch(self, step: int, loss: Tensor, norm: Tensor, norm_may_overflow: bool) -> None:
+        """Take in the mean loss of a step and its gradient's norm."""
+        bad_norm = torch.zeros_like(norm, dtype=torch.bool) if norm_may_overflow else ~torch.isfinite(norm)
+        failure = torch.where(torch.isfinite(loss), torch.where(bad_norm, 2.0, 0.0), 1.0).double()
+        at = torch.full_like(failure, step)
+        ill = torch.stack([at, failure, self._record[2], self._record[3]])
+        well = torch.stack([torch.zeros_like(at), failure, loss.double(), at])
+        now = torch.where(failure > 0, ill, well)
+        self._record = torch.where(self._record[0] > 0, self._record, now)
+
+    def check(self, advice: Callable[[], str], waited_s: float = 0.0) -> list[float]:
+        """Raise ValueError in every process if any of them failed; `advice` gives the end of the message. waited_s: a
+        number of this process. Returns that of every process."""
+        records = self._world.gather(torch.cat([self._record, self._record.new_tensor([waited_s])])).tolist()
+        failed = [(int(record[0]), rank) for rank, record in enumerate(records) if record[0] > 0]
+        if failed:
+            step, rank = min(failed, key=lambda pair: (pair[0], records[pair[1]][1], pair[1]))
+            _, what, last, at, _ = records[rank]
+            words = (
+                f"Last finite: {last:.4g} at step {int(at):,}." if at else "No earlier step of this start was finite."
+            )
+            name = "Loss" if what == 1 else "Gradient"
+            raise ValueError(f"{name} is not finite at step {step:,} (rank {rank}). {words} {advice()}".rstrip())
+        return [record[4] for record in records]
+
+
+class Waits:
+    """Measure the time this process waits for others, as a context around the waiting. On a GPU the GPU's time is
+    taken, and the host continues."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._mark(-1.0)
+
+    def __exit__(self, *_: object) -> None:
+        self._mark(1.0)
+
+    def take_s(self) -> float:
+        """Return the seconds since they were taken the last time. Waits for the device."""
+        seconds = self._seconds
+        for begun, ended in zip(self._events[::2], self._events[1::2], strict=True):
+            ended.synchronize()
+            seconds += begun.elapsed_time(ended) / 1000
+        self._events, self._seconds = [], 0.0
+        return seconds
+
+    def _mark(self, sign: float) -> None:
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            self._seconds += sign * time.perf_counter()

@@ -1,0 +1,202 @@
+"""Output of a run beside the steps: log lines, validation, pictures, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median_low
+
+import torch.distributed as dist
+
+from image_diffusion.core.files.checksums import write_listing
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.process.progress import Progress
+from image_diffusion.data.shards.loader import Examples
+from image_diffusion.training.checkpoint.manager import NullState, State
+from image_diffusion.training.checkpoint.stop_signal import Stop
+from image_diffusion.training.monitor.meter import means_of
+from image_diffusion.training.monitor.system_stats import Machine
+from image_diffusion.training.monitor.validation import validation_sums
+from image_diffusion.training.trainer import Trainer
+
+VALIDATION_CHUNK = 64
+
+
+class Reports:
+    """Everything here is done by all processes together, between two steps; files are written by the first.
+
+    step: updates done. pending: True if the reports of that step were interrupted, and are still to be made.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        stop: Stop,
+        step: int = 0,
+        pending: bool = False,
+        state: State | NullState | None = None,
+        journal: Journal | NullJournal | None = None,
+    ) -> None:
+        self.pending = pending
+        self._trainer, self._stop = trainer, stop
+        self._state, self._journal = state or NullState(), journal or NullJournal()
+        self._machine = Machine(trainer.world.device)
+        self._progress = Progress("train", trainer.config.steps, "step", step, quiet=self._state.previews is None)
+        self._examples: Examples | None = None
+        self._logged_step, self._logged_at = step, time.monotonic()
+        self._waited_s = self._away_s = 0.0
+
+    def timed(self, batches: Iterator[Examples]) -> Generator[Examples, None, None]:
+        """Yield the batches unchanged; the time each is waited for is counted, and shown as a step."""
+        started = time.monotonic()
+        for examples in batches:
+            self._waited_s += time.monotonic() - started
+            self._state.check()
+            self._progress.advance()
+            self._examples = examples
+            yield examples
+            started = time.monotonic()
+
+    def should_log(self, step: int) -> bool:
+        """True if a log line belongs to this step."""
+        config = self._trainer.config
+        return step % config.log_every_steps == 0 or step == config.steps
+
+    def should_report(self, step: int) -> bool:
+        """True if a validation or previews belong to this step."""
+        return self._validates(step) or self._draws(step)
+
+    def should_save(self, step: int) -> bool:
+        """True if a checkpoint belongs to this step, also because its reports were interrupted."""
+        config = self._trainer.config
+        return step % config.checkpoint.every_steps == 0 or step == config.steps or self.pending
+
+    def log(self, step: int, rate: float) -> None:
+        """Write the means since the last log into the journal."""
+        waited_s = self._check_health(self._trainer.gradients.waits.take_s())
+        means = self._trainer.meter.take()  # waits for the device, so that the clock below is right
+        now, config = time.monotonic(), self._trainer.config
+        elapsed = max(now - self._logged_at - self._away_s, 1e-9)
+        examples = (step - self._logged_step) * config.global_batch
+        values = {f"train/{key}": value for key, value in means.items()}
+        values |= {
+            "train/learning_rate": rate,
+            "speed/examples_per_second": examples / elapsed,
+            "speed/steps_per_second": (step - self._logged_step) / elapsed,
+            "speed/waiting_for_data": self._waited_s / elapsed,
+        }
+        slowest, words = self._slowest(waited_s, elapsed)
+        values |= slowest
+        if self._trainer.precision.skips_overflow:
+            values["train/loss_scale"] = self._trainer.precision.scaler.get_scale()
+        if self._examples is not None:
+            with self._trainer.eagerly():
+                losses_of = partial(self._trainer.losses, 0)
+                values |= self._trainer.speed.values(examples / elapsed, self._examples, losses_of)
+        values |= self._machine.readings()
+        self._journal.metrics(values, step, step * config.global_batch)
+        self._logged_step, self._logged_at, self._waited_s, self._away_s = step, time.monotonic(), 0.0, 0.0
+        self._progress.advance(0, f"loss {means['loss']:.4f}{words}")
+
+    def report(self, step: int) -> None:
+        """Validate and draw previews. They are pending, in every process, if they were given up because the run was
+        asked to stop."""
+        started = time.monotonic()
+        validated = not self._validates(step) or self._validate(step)
+        self.pending = not (validated and (not self._draws(step) or self._draw(step)))
+        self._away_s += time.monotonic() - started
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint, never one that is not finite."""
+        started = time.monotonic()
+        self._check_health()
+        checkpoint = self._trainer.capture(step, self.pending)
+        attempts = self._journal.attempts
+        self._journal.sync()
+        self._state.save(replace(checkpoint, attempts=attempts))
+        self._away_s += time.monotonic() - started
+
+    def close(self) -> None:
+        """Wait until what this process writes of the last checkpoint is on disk; in the first, all of it."""
+        self._state.wait()
+        self._progress.close()
+
+    def _check_health(self, waited_s: float = 0.0) -> list[float]:
+        def advice() -> str:
+            self._state.wait()
+            return self._state.advice
+
+        return self._trainer.health.check(advice, waited_s)
+
+    def _slowest(self, waited_s: list[float], elapsed: float) -> tuple[dict[str, float], str]:
+        """Name the process the others wait for: numbers for the journal and words for people, if several processes have
+        known waiting times. waited_s: by each for sums, of so many seconds."""
+        world = self._trainer.world
+        if world.size == 1 or self._trainer.flat.sums_gradients:
+            return {}, ""
+        shares = [max(0.0, 1 - seconds / elapsed) for seconds in waited_s]
+        share = max(shares)
+        rank = shares.index(share)
+        numbers = {"slowest_share": share, "median_share": median_low(shares), "slowest_process": float(rank)}
+        words = f", slowest: {world.hosts[rank]} (process {rank}), {share:.0%} own work"
+        return {f"speed/{key}": value for key, value in numbers.items()}, words
+
+    def _validates(self, step: int) -> bool:
+        config, data = self._trainer.config, self._trainer.task.validation
+        return data is not None and data.num_samples > 0 and _at(step, config.validate_every_steps, config.steps)
+
+    def _draws(self, step: int) -> bool:
+        config = self._trainer.config
+        if self._trainer.task.grid is None or config.grid_every_steps is None:
+            return False
+        return step == 0 or _at(step, config.grid_every_steps, config.steps)
+
+    def _validate(self, step: int) -> bool:
+        trainer, config = self._trainer, self._trainer.config
+        data = trainer.task.validation
+        assert data is not None
+        chunk = min(VALIDATION_CHUNK, config.microbatch or config.global_batch)
+        with trainer.averaged():
+            sums = self._stop.interruptible(
+                lambda: validation_sums(
+                    data, config.validation_samples, chunk, trainer.world, partial(trainer.validation_losses, step)
+                )
+            )
+        if trainer.world.any(sums is None):
+            return False
+        assert sums is not None
+        if trainer.world.size > 1:
+            for rows in sums.values():
+                dist.all_reduce(rows)  # every row is one process's and zero elsewhere: no rounding
+        means = means_of({key: rows.sum(0) for key, rows in sums.items()})
+        values = {f"validation/{key}": value for key, value in means.items()}
+        self._journal.metrics(values, step, step * config.global_batch)
+        trainer.validated(step, means["loss"])
+        return True
+
+    def _draw(self, step: int) -> bool:
+        grid, world = self._trainer.task.grid, self._trainer.world
+        assert grid is not None
+        with self._trainer.averaged() as network:
+            previews: Mapping[str, Path | float] | None = {}
+            if (folder := self._state.previews) is not None:
+                self._state.assert_owner()
+                previews = self._stop.interruptible(partial(grid, network, step, folder))
+                write_listing(folder, f"step-{step:07d}*")
+        numbers = {}
+        for key, value in (previews or {}).items():
+            if isinstance(value, Path):
+                self._journal.image(key, value, step)
+            else:
+                numbers[f"validation/{key}"] = value
+        if numbers:
+            self._journal.metrics(numbers, step, step * self._trainer.config.global_batch)
+        return not world.any(previews is None)
+
+
+def _at(step: int, every: int | None, steps: int) -> bool:
+    """True if something that happens at an interval of steps, and at the end, happens after this step."""
+    return every is not None and step > 0 and (step % every == 0 or step == steps)

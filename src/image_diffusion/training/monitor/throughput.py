@@ -1,0 +1,87 @@
+"""Utilization of a device by a training: operations, counted, over those of a large product."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from image_diffusion.core.types import Losses
+from image_diffusion.data.shards.loader import Examples
+from image_diffusion.nn.linear import linear
+from image_diffusion.training.parallel.world import World
+
+LossesOf = Callable[[Examples, int], Losses]
+
+_SIDES = {"cuda": 8192, "cpu": 512}
+
+
+class Speed:
+    """The rate of a training as a share of its devices'. dtype: of the factors of its matrix products."""
+
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self._world, self._dtype = world, dtype
+        self._measured: tuple[int, float] | None = None
+
+    def values(self, examples_per_second: float, examples: Examples, losses_of: LossesOf) -> dict[str, float]:
+        """Return the values for the journal, in every process. examples: some of any step, of which the first call uses
+        one: it leaves its gradient in the network's, and waits for the device."""
+        if self._measured is None:
+            self._measured = flops_per_example(examples, losses_of), product_rate(self._world.device, self._dtype)
+        flops, peak = self._measured
+        rate = flops * examples_per_second
+        return {"speed/tflops": rate / 1e12, "speed/share_of_peak": rate / (peak * self._world.size)}
+
+
+def flops_per_example(examples: Examples, losses_of: LossesOf) -> int:
+    """Floating-point operations of the loss of one example and of its gradient; what is recomputed counts as well."""
+    counter = _Operations()
+    with counter:
+        losses_of(examples.split(1)[0], 0).loss.sum().backward()
+    return counter.total
+
+
+class _Operations(TorchDispatchMode):
+    """Adds up the operations of what is computed inside. (PyTorch's `FlopCounterMode` also follows modules, with hooks
+    that fail where a network runs without gradient.)"""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += int(count(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+@torch.no_grad()
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large matrix product: the best of three."""
+    side = _SIDES[device.type]
+    draw = torch.Generator(device).manual_seed(0)  # numbers that are all alike would draw less power, and run faster
+    left, right = (torch.randn(side, side, generator=draw, device=device).to(dtype) for _ in range(2))
+    return 2.0 * side**3 / seconds_of(lambda: linear(left, right, None), device, 3)
+
+
+def seconds_of(compute: Callable[[], object], device: torch.device, times: int) -> float:
+    """Return the least seconds of so many times; a device is waited for."""
+    seconds = []
+    for _ in range(1 + times):  # one to warm up
+        _wait(device)
+        started = time.perf_counter()
+        compute()
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,11 @@
+"""Optimizers, which turn gradients into updates: one a file, and their names."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from image_diffusion.training.optim.adam import Adam, AdamW
+from image_diffusion.training.optim.lion import Lion
+from image_diffusion.training.optim.muon import Muon
+
+Optimizer = Annotated[AdamW | Adam | Muon | Lion, Field(discriminator="type")]

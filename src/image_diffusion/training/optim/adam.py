@@ -1,0 +1,58 @@
+"""Adam and AdamW, through PyTorch's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from image_diffusion.training.optim.base import FlatOptimizer, OptimizerConfig, Probability, pieces
+from image_diffusion.training.parallel.flat_parameters import Flat
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _AdamBase(OptimizerConfig):
+    lr: float = Field(1e-4, gt=0, le=10)
+    """Learning rate, before the schedule."""
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0, le=1)
+    """Added to the root of the second moment."""
+
+
+class AdamW(_AdamBase):
+    """Adam with weight decay apart from the gradient (Loshchilov and Hutter 2019)."""
+
+    type: Literal["adamw"] = "adamw"
+    """Adam with decoupled weight decay."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Share of the weights, times the learning rate, that is taken away in each step."""
+    decay_vectors: bool = False
+    """True if biases and gains, parameters of fewer than two dimensions, decay as well."""
+
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
+        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
+        vectors = self.weight_decay if self.decay_vectors else 0.0
+        cut = pieces(flat, factors, (self.weight_decay, vectors))
+        kind = torch.optim.AdamW
+        return FlatOptimizer(
+            flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, kind, betas=self.betas, eps=self.eps, fused=True
+        )
+
+
+class Adam(_AdamBase):
+    """Adam (Kingma and Ba 2015), without weight decay."""
+
+    type: Literal["adam"] = "adam"
+    """Adam, without weight decay."""
+
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
+        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1."""
+        cut = pieces(flat, factors, (0.0, 0.0))
+        kind = torch.optim.Adam
+        return FlatOptimizer(
+            flat, cut, dict.fromkeys(MOMENTS, flat), self.lr, kind, betas=self.betas, eps=self.eps, fused=True
+        )

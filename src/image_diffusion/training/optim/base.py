@@ -1,0 +1,121 @@
+"""An optimizer of PyTorch's kind on parts of the flat vectors: what every optimizer of this folder has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.training.parallel.flat_parameters import Flat, Layout, Vector
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Kind = Callable[..., torch.optim.Optimizer]
+
+
+class OptimizerConfig(Config, ABC):
+    """Interface of every optimizer's configuration."""
+
+    moves_each_alone: ClassVar[bool] = True
+    """True if it moves each number on its own, so that a process may update any slice of a parameter."""
+
+    looks_inside: ClassVar[bool] = False
+    """True if it treats layers by their kind, so that it has something to `check`."""
+
+    def check(self, trained: Collection[str]) -> None:
+        """Raise ValueError if this optimizer has nothing to update. trained: weights that `nn.blocks.inner_matrices`
+        names and that are not frozen."""
+
+    @abstractmethod
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
+        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
+        ValueError as `check` does."""
+
+
+class Piece(NamedTuple):
+    """Neighbours of the flat layout, start … stop, that are treated alike: learning rate, decay, and if they are
+    matrices. name: of the first. An empty piece counts, so that the number of pieces is always the same."""
+
+    name: str
+    start: int
+    stop: int
+    factor: float
+    decay: float
+    is_matrix: bool
+
+
+def pieces(
+    flat: Flat, factors: Mapping[str, float] | None, decay: tuple[float, float], alone: Container[str] = ()
+) -> list[Piece]:
+    """Return the layout cut where the factors of neighbours differ. decay: of matrices, and of the rest. alone:
+    parameters that are a piece of their own, by name."""
+    factors = factors or {slot.name: 1.0 for slot in flat.slots}
+    cuts = {
+        b.start
+        for a, b in pairwise(flat.slots)
+        if factors[a.name] != factors[b.name] or a.name in alone or b.name in alone
+    }
+    ends = sorted([0, flat.matrices_end, flat.size, *(cuts - {flat.matrices_end})])
+    name_at = {slot.start: slot.name for slot in flat.slots} | {flat.size: ""}
+    return [
+        Piece(
+            name_at[start],
+            start,
+            stop,
+            factor=factors.get(name_at[start], 1.0),
+            decay=decay[start >= flat.matrices_end],
+            is_matrix=start < flat.matrices_end,
+        )
+        for start, stop in pairwise(ends)
+    ]
+
+
+class FlatOptimizer:
+    """An optimizer on pieces of the flat vectors.
+
+    layouts: of its moments, by name. moments: vectors of those. steps: float32, updates of each piece, on the device,
+    where the optimizer counts them.
+    """
+
+    torch: torch.optim.Optimizer
+
+    def __init__(
+        self, flat: Flat, cut: Sequence[Piece], moments: Mapping[str, Layout], lr: float, kind: Kind, **settings: Any
+    ) -> None:
+        self._lr, self.layouts = lr, moments
+        self.moments = {name: flat.values.new_zeros(layout.place(layout.size)) for name, layout in moments.items()}
+        starts = {name: {slot.name: slot.start for slot in layout.slots} for name, layout in moments.items()}
+        self.steps = torch.zeros(len(cut), device=flat.values.device)
+        groups: list[dict[str, Any]] = []
+        states: dict[Tensor, Any] = {}
+        for i, (first, start, stop, factor, decay, is_matrix) in enumerate(cut):
+            if start == stop:
+                continue
+            begin, end = flat.place(start), flat.place(stop)  # nothing, perhaps, of this process: the step counts
+            part = nn.Parameter(flat.values[begin:end])
+            part.grad = flat.gradient[begin:end]
+            groups.append({"params": [part], "weight_decay": decay, "factor": factor, "is_matrix": is_matrix})
+            own = {
+                name: vector[moments[name].place(starts[name][first]) :][: end - begin]
+                for name, vector in self.moments.items()
+            }
+            states[part] = {"step": self.steps[i], **own}
+        self.torch = kind(groups, lr=lr, **settings)
+        self.torch.state.update(states)
+
+    def state_dict(self) -> dict[str, Tensor | Vector]:
+        """Return the moments and the number of updates, which a checkpoint is loaded into."""
+        moments = {f"{name}/": Vector(self.layouts[name], vector) for name, vector in self.moments.items()}
+        return {"steps": self.steps, **moments}
+
+    def set_rate(self, factor: float) -> float:
+        """Set the learning rate of the next update to a multiple of the configured one, and return the rate of
+        parameters with a factor of 1."""
+        for group in self.torch.param_groups:
+            group["lr"] = self._lr * factor * group["factor"]
+        return self._lr * factor

@@ -1,0 +1,82 @@
+"""Modes in which a training repeats the same bytes, and the settings of PyTorch for them.
+
+off: whatever kernels are fastest. On a GPU two starts may differ in last bits: cuDNN tries algorithms and takes the one
+that was fastest this time, and the backward pass of attention adds in whatever order its blocks end.
+
+run: the same bytes on the same kind of machine with the same number of processes and threads, however often it is
+killed. No algorithm is tried out, neither by cuDNN nor by torch.compile, and only kernels with a fixed order of sums
+are used: flash and memory-efficient attention have one for their backward passes, cuDNN's attention has none and is
+left out (PyTorch's aten/src/ATen/native/transformers/cuda/attention_backward.cu and sdp_utils.cpp).
+
+strict: the same for any number of processes, by adding up chunks of the global batch in their order, on one CPU thread
+(`gradients.Ordered`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+
+from image_diffusion.nn.precision import tf32
+
+Mode = Literal["off", "run", "strict"]
+
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[None]:
+    """Set PyTorch's global flags for a training, and restore them afterwards. Enter it before the first product on a
+    GPU, when cuBLAS chooses its workspaces.
+
+    allow_tf32: True if float32 products on a GPU may use TF32. compiled: True if the training uses torch.compile.
+    Raises ValueError for an operation that only has kernels without a fixed order, in the modes that need one.
+    """
+    fixed = deterministic != "off"
+    with ExitStack() as restored:
+        restored.enter_context(tf32(allow_tf32))
+        _keep_flags(restored)
+        torch.backends.cudnn.benchmark = not fixed
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
+        torch.use_deterministic_algorithms(fixed)
+        if fixed:
+            _keep_variable(restored, _WORKSPACES)
+            os.environ.setdefault(_WORKSPACES, ":4096:8")
+        if fixed and compiled:
+            from torch._inductor import config as inductor  # takes seconds
+
+            restored.enter_context(inductor.patch(deterministic=True))
+        if deterministic == "strict":
+            restored.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
+        try:
+            yield
+        except RuntimeError as error:
+            if not fixed or "deterministic implementation" not in str(error):
+                raise
+            raise ValueError(
+                f"train.deterministic is {deterministic}, but {str(error).split(' does not have')[0]} has no "
+                f"kernel with a fixed order of sums on this device. Set train.deterministic to off, or do without it."
+            ) from error
+
+
+def _keep_flags(restored: ExitStack) -> None:
+    """Put PyTorch's flags back in the end."""
+    restored.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    memory = torch.utils.deterministic
+    restored.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    restored.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+
+
+def _keep_variable(restored: ExitStack, name: str) -> None:
+    """Put an environment variable back in the end."""
+    before = os.environ.get(name)
+    if before is None:
+        restored.callback(os.environ.pop, name, None)
+    else:
+        restored.callback(os.environ.__setitem__, name, before)

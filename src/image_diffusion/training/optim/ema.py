@@ -1,0 +1,182 @@
+"""Running averages of the weights, several at once, each one operation on one vector."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Width = Annotated[float, Field(gt=0, lt=0.28)]
+
+
+class Warmup(Config):
+    """An average that follows the weights at first: decay(e) = 1 - (1 + e / inv_gamma)^-power (ema_pytorch 0.8)."""
+
+    type: Literal["inverse_power"] = "inverse_power"
+    """The decay rises as 1 - (1 + steps / inv_gamma)^-power, as ema_pytorch has it."""
+    update_after_step: int = Field(100, ge=0)
+    """Steps in which the average is a copy of the weights."""
+    inv_gamma: float = Field(1.0, gt=0)
+    """Steps in which the decay rises to 1 - 2^-power."""
+    power: float = Field(2 / 3, gt=0, le=1)
+    """Warmup of the decay towards its rate."""
+    min_decay: float = Field(0.0, ge=0, lt=1)
+    """The smallest decay."""
+
+    def decay(self, step: int, rate: float, every: int = 1) -> float:
+        """Return the decay of the update in step number `step`, counted from 1, regardless of the interval between
+        updates; 0 copies."""
+        since = step - self.update_after_step - 1
+        if since <= 0:
+            return 0.0
+        return min(max(1.0 - float((1.0 + since / self.inv_gamma) ** -self.power), self.min_decay), rate)
+
+
+class RampUp(Config):
+    """An average over a share of the training so far, until that is as long as its rate makes it.
+
+    The half-life, in steps, is at most ratio times the steps done (EDM, Karras et al. 2022: `ema_rampup_ratio` of its
+    training, 0.05). So the average is of use after any number of steps, and nothing is left of the initial weights.
+    """
+
+    type: Literal["ramp_up"] = "ramp_up"
+    """The half-life is at most a share of the steps done, as EDM trains."""
+    ratio: float = Field(0.05, gt=0, le=1)
+    """Largest half-life as a share of the steps done."""
+
+    def decay(self, step: int, rate: float, every: int = 1) -> float:
+        """Return the decay of the update in step number `step`, counted from 1, with one update in `every` steps."""
+        return min(math.pow(0.5, every / (self.ratio * step)), rate)
+
+
+class ExponentialEma(Config):
+    """ema <- rate ema + (1 - rate) weights."""
+
+    type: Literal["exponential"] = "exponential"
+    """Exponential averages."""
+    rates: tuple[Rate, ...] = (0.9999,)
+    """Rates of the averages, one each; the first average is written as the weights, unless `train.weights` names
+    another. None: no average."""
+    warmup: Annotated[Warmup | RampUp, Field(discriminator="type")] | None = None
+    """Let the averages follow the weights at first; unset: `rate` from the first step."""
+    update_every: int = Field(1, gt=0)
+    """Steps from one update of the averages to the next."""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> ExponentialEma:
+        _check_names(self.rates)
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the averages, in files and in the journal."""
+        return [average_name(rate) for rate in self.rates]
+
+    def decays(self, step: int) -> list[float | None]:
+        """Return the decay of each average in step number `step`, counted from 1; None: not updated."""
+        if (step - 1) % self.update_every:
+            return [None] * len(self.rates)
+        every = self.update_every
+        return [self.warmup.decay(step, rate, every) if self.warmup else rate for rate in self.rates]
+
+    def initial_share(self, name: str, steps: int) -> float:
+        """Return the share of the initial weights of the training in an average after some steps."""
+        if self.warmup is not None:  # its first update is all but a copy
+            return 0.0
+        return math.pow(self.rates[self.names.index(name)], -(-steps // self.update_every))
+
+    def fitting_rate(self, steps: int, share: float) -> float:
+        """Return the largest rate, to one digit of 1 - rate, of which at most a share is the initial weights after
+        steps."""
+        left = 1.0 - math.pow(share, 1.0 / -(-steps // self.update_every))
+        digit = 10.0 ** math.floor(math.log10(left))
+        return round(1.0 - math.ceil(left / digit - 1e-9) * digit, 15)
+
+
+class PowerEma(Config):
+    """Averages whose memory grows with training: beta(t) = (1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1).
+
+    Two of them in checkpoints kept on the way (`checkpoint.keep_every`) give the average of any width afterwards:
+    `python -m image_diffusion ema`.
+    """
+
+    type: Literal["power"] = "power"
+    """Power-function averages."""
+    widths: tuple[Width, ...] = Field((0.05, 0.1), min_length=1)
+    """Relative widths sigma_rel of the averages, one each; the first average is written as the weights, unless
+    `train.weights` names another."""
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> PowerEma:
+        _check_names(self.widths)
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the averages, in files and in the journal."""
+        return [average_name(width) for width in self.widths]
+
+    def initial_share(self, name: str, steps: int) -> float:
+        """Return the share of the initial weights of the training in an average: the first update copies."""
+        return 0.0
+
+    def decays(self, step: int) -> list[float | None]:
+        """Return the decay of each average in step number `step`, counted from 1; 0 copies."""
+        return [(1.0 - 1.0 / step) ** (power_of_width(width) + 1.0) for width in self.widths]
+
+
+def average_name(rate: float) -> str:
+    """Return the name of the average of a rate or a width."""
+    return f"ema-{rate:g}"
+
+
+def _check_names(rates: tuple[float, ...]) -> None:
+    names = [average_name(rate) for rate in rates]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{list(rates)} name an average twice: {', '.join(names)}. Give each once.")
+
+
+Ema = Annotated[ExponentialEma | PowerEma, Field(discriminator="type")]
+
+
+def width_of_power(gamma: float) -> float:
+    """Return the relative width of an average with exponent gamma: its standard deviation over the time trained.
+
+    sigma_rel = (gamma + 1)^(1/2) (gamma + 2)^-1 (gamma + 3)^-(1/2), Karras et al. 2024, section 3.1.
+    """
+    return math.sqrt((gamma + 1.0) / (gamma + 3.0)) / (gamma + 2.0)
+
+
+def power_of_width(width: float) -> float:
+    """Return the exponent gamma >= 0 of an average of a relative width in (0, 1 / sqrt(12)), by bisection: width
+    falls."""
+    low, high = 0.0, 1.0
+    while width_of_power(high) > width:
+        high *= 2.0
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if width_of_power(middle) > width else (low, middle)
+    return 0.5 * (low + high)
+
+
+class Averages:
+    """The averages of one vector of weights. vectors: one of the same layout for each, by name."""
+
+    def __init__(self, config: ExponentialEma | PowerEma, values: Tensor) -> None:
+        self._config, self._values = config, values
+        self.vectors = {name: values.clone() for name in config.names}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after update number `step`, counted from 1."""
+        for vector, decay in zip(self.vectors.values(), self._config.decays(step), strict=True):
+            if decay == 0.0:
+                vector.copy_(self._values)
+            elif decay is not None:
+                vector.lerp_(self._values, 1.0 - decay)

@@ -1,0 +1,180 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), through PyTorch's, with AdamW for all other parameters
+than matrices.
+
+A matrix moves along its momentum with all singular values made about one, by five steps of Newton and Schulz. Layers
+that several maps share are taken apart first, which "CMuon" (arXiv:2608.02502) found to be needed in long trainings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.training.optim.base import FlatOptimizer, OptimizerConfig, Probability, pieces
+from image_diffusion.training.parallel.flat_parameters import Flat, Slot
+
+
+class Rest(Config):
+    """AdamW for what Muon leaves."""
+
+    lr: float | None = Field(None, gt=0, le=10)
+    """Learning rate, before the schedule; unset: that of the matrices."""
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    """Decay of the running means of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0, le=1)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Share of the weights, times the learning rate, that is taken away in each step; not of biases and gains."""
+
+
+class Muon(OptimizerConfig):
+    """Orthogonalised momentum for the linear and convolutional layers in and between the network's blocks, AdamW for
+    all else: the layers before and behind the blocks, embeddings, biases and gains."""
+
+    looks_inside: ClassVar[bool] = True
+    moves_each_alone: ClassVar[bool] = False
+
+    type: Literal["muon"] = "muon"
+    """Orthogonalised momentum for the matrices in the network's blocks, AdamW for the rest."""
+    lr: float = Field(1e-4, gt=0, le=10)
+    """Learning rate, before the schedule."""
+    momentum: Probability = 0.95
+    """Share of the mean gradient that stays in each step."""
+    nesterov: bool = True
+    """Orthogonalise a mixture of mean and gradient, as if one step ahead, and not the mean."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Share of the matrices, times the learning rate, that is taken away in each step."""
+    scale: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
+    """Factor of the update of a matrix of m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), so that the rates
+    of AdamW fit (Liu et al. 2025, arXiv:2502.16982); original: sqrt(max(1, m / n)), of which rates are many times
+    larger; spectral_unclamped: sqrt(m / n)."""
+    adamw: Rest = Rest()
+    """Settings of AdamW for all parameters other than the matrices of a block."""
+
+    def check(self, trained: Collection[str]) -> None:
+        """Raise ValueError if no matrix in a block is trained."""
+        if not trained:
+            raise ValueError(
+                "train.optimizer is muon, but no linear or convolutional layer in the network's blocks is trained. Use "
+                "adamw."
+            )
+
+    def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
+        """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
+        ValueError as `check` does."""
+        self.check(flat.inner.keys() & flat.parameters.keys())
+        return _FlatMuon(flat, self, factors)
+
+
+class _FlatMuon(FlatOptimizer):
+    """Muon and AdamW on the vectors of one layout: the momentum of a matrix lies where AdamW has its first moment, and
+    only the rest has a second one."""
+
+    def __init__(self, flat: Flat, config: Muon, factors: Mapping[str, float] | None) -> None:
+        rest, inner = config.adamw, {slot.start: slot for slot in flat.slots if slot.name in flat.inner}
+        cut = pieces(flat, factors, (rest.weight_decay, 0.0), alone=flat.inner)
+        ratio = 1.0 if rest.lr is None else rest.lr / config.lr
+        others = [p._replace(stop=p.start) if p.start in inner else p._replace(factor=p.factor * ratio) for p in cut]
+        settings = {"betas": rest.betas, "eps": rest.eps}
+        kept = flat.subset(flat.parameters.keys() - flat.inner.keys())
+        super().__init__(flat, others, {"exp_avg": flat, "exp_avg_sq": kept}, config.lr, _adamw, **settings)
+        matrices = [
+            (inner[piece.start], piece.factor) for piece in cut if piece.start in inner and piece.stop > piece.start
+        ]
+        kind = _Whole if flat.is_whole else _Shared
+        self.torch = _Both(kind(flat, self.moments["exp_avg"], matrices, config), self.torch)
+
+
+Matrices = Sequence[tuple[Slot, float]]
+"""Positions of the parameters, and the factor of the learning rate of each."""
+
+
+class _Whole(torch.optim.Muon):
+    """Muon on matrices that lie whole in the vectors."""
+
+    def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
+        groups: list[dict[str, Any]] = []
+        states: dict[Tensor, Any] = {}
+        for slot, factor in matrices:
+            parts = _parts(
+                [_rows(each, slot) for each in (flat.values, flat.gradient, momentum)], flat.inner[slot.name]
+            )
+            groups.append({"params": list(parts), "factor": factor})
+            states |= parts
+        super().__init__(groups, lr=config.lr, **_settings(config))
+        self.state.update(states)
+
+
+class _Shared(torch.optim.Optimizer):
+    """Muon on matrices of which each process has rows: one after the other is gathered, moved in every process, and
+    each keeps its rows."""
+
+    def __init__(self, flat: Flat, momentum: Tensor, matrices: Matrices, config: Muon) -> None:
+        self._flat, self._momentum, self._config = flat, momentum, config
+        super().__init__(
+            [{"params": [slot.within(flat.values)], "factor": f, "slot": slot} for slot, f in matrices], {}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices. All processes take this step together."""
+        flat = self._flat
+        for group in self.param_groups:
+            slot = group["slot"]
+            whole = [flat.gathered(each, slot) for each in (flat.values, flat.gradient, self._momentum)]
+            parts = _parts([each.flatten(1) for each in whole], flat.inner[slot.name])
+            muon = torch.optim.Muon(list(parts), lr=group["lr"], **_settings(self._config))
+            muon.state.update(parts)
+            muon.step()
+            flat.keep(flat.values, slot, whole[0])
+            flat.keep(self._momentum, slot, whole[2])
+
+
+def _settings(config: Muon) -> dict[str, Any]:
+    return {
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+        "nesterov": config.nesterov,
+        "adjust_lr_fn": config.scale,
+    }
+
+
+def _parts(matrices: Sequence[Tensor], count: int) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the parts of a matrix that are maps of their own, each with its gradient, and their momentum as Muon keeps
+    it. matrices: values, gradient and momentum, with a row an output."""
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    for values, gradient, momentum in zip(*(each.chunk(count) for each in matrices), strict=True):
+        part = nn.Parameter(values)
+        part.grad = gradient
+        found[part] = {"momentum_buffer": momentum}
+    return found
+
+
+def _rows(vector: Tensor, slot: Slot) -> Tensor:
+    """Return a weight as a matrix, a row an output. The columns are in the order of the memory, which Muon does not
+    see."""
+    return vector[slot.start : slot.start + math.prod(slot.shape)].view(slot.shape[0], -1)
+
+
+def _adamw(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW; of nothing, where adapters alone are trained."""
+    return torch.optim.AdamW(groups or [{"params": [], "factor": 1.0}], fused=True, **settings)
+
+
+class _Both(torch.optim.Optimizer):
+    """Two optimizers as one, so that a step that overflowed is left out of both."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self._members = members
+        super().__init__([group for each in members for group in each.param_groups], {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of each."""
+        for each in self._members:
+            each.step()

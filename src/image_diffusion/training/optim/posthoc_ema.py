@@ -1,0 +1,107 @@
+"""An average of any width after training, from averages of a few widths kept on the way.
+
+Karras et al. 2024, section 3.2: each kept average is an integral of the weights over time with a known profile, so a
+linear combination of them has the combination of the profiles, and least squares brings that close to any other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from image_diffusion.training.checkpoint.checkpoint import Damaged, read_group, read_record
+from image_diffusion.training.finetune.lora import lora_of, written
+from image_diffusion.training.optim.ema import average_name, power_of_width
+
+Profiles = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class KeptAverage:
+    """A kept average: the checkpoint that it lies in, that checkpoint's record, its name in the checkpoint, and its
+    exponent gamma."""
+
+    folder: Path
+    record: dict[str, Any]
+    name: str
+    gamma: float
+
+
+def inner_products(times: Profiles, gammas: Profiles, other_times: Profiles, other_gammas: Profiles) -> Profiles:
+    """Compute the inner products of the profiles p(s) = (gamma + 1) s^gamma / t^(gamma + 1), 0 <= s <= t: [n], [n],
+    [m], [m] -> [n, m].
+
+    The integral of the product over the time both have is
+    (g + 1) (h + 1) / (g + h + 1) min(t, u)^(g + h + 1) / (t^(g + 1) u^(h + 1)), computed in logarithms.
+    """
+    t, g = times[:, None], gammas[:, None]
+    u, h = other_times[None, :], other_gammas[None, :]
+    both = g + h + 1.0
+    powers = both * np.log(np.minimum(t, u)) - (g + 1.0) * np.log(t) - (h + 1.0) * np.log(u)
+    return np.asarray((g + 1.0) * (h + 1.0) / both * np.exp(powers))
+
+
+def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma: float) -> Profiles:
+    """Return the coefficient of each kept average: the least-squares fit of their profiles to the wanted one."""
+    t, g = np.array(steps, dtype=np.float64), np.array(gammas, dtype=np.float64)
+    wanted = inner_products(t, g, np.array([float(step)]), np.array([gamma]))
+    solution = np.linalg.lstsq(inner_products(t, g, t, g), wanted[:, 0], rcond=1e-13)[0]
+    return np.asarray(solution / solution.sum(), dtype=np.float64)
+
+
+def kept_averages(state: Path) -> list[KeptAverage]:
+    """Return the averages in the checkpoints of a run's state folder. Raises ValueError if it holds none to combine."""
+    found = []
+    for folder in sorted(state.glob("step-*")):
+        with _undamaged(folder):
+            record = read_record(folder)
+        ema: dict[str, Any] = record["identity"]["train"]["ema"]
+        if ema["type"] != "power":
+            raise ValueError(
+                f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined; one that was "
+                "kept is had with --average."
+            )
+        found += [KeptAverage(folder, record, average_name(width), power_of_width(width)) for width in ema["widths"]]
+    if not found:
+        raise ValueError(
+            f"{state} holds no checkpoint. Give the folder of one run: results/x/train/state/<fingerprint>."
+        )
+    return found
+
+
+def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
+    """Return the weights averaged with a relative width, and the step they are of, the last one kept.
+
+    Float64 sums over one average at a time. Raises ValueError as `kept_averages` does.
+    """
+    kept = kept_averages(state)
+    steps = [int(each.record["step"]) for each in kept]
+    last = max(steps)
+    factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
+    newest = max(kept, key=lambda each: each.folder)
+    with _undamaged(newest.folder):
+        network = read_group(newest.folder, newest.record, "network")
+    sums: dict[str, Tensor] = {}
+    for factor, each in zip(factors.tolist(), kept, strict=True):
+        with _undamaged(each.folder):
+            average = read_group(each.folder, each.record, each.name)
+        for name, tensor in average.items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
+    averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
+    return written(network | averaged, lora_of(newest.record["identity"])), last
+
+
+@contextmanager
+def _undamaged(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as damage:
+        raise ValueError(f"Checkpoint {folder} is damaged: {damage}. Remove it and run this again.") from None

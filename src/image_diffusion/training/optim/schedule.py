@@ -1,0 +1,126 @@
+"""The learning rate as a function of the number of updates done."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config.base import Config
+
+
+class _Schedule(Config):
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from zero, whatever it does afterwards."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the factor of the learning rate in the update after `step` updates, of `steps` in all."""
+        warmup = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return warmup * self._after_warmup(step, steps)
+
+    @property
+    def has_horizon(self) -> bool:
+        """True if the learning rate depends on the number of steps in all."""
+        return False
+
+    @abstractmethod
+    def _after_warmup(self, step: int, steps: int) -> float: ...
+
+
+class Constant(_Schedule):
+    """Keep the same learning rate throughout."""
+
+    type: Literal["constant"] = "constant"
+    """Keep the same learning rate throughout."""
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return 1.0
+
+
+class Linear(_Schedule):
+    """Straight down to `final` at the last step (Nichol and Dhariwal's lr_anneal_steps)."""
+
+    type: Literal["linear"] = "linear"
+    """Straight down to `final` at the last step."""
+    final: float = Field(0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the last step."""
+
+    @property
+    def has_horizon(self) -> bool:
+        return True
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return 1.0 - (1.0 - self.final) * min(step / steps, 1.0)
+
+
+class Cosine(_Schedule):
+    """Half a cosine down to `final` at the last step (Loshchilov and Hutter 2017, equation 5, without restarts)."""
+
+    type: Literal["cosine"] = "cosine"
+    """Half a cosine down to `final` at the last step."""
+    final: float = Field(0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the last step."""
+
+    @property
+    def has_horizon(self) -> bool:
+        return True
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * min(step / steps, 1.0)))
+
+
+class Exponential(_Schedule):
+    """Multiplied with `decay` every `every_steps` steps, smoothly."""
+
+    type: Literal["exponential"] = "exponential"
+    """Multiplied with `decay` every `every_steps` steps, smoothly."""
+    decay: float = Field(0.98, gt=0, le=1)
+    """Share of the learning rate that is left after `every_steps` steps."""
+    every_steps: int = Field(1000, gt=0)
+    """Steps in which the learning rate falls to `decay` of what it was."""
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return float(self.decay ** (step / self.every_steps))
+
+
+class Wsd(_Schedule):
+    """Warm up, stay, and fall at the end (Hu et al. 2024, "MiniCPM", arXiv:2404.06395; the shapes: Hägele et al. 2024,
+    "Scaling laws and compute-optimal training beyond fixed training durations", arXiv:2405.18392)."""
+
+    type: Literal["wsd"] = "wsd"
+    """Warm up, stay, and fall at the end."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of all steps, the last ones, in which the learning rate falls."""
+    shape: Literal["1-sqrt", "linear"] = "1-sqrt"
+    """Shape of the fall, x being 0 where it begins and 1 at the last step: as 1 - sqrt(x), or as 1 - x."""
+    final: float = Field(0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the last step."""
+
+    @property
+    def has_horizon(self) -> bool:
+        return True
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        length = self.decay_fraction * steps
+        x = min(max((step - (steps - length)) / length, 0.0), 1.0)
+        return self.final + (1.0 - self.final) * (1.0 - (math.sqrt(x) if self.shape == "1-sqrt" else x))
+
+
+class Power(_Schedule):
+    """Constant for `constant_steps`, then falling with a power of the steps, without an end in sight (Karras et al.
+    2024, "Analyzing and improving the training dynamics of diffusion models": the inverse square root)."""
+
+    type: Literal["power"] = "power"
+    """Constant at first, then falling with a power of the steps."""
+    constant_steps: int = Field(70_000, gt=0)
+    """Steps before it begins to fall: t_ref."""
+    exponent: float = Field(0.5, gt=0, le=2)
+    """Exponent of the fall: at step t the learning rate is multiplied with (constant_steps / t) to this power."""
+
+    def _after_warmup(self, step: int, steps: int) -> float:
+        return float(max(step / self.constant_steps, 1.0) ** -self.exponent)
+
+
+Schedule = Annotated[Constant | Linear | Cosine | Exponential | Wsd | Power, Field(discriminator="type")]

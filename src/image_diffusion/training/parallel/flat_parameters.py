@@ -1,0 +1,224 @@
+"""A network's parameters laid end to end in one vector, and their gradients in another.
+
+Every parameter becomes a view of the vector, and its gradient a view of the gradient's vector. What is done to all of
+them (sum over processes, norm, clipping, Adam, averages, copies to the host) is then one operation on one tensor, in
+one order that nothing at run time can change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from image_diffusion.nn.blocks import inner_matrices
+from image_diffusion.training.parallel.world import World
+
+ALIGN = 16  # elements: each parameter starts at a multiple of 64 bytes, as if it had been allocated on its own
+_PIECE = 8 * 1024 * 1024  # elements summed at once: 32 MiB
+
+
+class Work(Protocol):
+    """Something that processes do together and have begun."""
+
+    def wait(self) -> object:
+        """Return when it is done; on a GPU, let all later work wait for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum that processes have begun to make. into: the destination of the result, of another type perhaps."""
+
+    work: Work
+    made: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        """Return when it has arrived."""
+        self.work.wait()
+        if self.made.dtype != self.into.dtype:
+            self.into.copy_(self.made)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Position of a parameter in the flat layout."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def within(self, vector: Tensor, start: int = 0) -> Tensor:
+        """Return the part of a vector that begins at `start` of the layout, in the parameter's shape."""
+        return vector.as_strided(self.shape, self.stride, vector.storage_offset() + self.start - start)
+
+
+class Layout:
+    """Tensors end to end in a vector, gaps between them zero, in the order given. size: of the vector.
+
+    align: elements of which every tensor's start is a multiple. Matrices (two dimensions or more) lie in 0 …
+    matrices_end where they are given first; vectors and scalars behind them, so that weight decay can leave them out.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], align: int = ALIGN) -> None:
+        self.slots: list[Slot] = []
+        self.matrices_end, end = 0, 0
+        for name, tensor in tensors.items():
+            layout = torch.empty_like(tensor, device="meta")  # dense, and channels-last where the tensor is
+            self.slots.append(Slot(name, end, tuple(layout.shape), layout.stride()))
+            end += -(-tensor.numel() // align) * align
+            if tensor.ndim >= 2:
+                self.matrices_end = end
+        self.size = end
+
+    def place(self, start: int) -> int:
+        """Return the position in this process's vectors of what begins at `start` of the layout, or else behind it."""
+        return start
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Return the parts of a vector of this layout, one a tensor, in the tensors' shapes."""
+        return [slot.within(vector) for slot in self.slots]
+
+    def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
+        """Return one tensor of a vector of this layout, whole in every process. All processes call it together."""
+        return slot.within(vector)
+
+    def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
+        """Copy what this process keeps of such a tensor into the vector."""
+        slot.within(vector).copy_(whole)
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return a vector as tensors by name. All processes call it together."""
+        return {slot.name: view for slot, view in zip(self.slots, self.views(vector), strict=True)}
+
+    def checkpoint_tensors(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what a checkpoint keeps of a vector, by name: whole tensors in the first process, and this process's
+        rows of such as are shared by rows. All processes call it together."""
+        return self.named(vector), {}
+
+    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+        """Copy tensors of these names, which the first process gives, into a vector of this layout in every process."""
+        if tensors is not None:
+            for slot, view in zip(self.slots, self.views(vector), strict=True):
+                view.copy_(tensors[slot.name])
+        world.broadcast(vector)
+
+
+class Vector(NamedTuple):
+    """A vector of a layout."""
+
+    layout: Layout
+    values: Tensor
+
+
+class Flat(Layout):
+    """The trainable parameters of a network, matrices first. values, gradient: float32 [size]. inner: the weights that
+    are matrices to `nn.blocks.inner_matrices`.
+
+    reduce: in what processes send one another what is added up. local: what the backward pass fills, the gradient of
+    this process's own examples, of the whole layout, in `pieces` (start, stop) from its end to its start. What becomes
+    of it in all processes is `gradient`.
+
+    Raises ValueError when nothing is trainable or a parameter is not float32.
+    """
+
+    sums_gradients = False
+    """True if the backward pass already adds up the gradients of all processes."""
+    is_whole = True
+    """True if each process has all of every parameter."""
+    writers = 1
+    """Number of processes that write a checkpoint, the first ones."""
+
+    def __init__(self, network: nn.Module, reduce: torch.dtype = torch.float32) -> None:
+        self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
+        self._lay_out(self.parameters, next(network.parameters()).device)
+        for parameter, value, gradient in zip(
+            self.parameters.values(), self.views(self.values), self.views(self.gradient), strict=True
+        ):
+            value.copy_(parameter.data)
+            parameter.data = value
+            parameter.grad = gradient
+
+    def begin(self) -> None:
+        """Prepare for the backward passes of a step, which add up to `local`."""
+        self.local.zero_()
+
+    def before_pass(self, last: bool) -> None:
+        """Prepare for each backward pass. last: of the step. Nothing to do: `begin_sum` says when to add up."""
+
+    def finish(self) -> None:
+        """Finish the backward passes of a step. Nothing to do: a gradient that no backward pass reached is zero."""
+
+    def begin_sum(self, start: int, stop: int) -> Work:
+        """Begin to add up a piece of `local` over all processes. All of them call it together."""
+        piece = self.gradient[start:stop]
+        rounded = piece.to(self._reduce)
+        return Sum(cast("Work", dist.all_reduce(rounded, async_op=True)), rounded, piece)
+
+    def take(self, share: Tensor, world: World) -> None:
+        """Let the gradient be one of which each process has a share, equal parts of the layout one after the other,
+        with anything behind its end. All processes call it together."""
+        self.gradient.copy_(world.gather(share).flatten()[: self.size])
+
+    def _lay_out(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """A slot for a tensor like each of these, in this order, and the two vectors, of zeros, on a device."""
+        super().__init__(tensors)
+        self.values = torch.zeros(self.size, device=device)
+        self.gradient = torch.zeros_like(self.values)
+        self.local, self.pieces = self.gradient, cut(self)
+
+    def subset(self, names: Container[str]) -> Layout:
+        """Return the layout of these parameters alone."""
+        return Layout({name: parameter for name, parameter in self.parameters.items() if name in names})
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient, [] on the device, the same in every process."""
+        norm: Tensor = torch.linalg.vector_norm(self.gradient)
+        return norm
+
+    def show(self) -> None:
+        """Let the network compute with `values`, after they were changed. Nothing to do: parameters are views of it."""
+
+    @contextmanager
+    def holding(self, vector: Tensor) -> Iterator[None]:
+        """Let the network have a vector of this layout for its weights meanwhile, whole in every process, so that each
+        may compute without the others. All processes begin it together."""
+        kept = self.values.clone()
+        self.values.copy_(vector)
+        try:
+            yield
+        finally:
+            self.values.copy_(kept)
+
+
+def cut(layout: Layout, apart: Container[str] = ()) -> list[tuple[int, int]]:
+    """Pieces of a layout, start … stop, from its end to its start, as a backward pass comes to them; vectors last.
+    apart: matrices that are in no piece with others, by name."""
+    pieces, stop = [], layout.matrices_end
+    matrices = [slot for slot in layout.slots if slot.start < layout.matrices_end]
+    for before, slot in zip([None, *matrices[:-1]][::-1], matrices[::-1], strict=True):
+        ends = before is None or (before.name in apart) != (slot.name in apart)
+        if ends or stop - slot.start >= _PIECE:
+            pieces.append((slot.start, stop))
+            stop = slot.start
+    if layout.size > layout.matrices_end:
+        pieces.append((layout.matrices_end, layout.size))
+    return pieces
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters with a gradient by name, matrices first. Raises ValueError if `Flat` says so."""
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("The network has no trainable parameter. Train one that has.")
+    for name, parameter in named:
+        if parameter.dtype != torch.float32:
+            raise ValueError(f"Parameter {name} is {parameter.dtype}; training keeps float32 masters.")
+    return dict(sorted(named, key=lambda item: item[1].ndim < 2))

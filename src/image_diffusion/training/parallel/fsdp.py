@@ -1,0 +1,220 @@
+"""A network's parameters, their gradients and all that is laid out like them, spread over the processes.
+
+Each process keeps its rows of every parameter, and the vectors hold those: weights, gradient, moments and averages take
+1 / world size of their memory. The network gathers the rows of one block after the other, in the forward pass and again
+in the backward pass, which adds up the gradients and leaves each process those of its rows: PyTorch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from image_diffusion.nn.blocks import blocks, factors, inner_matrices
+from image_diffusion.training.parallel.flat_parameters import Flat, Layout, Slot, trainable
+from image_diffusion.training.parallel.world import World
+
+
+class Shares(Layout):
+    """Rows of one process. A tensor of n rows has ceil(n / world size) in every process, the last ones padded with
+    zeros, so that the layout is the same in all of them.
+
+    shares: the tensors' rows, by name. rows: how many the whole tensors have, by name.
+    """
+
+    def __init__(self, shares: Mapping[str, Tensor], rows: Mapping[str, int], world: World) -> None:
+        super().__init__(shares)
+        self._rows, self._world = rows, world
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Whole tensors by name, gathered one after the other in the first process, on the CPU; elsewhere none."""
+        whole = {}
+        for slot in self.slots:
+            rows = self.gathered(vector, slot)
+            if self._world.is_main:
+                whole[slot.name] = rows.cpu()
+        return whole
+
+    def checkpoint_tensors(self, vector: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what a checkpoint keeps of a vector: no whole tensors, but this process's rows, by name."""
+        return {}, {slot.name: self.own(vector, slot) for slot in self.slots}
+
+    def fill(self, vector: Tensor, tensors: Mapping[str, Tensor] | None, world: World) -> None:
+        """Give every process its rows of tensors of these names, which the first process has."""
+        for slot in self.slots:
+            whole = torch.empty(self._rows[slot.name], *slot.shape[1:], device=vector.device)
+            if tensors is not None:
+                whole.copy_(tensors[slot.name])
+            world.broadcast(whole)
+            self.keep(vector, slot, whole)
+
+    def gathered(self, vector: Tensor, slot: Slot) -> Tensor:
+        """Return one tensor of a vector of this layout, whole in every process. All processes call it together."""
+        return self._world.gather(slot.within(vector)).flatten(0, 1)[: self._rows[slot.name]]
+
+    def keep(self, vector: Tensor, slot: Slot, whole: Tensor) -> None:
+        """Copy this process's rows of such a tensor into the vector."""
+        own = self.own(vector, slot)
+        own.copy_(whole[self._world.rank * slot.shape[0] :][: len(own)])
+
+    def own(self, vector: Tensor, slot: Slot) -> Tensor:
+        """Return this process's rows of a tensor, without the zeros behind the last ones."""
+        return slot.within(vector)[: max(0, self._rows[slot.name] - self._world.rank * slot.shape[0])]
+
+
+class ShardedFlat(Shares, Flat):
+    """The rows of one process of a network's parameters. by_machine: the processes of each machine share all of them,
+    and the machines add up their gradients (HSDP); otherwise all processes do.
+
+    computes_in: what autocast rounds the factors of products to. The weights of linear and convolutional layers are
+    gathered in that, and autocast has nothing left to round; all else is gathered in float32, in which everything is
+    kept. (PyTorch before 2.15 cannot tell the parameters of a block apart: it gathers all in float32.)
+
+    What is gathered together, and freed again: each block, a member of the network's outermost lists of modules; and
+    all else, which stays through forward and backward pass. Parameters without gradient are whole everywhere.
+    """
+
+    sums_gradients = True
+    is_whole = False
+
+    def __init__(
+        self,
+        network: nn.Module,
+        world: World,
+        computes_in: torch.dtype = torch.float32,
+        reduce: torch.dtype = torch.float32,
+        by_machine: bool = False,
+    ) -> None:
+        mesh, world = _sharing(world, by_machine)
+        self._world, self.inner, self.writers = world, inner_matrices(network), world.size
+        shapes = {name: parameter.shape for name, parameter in trainable(network).items()}
+        frozen = {parameter for parameter in network.parameters() if not parameter.requires_grad}
+        products = factors(network) & shapes.keys() if computes_in != torch.float32 else set()
+        policy = _policy([network.get_parameter(name) for name in products], computes_in, reduce)
+        self._blocks = [
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=frozen)
+            for block in blocks(network)
+        ]
+        root = fully_shard(network, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
+        self._groups: list[FSDPModule] = [*self._blocks, root]
+        for group in self._groups:
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
+        self._network, self._root, self._products = network, root, products
+        self._sums_each = reduce != torch.float32
+        self.parameters = trainable(network)
+        self._rows = {name: shape[0] for name, shape in shapes.items()}
+        shares = {name: torch.empty(-(-n // world.size), *rest, device="meta") for name, (n, *rest) in shapes.items()}
+        self._lay_out(shares, world.device)
+        for value, own in zip(self._all_own(self.values), self._shards(), strict=True):
+            value.copy_(own)
+        for parameter, gradient in zip(self.parameters.values(), self._all_own(self.gradient), strict=True):
+            sharded = cast("DTensor", parameter)
+            parameter.grad = DTensor.from_local(
+                gradient, mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+            )
+
+    def subset(self, names: Container[str]) -> Layout:
+        """Return the layout of these parameters alone."""
+        shares = {slot.name: torch.empty(slot.shape, device="meta") for slot in self.slots if slot.name in names}
+        return Shares(shares, self._rows, self._world)
+
+    def before_pass(self, last: bool) -> None:
+        """Prepare for each backward pass. The last one of a step adds up the gradients over all processes; until then
+        each has its own, whole and in float32. (PyTorch would keep it in the dtype that is sent: with fewer bits all
+        passes add up.)
+        """
+        self._root.set_requires_gradient_sync(last or self._sums_each)
+        self._root.set_is_last_backward(last)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the gradient over all processes, [] on the device."""
+        norm: Tensor = torch.linalg.vector_norm(self._world.gather(super().norm()))
+        return norm
+
+    def show(self) -> None:
+        """Let the network compute with `values`, after they were changed."""
+        self._give(self.values)
+
+    @contextmanager
+    def holding(self, vector: Tensor) -> Iterator[None]:
+        """Hold the whole network in every process meanwhile, with a vector of this layout for its weights, all of them
+        in float32, whatever a step gathers them in. After a forward pass that was given up half-way, as where a run is
+        asked to stop, no other forward pass may follow."""
+        self._give(vector)
+        self._keep_whole(True)
+        try:
+            for group in self._groups:
+                group.unshard()
+            self._show_exact(vector)
+            yield
+        finally:
+            for group in self._groups:
+                group.reshard()
+            self._keep_whole(False)
+            self._give(self.values)
+
+    def _keep_whole(self, whole: bool) -> None:
+        for block in self._blocks:
+            block.set_reshard_after_forward(not whole, recurse=False)
+
+    def _show_exact(self, vector: Tensor) -> None:
+        """Replace the weights that were gathered in fewer bits by exact ones, until those are given back."""
+        exact = {
+            self._network.get_parameter(slot.name): nn.Parameter(self.gathered(vector, slot), requires_grad=False)
+            for slot in self.slots
+            if slot.name in self._products
+        }
+        for module in self._network.modules() if exact else ():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter in exact:
+                    module.register_parameter(name, exact[parameter])
+
+    def _give(self, vector: Tensor) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._shards(), self._all_own(vector))
+
+    def _shards(self) -> list[Tensor]:
+        """Return this process's rows of each parameter, from which the network gathers them."""
+        return [cast("DTensor", parameter).to_local().detach() for parameter in self.parameters.values()]
+
+    def _all_own(self, vector: Tensor) -> list[Tensor]:
+        return [self.own(vector, slot) for slot in self.slots]
+
+
+def _policy(products: Collection[nn.Parameter], computes_in: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
+    """Return the policy by which parameters are gathered, these in the dtype the network computes in, and gradients
+    added up."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+    if not products or not hasattr(policy, "param_dtype_override_fn"):
+        return policy
+    rounded = set(products)
+    return replace(
+        policy,
+        param_dtype=computes_in,
+        param_dtype_override_fn=lambda parameter: computes_in if parameter in rounded else parameter.dtype,
+    )
+
+
+def _sharing(world: World, by_machine: bool) -> tuple[DeviceMesh, World]:
+    """Return the processes in the form PyTorch expects, and those among which the rows are shared."""
+    per_machine = world.per_machine or world.size
+    if not by_machine or per_machine == world.size:
+        return init_device_mesh(world.device.type, (world.size,)), world
+    if world.size % per_machine:
+        raise ValueError(
+            f"train.sharding is machine, but {world.size} processes are not {per_machine} on every machine. Start as "
+            f"many on each, or set it to full."
+        )
+    names = ("machines", "processes")
+    mesh = init_device_mesh(world.device.type, (world.size // per_machine, per_machine), mesh_dim_names=names)
+    group = mesh["processes"].get_group()
+    return mesh, replace(world, rank=world.rank % per_machine, size=per_machine, group=group)

@@ -1,0 +1,52 @@
+"""The processes of one node: torchrun, with one clear line for people at the end. Takes torchrun's own arguments.
+
+LOGLEVEL=INFO shows what torchrun itself has to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.run import parse_args, run
+
+from image_diffusion.core.process import command
+from image_diffusion.core.process.job_outcome import note
+from image_diffusion.training.parallel.launch import own_name
+
+
+def main() -> None:
+    """Start the processes and wait for them. A failure that one of them has reported is not reported again."""
+    arguments = parse_args(sys.argv[1:])
+    if not arguments.standalone and arguments.local_addr is None:
+        arguments.local_addr = own_name(os.environ)  # what the others are told to connect to
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    try:
+        run(arguments)
+    except SignalException as told:  # those that have saved have said so; one that begins or ends cannot
+        note("stopped", f"{told.sigval.name} came, and no process has told that it saved.")
+        sys.exit(command.STOPPED)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode > 0:
+            sys.exit(failure.exitcode)
+        name = signal.Signals(-failure.exitcode).name
+        hint = " The machine may have run out of memory: see train.microbatch." if name == "SIGKILL" else ""
+        raise ChildProcessError(
+            f"Process {rank} was ended by {name}.{hint} Run the same command again to go on from the last checkpoint."
+        ) from None
+    except RendezvousError as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise ConnectionError(
+            f"The nodes did not meet at {arguments.rdzv_endpoint}: {words}. Can every node reach that name and port?"
+        ) from None
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,137 @@
+"""The processes that train together. One process, without any launcher, is a world of size 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from image_diffusion.core.devices import has_gpu
+
+HANG_S = 600.0
+"""Seconds that a process waits for another, unless set otherwise."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. rank: 0 … size - 1. device: where this process computes.
+
+    control: a process group on the CPU, so that agreeing on something never waits for a GPU. per_machine: how many of
+    them are on each machine; unset: all on one. group: the ones that are meant; unset: all of them. hosts: the machine
+    that each process is on.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup | None = None
+    per_machine: int | None = None
+    group: dist.ProcessGroup | None = None
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def is_main(self) -> bool:
+        """True if this process writes the files."""
+        return self.rank == 0
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather a tensor of one shape in every process -> [size, *shape], the same in every process."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather_into_tensor(gathered.flatten(), tensor.contiguous().flatten(), group=self.group)
+        return gathered
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Row r of [size, ...] goes to process r -> the rows that the processes had for this one, in their order."""
+        if self.size == 1:
+            return rows
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows)
+        return received
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor with that of rank 0."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def broadcast_small(self, tensors: dict[str, Tensor] | None, note: str) -> tuple[dict[str, Tensor] | None, str]:
+        """Tensors and a string of rank 0, or None for its tensors, in every process. Through the CPU: small things."""
+        if self.size == 1:
+            return tensors, note
+        data = safetensors.torch.save(tensors or {}, {"note": note, "given": str(tensors is not None)})
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=self.control)
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.is_main else None
+        buffer = torch.empty(int(length), dtype=torch.uint8) if buffer is None else buffer
+        dist.broadcast(buffer, src=0, group=self.control)
+        data = buffer.numpy().tobytes()
+        header = _metadata(data)
+        return (safetensors.torch.load(data) if header["given"] == "True" else None), header["note"]
+
+    def any(self, flag: bool) -> bool:
+        """Return True if the flag is set in any process. Waits for all of them."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor([int(flag)])
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control)
+        return bool(value)
+
+
+def place_on_node() -> float:
+    """Return the place of this process among those of its machine, as torchrun says: 0 for the first, below 1 for the
+    last."""
+    return int(os.environ.get("LOCAL_RANK", "0")) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextmanager
+def join(timeout_s: float = HANG_S) -> Iterator[World]:
+    """Return the world this process was started in: by torchrun, through RANK, LOCAL_RANK and WORLD_SIZE, or alone.
+
+    Each process gets a CUDA device if the machine has one, else the CPU. timeout_s: how long a process waits for
+    another one before it gives up. Raises ValueError if torchrun starts more processes on a machine than it has
+    GPUs, or if the stage has asked for GPUs and PyTorch can use none.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    device = torch.device("cpu")
+    if has_gpu():
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            raise ValueError(
+                f"{here} processes cannot share the {gpus} GPU{'s' * (gpus > 1)} of {host}: each needs its own. Set "
+                f"resources.processes_per_node to {gpus} (--config processes_per_node={gpus}), or ask for more GPUs."
+            )
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(0, 1, device, hosts=(host,))
+        return
+    limit = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=limit, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=limit)
+    try:
+        control = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=limit))
+        hosts = [""] * size
+        dist.all_gather_object(hosts, host, group=control)
+        yield World(rank, size, device, control, int(os.environ.get("LOCAL_WORLD_SIZE", size)), hosts=tuple(hosts))
+    finally:
+        dist.destroy_process_group()
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    header: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return header

@@ -1,0 +1,191 @@
+"""One start of a training: join the other processes, resume from the checkpoint if any, train, write what was
+declared."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from image_diffusion.core.config.base import dump, parse
+from image_diffusion.core.files.weights import read_model, read_weights
+from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.types import DataSpec
+from image_diffusion.systems import AnySystem
+from image_diffusion.systems.base import System
+from image_diffusion.systems.warm_start import Change, Trained, fitted, table
+from image_diffusion.training.checkpoint.manager import NullState, State, part_writer
+from image_diffusion.training.checkpoint.stop_signal import Stop
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.finetune.lora import plain_name
+from image_diffusion.training.loop import train
+from image_diffusion.training.monitor.reports import Reports
+from image_diffusion.training.optim.determinism import switches
+from image_diffusion.training.optim.precision import dtype_of, faster_in_bf16
+from image_diffusion.training.parallel import preflight
+from image_diffusion.training.parallel.world import HANG_S, World, join
+from image_diffusion.training.trainer import Task, Trainer
+
+_THAW = "Take it out of train.freeze, or name it in train.lora.whole."
+
+
+def run(
+    build: Callable[[World], Task],
+    config: TrainConfig,
+    model: dict[str, Any],
+    data: dict[str, Any],
+    output: Path,
+    journal: Path | None = None,
+    start: Path | None = None,
+    hang_s: float = HANG_S,
+) -> None:
+    """Train, or resume training, and write `output`: weights.safetensors and model.json; checkpoints in its `state`.
+
+    build: what to train on what; called with PyTorch's generator seeded, for the initial weights. model: plain data
+    that rebuilds the network ("system", "spec", "codec", "classes"), kept in model.json. data: plain data that says
+    what the training data are. journal: the folder of journals; None: none is kept. start: the weights folder to start
+    from, where `init_from` names an experiment. hang_s: seconds that a process waits for another.
+
+    The run is what `model`, `data` and the configuration say it is; another run's checkpoints are never continued.
+    Raises Stopped, ValueError or OSError as `loop.train` does.
+    """
+    with ExitStack() as stack:
+        world = stack.enter_context(join(hang_s))
+        stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
+        stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
+        preflight.check(world, dtype_of(config.precision))
+
+        torch.manual_seed(config.seed)
+        task = build(world)
+        if start is None and isinstance(config.init_from, str):
+            start = Path(config.init_from)
+        warm = _warm_start(task.network, model, start) if world.is_main and start is not None else None
+        trainer = Trainer(task, config, world)
+
+        state: State | NullState = NullState()
+        book: Journal | NullJournal = NullJournal()
+        checkpoint = None
+        if world.is_main:
+            identity = _identity(config.identity(), model, data, start)
+            state = State(output / "state", identity, config.checkpoint, config.steps, hang_s)
+            state.claim()
+            checkpoint = state.load()
+            state.check_previews()
+            _print_advice(trainer, warm if checkpoint is None else None)
+        step, pending = trainer.resume(checkpoint)
+        if trainer.flat.writers > 1:
+            state = _with_parts(trainer, output / "state", state, hang_s)
+        if isinstance(state, State) and journal is not None:
+            resumed, before = (None, {}) if checkpoint is None else (step, checkpoint.attempts)
+            book = Journal.open(journal, "train", resumed, {"fingerprint": state.fingerprint}, after=before)
+
+        with book:
+            book.params({"train": dump(config), **model, **data})
+            train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
+        for split in filter(None, (task.data, task.validation)):
+            split.verified()
+        _write(trainer, model, output, state)
+
+
+def _with_parts(trainer: Trainer, root: Path, state: State | NullState, hang_s: float) -> State | NullState:
+    """Return the state of a process where several write checkpoints. state: of the first. All processes call it
+    together."""
+    world = trainer.world
+    _, note = world.broadcast_small(None, f"{state.fingerprint} {state.token}" if isinstance(state, State) else "")
+    if world.is_main or world.rank >= trainer.flat.writers:
+        return state
+    fingerprint, token = note.split()
+    return part_writer(root, fingerprint, token, hang_s)
+
+
+def _print_advice(trainer: Trainer, warm: WarmStart | None) -> None:
+    """Print what a user may want to know before a training begins. warm: unset where it does not begin with other
+    weights."""
+    if advice := faster_in_bf16(trainer.config.precision, trainer.world.device):
+        print(advice, flush=True)
+    if warm is not None:
+        print(warm.summary, flush=True)
+        for name in set(warm.class_tables) - {plain_name(parameter) for parameter in trainer.flat.parameters}:
+            print(f"warning: {name} is new for other classes, but frozen. {_THAW}", file=sys.stderr)
+    for sentence in trainer.config.advice():
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def _identity(train: dict[str, Any], model: dict[str, Any], data: dict[str, Any], start: Path | None) -> dict[str, Any]:
+    """Return the plain data that tell a run from every other. train: of its section."""
+    sha256 = None if start is None else read_model(start)["sha256"]
+    identity = {"train": train, **model, "data": data, "init_from": sha256}
+    plain: dict[str, Any] = json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint that is read
+    return plain
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Weights that a training begins with. summary: for the user. class_tables: parameters made anew for its
+    classes."""
+
+    summary: str
+    class_tables: list[str]
+
+
+def _warm_start(network: nn.Module, model: dict[str, Any], folder: Path) -> WarmStart:
+    """Load the weights in a folder, as far as they fit, into a network. model: of the training."""
+    tensors, other = read_weights(folder)
+    changes: list[Change] = []
+    class_tables: list[str] = []
+    if any(other[key] != model[key] for key in ("system", "spec", "classes")):
+        before = _weights_info(other, f"{folder}/model.json", named="train" in other)
+        now = _weights_info(model, "train.yaml", named=True)
+        try:
+            tensors, changes = fitted(network, now, tensors, before)
+        except ValueError as error:
+            raise ValueError(f"train.init_from is {folder}. {error}") from None
+        class_tables = [
+            change.name for change in changes if change.here and change.name in now.system.warm_start.class_rows
+        ]
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"The weights in {folder} do not fit the network. {words}") from None
+    space = "" if other["codec"] == model["codec"] else _other_latents(model["codec"], other["codec"])
+    summary = f"Starting from {folder}: {len(tensors) - len(changes)} of {len(tensors)} tensors as they are.{space}"
+    return WarmStart("\n".join(filter(None, [summary, table(changes)])), class_tables)
+
+
+def _weights_info(model: dict[str, Any], where: str, *, named: bool) -> Trained:
+    """Return the description of weights. named: classes have names; those of weights that others published are numbers
+    alone."""
+    system: System = parse(AnySystem, model["system"], where)
+    return Trained(system, parse(DataSpec, model["spec"], where), model["classes"] if named else None)
+
+
+def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Return a sentence on the space that weights were trained in, if it is another one."""
+    if ours["identity"] != theirs["identity"]:
+        return f" They were trained in the space of another codec, {theirs['identity']}."
+    return " Their latents were normalised otherwise." if ours != theirs else ""
+
+
+def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:
+    """Write the weights, which all processes gather together."""
+    config, carried = trainer.config, trainer.task.carried
+
+    def described(step: int, average: str | None) -> dict[str, Any]:
+        seen = step * config.global_batch
+        return {**model, "step": step, "examples_seen": seen, "ema": average, "train": dump(config)}
+
+    if config.keep_raw:
+        state.save_weights(output / "raw", trainer.raw_weights(), described(config.steps, None), carried)
+    else:
+        state.remove(output / "raw")
+    step = trainer.best.step or config.steps
+    average = None if config.weights == "raw" else config.average
+    state.save_weights(output, trainer.weights(), described(step, average), carried)

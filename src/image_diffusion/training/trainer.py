@@ -1,0 +1,415 @@
+"""Trainer: the components of a training, put together from its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import Batch, Losses, Network, Objective
+from image_diffusion.data.augment.operations import NUM_LABELS, Augment, augmented
+from image_diffusion.data.shards.loader import Batches, Examples
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.nn.augmentation import add_augmentation
+from image_diffusion.nn.blocks import compile_by_block
+from image_diffusion.training.checkpoint.checkpoint import Checkpoint
+from image_diffusion.training.checkpoint.state_dict import (
+    Groups,
+    StateDict,
+    Stateful,
+    add_tensors,
+    load_in_place,
+    without_prefix,
+)
+from image_diffusion.training.config import TrainConfig
+from image_diffusion.training.finetune.lora import written
+from image_diffusion.training.finetune.parameter_groups import tune
+from image_diffusion.training.monitor.meter import Health, Meter
+from image_diffusion.training.monitor.throughput import Speed
+from image_diffusion.training.optim.base import FlatOptimizer
+from image_diffusion.training.optim.ema import Averages
+from image_diffusion.training.optim.precision import Precision, dtype_of
+from image_diffusion.training.parallel.flat_parameters import Flat, Vector
+from image_diffusion.training.parallel.gradients import Ordered, Shared, gather_losses, shares
+from image_diffusion.training.parallel.world import World
+from image_diffusion.training.parallel.zero import SlicedFlat
+
+_WITH_TENSORS = "meter", "objective"
+"""Components whose state is tensors, which are files of a checkpoint; that of the others is in checkpoint.json."""
+
+
+@runtime_checkable
+class TakesIn(Protocol):
+    """A network that also learns from what it saw, as a codebook of moving averages does."""
+
+    def take_in(self, seen: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Learn from `Losses.seen` of one step's whole global batch. Returns the tensors that it changed in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Task of a training: what to train on what.
+
+    network: float32, anywhere. objective: batch -> losses. prepare: what the shards hold [B, …], labels [B], the random
+    numbers of the batch and, where a set is joined to the data, what that holds -> what the objective is given. data,
+    validation: the two splits. grid: the network, with the averaged weights if any, and the step -> pictures and
+    numbers by name; called in the first process only. carried: files that are written beside the weights, by name.
+    """
+
+    network: nn.Module
+    objective: Objective
+    prepare: Callable[..., Batch]
+    data: Shards
+    validation: Shards | None = None
+    grid: Callable[[nn.Module, int, Path], Mapping[str, Path | float]] | None = None
+    carried: Mapping[str, Path] = field(default_factory=dict)
+
+
+class BestWeights:
+    """The average at the validation with the smallest loss so far, and the buffers that the network then had.
+
+    step: of that validation; 0 before the first. buffers: copies those that learn without a gradient, by name.
+    """
+
+    def __init__(self, flat: Flat, buffers: Callable[[], dict[str, Tensor]]) -> None:
+        self._flat, self._copy_buffers = flat, buffers
+        self.loss, self.step = math.inf, 0
+        self.values, self.buffers = flat.values, dict[str, Tensor]()
+
+    def offer(self, loss: float, step: int, values: Tensor) -> None:
+        """Keep the average of a validation, the same in every process, if its loss is the smallest."""
+        if not self.step or loss < self.loss:
+            self.loss, self.step, self.values, self.buffers = loss, step, values.clone(), self._copy_buffers()
+
+    def tensors(self) -> StateDict:
+        """Return the tensors, which a checkpoint is loaded into after `load_state_dict`."""
+        return {"": Vector(self._flat, self.values), **self.buffers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return loss and step, empty before the first validation."""
+        return {"loss": self.loss, "step": self.step} if self.step else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make room for the weights of this loss and step."""
+        self.offer(state["loss"], state["step"], self._flat.values)
+
+
+class Trainer:
+    """The components of a training, on this process's device, the same in every process. They compute within
+    `determinism.switches`."""
+
+    def __init__(self, task: Task, config: TrainConfig, world: World) -> None:
+        strict = config.deterministic == "strict"
+        sharded = config.spreads_weights and world.size > 1
+        check_task(task, config, world)
+        layout = torch.channels_last if config.channels_last else torch.preserve_format
+        self.task, self.config, self.world = task, config, world
+        factors = tune(task.network, config)
+        if task.objective.has_layers:
+            task.objective.add_layers(task.network)
+        if config.augment is not None:
+            add_augmentation(task.network, NUM_LABELS)
+        if task.objective.has_layers or config.augment is not None:
+            trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
+            factors = {name: factors.get(name, 1.0) for name in trained}
+        self.network = task.network.to(world.device)
+        for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
+            world.broadcast(tensor)
+        self.network.to(memory_format=layout)
+        if task.objective.has_teacher:
+            task.objective.learn_from(_teacher(self.network, config))
+        self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
+        self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
+        self.precision = Precision(config.precision, world.device, self.flat.is_whole, not sharded)
+        self.meter, self.health = Meter(world, strict), Health(world)
+        self.speed = Speed(world, self.precision.dtype)
+        self.gradients: Shared | Ordered = (
+            Ordered(self.flat, world, config.global_batch, config.strict_chunk, self.precision.scale)
+            if strict
+            else Shared(self.flat, world, config.global_batch, config.microbatch, self.precision.scale)
+        )
+        self.averages = Averages(config.ema, self.flat.values)
+        self.best = BestWeights(self.flat, self._copy_buffers)
+        self._components: dict[str, Stateful] = {
+            "meter": self.meter, "precision": self.precision, "best": self.best, "objective": task.objective,
+        }  # fmt: skip
+        if config.compile:
+            compile_by_block(self.network, config.records)
+        self.network.train()
+
+    def batches(self, step: int) -> Iterator[Examples]:
+        """Yield the examples of this process from a step on; with `strict`, of all processes."""
+        strict = self.config.deterministic == "strict"
+        return iter(
+            Batches(
+                self.task.data,
+                self.config.global_batch,
+                self.config.seed,
+                rank=0 if strict else self.world.rank,
+                world_size=1 if strict else self.world.size,
+                start=step * self.config.global_batch,
+                flip_probability=self.config.flip_probability,
+                balance_classes=self.config.balance_classes,
+                device=self.world.device,
+            )
+        )
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set the learning rate of update number `step`, counted from 1, and return it."""
+        return self.optimizer.set_rate(self.config.schedule.factor(step - 1, self.config.steps))
+
+    def backward(self, examples: Examples, step: int) -> Losses:
+        """Compute the losses of a step and the gradient of their mean over the global batch, in every process."""
+        return self.gradients(examples, partial(self.losses, step))
+
+    def losses(self, step: int, examples: Examples, part: int) -> Losses:
+        """Return the objective's losses, in the configured precision. step, part: no other examples of the run have
+        both; they seed PyTorch's own generator, which only dropout uses."""
+        if self.config.records and part < self.world.size:  # the first of this process in the step
+            torch.compiler.cudagraph_mark_step_begin()
+        _generator(self.world.device).manual_seed(_seed_of(self.config.seed, step, part))
+        return self._losses(self.task.objective, self.config.seed, step, examples, self.config.augment)
+
+    def validation_losses(self, step: int, examples: Examples, part: int) -> Losses:
+        """Compute the losses of samples that are not trained on, with numbers that no run, step or earlier loss
+        changes: those of seed 0, at times drawn uniformly."""
+        return self._losses(self.task.objective.uniform(), 0, step, examples)
+
+    def _losses(
+        self, objective: Objective, seed: int, step: int, examples: Examples, augment: Augment | None = None
+    ) -> Losses:
+        streams = Streams(seed, examples.epoch, examples.sample)
+        batch = self.task.prepare(examples.stored, examples.label, streams, *examples.beside)
+        if augment is not None:
+            batch = augmented(batch, augment, self.config.flip_probability)
+        batch = replace(batch, x=batch.x.contiguous(memory_format=self._format(batch.x)), step=step)
+        with self.precision.autocast():
+            return objective(cast("Network", self.network), batch)
+
+    def clip_gradients(self) -> Tensor:
+        """Return the norm of the gradient, [] on the device, after which it is at most `grad_clip`."""
+        self.precision.scaler.unscale_(self.optimizer.torch)
+        norm = self.flat.norm()
+        if self.config.grad_clip is not None:
+            self.flat.gradient.mul_((self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def update(self, step: int) -> None:
+        """Update number `step`, counted from 1: the weights, then their averages."""
+        self.precision.scaler.step(self.optimizer.torch)
+        self.precision.scaler.update()
+        self.flat.show()
+        self.averages.update(step)
+
+    def validated(self, step: int, loss: float) -> None:
+        """Keep the average if its loss in a validation, the same in every process, is the smallest so far."""
+        if self.config.weights == "best":
+            self.best.offer(loss, step, self._average())
+
+    def observe(self, step: int, losses: Losses, norm: Tensor) -> None:
+        """Take in what a step gave, without waiting for it: for the log, for the alarm, for
+        objective and network."""
+        self.meter.add(losses, norm)
+        self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
+        objective, network = self.task.objective, self.network
+        reads_all = objective.observes or isinstance(network, TakesIn)
+        if reads_all and self.config.deterministic != "strict":
+            losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
+        if objective.observes:
+            objective.observe(losses)
+        if isinstance(network, TakesIn):
+            for tensor in network.take_in(losses.seen):  # sums on a GPU may differ in last bits
+                self.world.broadcast(tensor)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Hold the network in evaluation mode, with the average that counts for its weights, if any. All processes
+        begin it together; each may then compute for any length of time."""
+        self.network.eval()
+        try:
+            with self.flat.holding(self._average()), torch.no_grad(), self.eagerly():
+                yield self.network
+        finally:
+            self.network.train()
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """Run without the compiled network, which would be compiled anew for this mode and these shapes."""
+        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors that are written at the end, under the network's own names, in the first process. All
+        processes call it together."""
+        if self.config.weights == "best":
+            assert self.best.step, "the last step is validated"
+            return self._written(self.best.values, self.best.buffers)
+        return self._written(self.flat.values if self.config.weights == "raw" else self._average())
+
+    def raw_weights(self) -> dict[str, Tensor]:
+        """Return the tensors as trained, in the first process. All processes call it together."""
+        return self._written(self.flat.values)
+
+    def capture(self, step: int, reports_due: bool) -> Checkpoint:
+        """Return a checkpoint of this moment, still on the device, or this process's part of it. All processes call it
+        together."""
+        groups: Groups = {"network": {}, "optimizer": {}, "meter": {}, "objective": {}}  # files even if they are empty
+        groups |= {"best": {}} if self.best.step else {}
+        rows: Groups = {}
+        for group, state in self._tensors().items():
+            add_tensors(group, state, groups, rows)
+        extra: dict[str, Any] = {"ended": step == self.config.steps}
+        for name, component in self._components.items():
+            if name in _WITH_TENSORS:
+                groups[name] = dict(component.state_dict())
+            elif plain := component.state_dict():
+                extra[name] = plain
+        examples = step * self.config.global_batch
+        part, parts = self.world.rank, self.flat.writers
+        return Checkpoint(step, examples, reports_due, groups, extra, rows=rows, part=part, parts=parts)
+
+    def resume(self, checkpoint: Checkpoint | None) -> tuple[int, bool]:
+        """Resume from the first process's checkpoint; return (step, True if its reports are due), or (0, False) without
+        one."""
+        small, note = None, json.dumps(None)
+        if checkpoint is not None:
+            groups = checkpoint.groups
+            small = {f"{group}/{name}": t for group in _WITH_TENSORS for name, t in groups[group].items()}
+            note = json.dumps([checkpoint.step, checkpoint.reports_due, checkpoint.extra])
+        small, note = self.world.broadcast_small(small, note)
+        if small is None:
+            return 0, False
+        step, reports_due, extra = json.loads(note)
+        for name, component in self._components.items():
+            if name in _WITH_TENSORS:
+                component.load_state_dict(without_prefix(f"{name}/", small))
+            elif name in extra:
+                component.load_state_dict(extra[name])
+        for group, state in self._tensors().items():
+            load_in_place(state, None if checkpoint is None else checkpoint.groups[group], self.world)
+        self.flat.show()
+        was_intermediate = step == self.config.steps and not extra["ended"]  # the run was longer then
+        return step, reports_due or was_intermediate
+
+    def _tensors(self) -> dict[str, StateDict]:
+        """Return the tensors that a checkpoint is loaded into, by the name of their group. The network's are those that
+        are not trained, beside the vector of those that are."""
+        fixed = {name: t for name, t in self.network.state_dict().items() if name not in self.flat.parameters}
+        averages = {name: {"": Vector(self.flat, vector)} for name, vector in self.averages.vectors.items()}
+        return {
+            "network": {"": Vector(self.flat, self.flat.values), **fixed},
+            **averages,
+            "optimizer": self.optimizer.state_dict(),
+            **({"best": self.best.tensors()} if self.best.step else {}),
+        }
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        """Copy the network's buffers that are updated outside the optimizer, by name."""
+        if not isinstance(self.network, TakesIn):
+            return {}
+        fixed = dict(self.network.named_parameters())
+        return {name: tensor.clone() for name, tensor in self.network.state_dict().items() if name not in fixed}
+
+    def _written(self, vector: Tensor, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the network's tensors with a vector of the flat layout for what is trained, in the first process with
+        adapters added to their weights. buffers: in place of those that the network has now."""
+        state = self.network.state_dict() | self.flat.named(vector) | dict(buffers or {})
+        state = written(state, self.config.lora if self.world.is_main else None)
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def _average(self) -> Tensor:
+        """Return the average that counts; the weights themselves without an average."""
+        return self.flat.values if self.config.average is None else self.averages.vectors[self.config.average]
+
+    def _format(self, x: Tensor) -> torch.memory_format:
+        return torch.channels_last if self.config.channels_last and x.ndim == 4 else torch.contiguous_format
+
+
+def check_task(task: Task, config: TrainConfig, world: World) -> None:
+    """Raise ValueError if these processes cannot train this task as configured."""
+    sharded = config.spreads_weights and world.size > 1
+    if world.size > config.global_batch:
+        raise ValueError(
+            f"{world.size} processes cannot share a global batch of {config.global_batch}. "
+            f"Use at most {config.global_batch} processes."
+        )
+    if config.weights == "best" and task.validation is None:
+        raise ValueError(
+            "train.weights is best, but no sample is held out to tell which are. Hold some out for validation."
+        )
+    if sharded and config.global_batch % world.size:
+        raise ValueError(
+            f"train.sharding is {config.sharding}, but {world.size} processes cannot share a global batch of "
+            f"{config.global_batch} evenly. Use a number of processes that divides it."
+        )
+    if sharded and task.objective.has_layers:
+        raise ValueError(
+            f"train.sharding is {config.sharding}, but the objective has layers of its own. "
+            f"Set it to optimizer, or to none."
+        )
+    if config.augment is not None:
+        config.augment.check(task.data.manifest["kind"], task.data.shape[-3])
+    if task.objective.pairs_samples:
+        check_pairs(config, world)
+
+
+def _flat(network: nn.Module, config: TrainConfig, world: World, computes_in: torch.dtype, reduce: torch.dtype) -> Flat:
+    if config.sharding == "none" or world.size == 1:
+        return Flat(network, reduce)
+    if config.sharding == "optimizer":
+        return SlicedFlat(network, world, config.deterministic == "strict", computes_in, reduce)
+    from image_diffusion.training.parallel.fsdp import ShardedFlat  # what it imports takes seconds
+
+    return ShardedFlat(network, world, computes_in, reduce, config.sharding == "machine")
+
+
+def _teacher(network: nn.Module, config: TrainConfig) -> Network:
+    """Return a network that stays as this one is now."""
+    if config.init_from is None:
+        raise ValueError(
+            "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
+    teacher = deepcopy(network).eval().requires_grad_(False)
+    if config.compile:
+        compile_by_block(teacher, config.records)
+    return cast("Network", teacher)
+
+
+def check_pairs(config: TrainConfig, world: World) -> None:
+    """Raise ValueError if the neighbours of a global batch would be computed apart."""
+    strict = config.deterministic == "strict"
+    sizes = {"train.global_batch": config.global_batch}
+    if strict:
+        sizes["train.strict_chunk"] = config.strict_chunk
+    else:
+        sizes |= {f"the share of process {i}": size for i, size in enumerate(shares(config.global_batch, world))}
+        sizes |= {} if config.microbatch is None else {"train.microbatch": config.microbatch}
+    for name, size in sizes.items():
+        if size % 2:
+            raise ValueError(
+                f"The objective pairs the samples of a batch, but {name} is {size}, an odd number. Use even numbers, "
+                f"and processes that share the global batch evenly; or set objective.contrastive to 0."
+            )
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Return the generator that dropout on a device draws from. `torch.manual_seed` would seed every kind of device: 2
+    ms, and without a GPU the call is kept until a GPU is present."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _seed_of(*key: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little")

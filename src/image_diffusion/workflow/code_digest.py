@@ -1,0 +1,171 @@
+"""Digest of the code that a stage runs, which a comment does not change, and of the code that made existing results.
+
+Stages whose work takes long are made again only when asked: a change of their code is reported. The rules of all others
+carry the digest among their parameters.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from image_diffusion.core.files.atomic import code_below, digest, is_code, read_json, sha256_file, write_json
+from image_diffusion.core.process.command import module_of
+from image_diffusion.workflow.plans import STAGES, Plans
+
+PACKAGE = "image_diffusion"
+
+LONG_STAGES = {
+    "crop": ("datasets/{dataset}/crops/manifest.json", "datasets/{dataset}/config/crop.code"),
+    "encode": ("datasets/{dataset}/{codec}/manifest.json", "datasets/{dataset}/config/encode-{codec}.code"),
+    "embed": ("datasets/{dataset}/{pairs}/manifest.json", "datasets/{dataset}/config/embed-{pairs}.code"),
+    "train": ("{experiment}/train/weights.safetensors", "{experiment}/config/train.code"),
+}
+"""Result of each stage, and the file that notes the code it was made with."""
+
+
+def note_code(plans: Plans, results: Path, code: dict[str, str]) -> list[str]:
+    """Note which code each long stage is made with; once it has been made, tell when that code has changed.
+
+    code: the digest of each stage's code now. Returns a sentence for each stage whose code was another one.
+    """
+    messages = set()
+    for plan in [*plans.by_name.values(), *plans.latents.values()]:
+        for stage in LONG_STAGES.keys() & plan.configs.keys():
+            output, note = (results / form.format(**asdict(plan)) for form in LONG_STAGES[stage])
+            noted = _noted(note)
+            if noted is None and note.is_file() and output.is_file():
+                messages.add(f"{note} was damaged: whether the code of {stage} has changed before now is not known.")
+            if noted is None or (noted != code[stage] and not output.is_file()):
+                write_json(note, {"code": code[stage]})
+            elif noted != code[stage]:
+                messages.add(f"The code of {stage} has changed since. To make it again: rm -r {output.parent}")
+    return sorted(messages)
+
+
+def _noted(note: Path) -> str | None:
+    """Return the code that a note names; None if the note is missing or damaged."""
+    try:
+        return str(read_json(note)["code"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def stage_digests(source: Path) -> dict[str, str]:
+    """Return the digest of the code of each stage. source: the folder that holds the package."""
+    modules = _Modules(source)
+    stages = (*STAGES, "datasheet", "detect", "reference", "sweep", "ema", "track")
+    return {stage: modules.digest([module_of(stage)]) for stage in stages}
+
+
+def package_digest(source: Path) -> str:
+    """Return the digest of every file of the package."""
+    return code_below(source / PACKAGE)
+
+
+def code_digest(module: str, source: Path) -> str:
+    """Return the sha256 of the code of a module and of all it imports from this package, directly or not.
+
+    module: dotted name. source: the folder that holds the package. Taken over the syntax tree, without docstrings:
+    comments, layout and wording do not count. Files that are not Python, tables and C, count where a module names them
+    or they have its name; C stands for what was compiled from it. Raises ValueError for a missing module.
+    """
+    modules = _Modules(source)
+    if modules.file_of(module) is None:
+        raise ValueError(f"There is no module {module} in {source}.")
+    return modules.digest([module])
+
+
+def scripts_digest(folder: Path, source: Path) -> str:
+    """Return the sha256 of the code that the scripts in a folder import from the package. source: as in
+    `code_digest`."""
+    scripts = [_read(path.read_bytes()) for path in sorted(folder.glob("*.py"))]
+    return _Modules(source).digest([name for script in scripts for name in script.imported])
+
+
+class _Modules:
+    """The modules of a package as they are now, each read once for all stages."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._files: dict[str, Path | None] = {}
+        self._digests: dict[Path, dict[str, str]] = {}
+
+    def digest(self, names: Iterable[str]) -> str:
+        """Return the digest of modules and of all that they import; modules outside the package are skipped."""
+        digests: dict[str, str] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            path = self.file_of(name)
+            if name in digests or path is None:
+                continue
+            code = _read(path.read_bytes())
+            digests[name] = code.digest
+            digests |= {f"{name}: {file}": sha256 for file, sha256 in self._companions(path, code).items()}
+            waiting += [*code.imported, *(name.rpartition(".")[:1] if "." in name else ())]
+        return digest(digests)
+
+    def file_of(self, module: str) -> Path | None:
+        """Return the file of a module; None for a name that is not a module but something inside one."""
+        if module not in self._files:
+            stem = self._source / Path(*module.split("."))
+            files = (stem.with_suffix(".py"), stem / "__init__.py")
+            self._files[module] = next((path for path in files if path.is_file()), None)
+        return self._files[module]
+
+    def _companions(self, module: Path, code: _Code) -> dict[str, str]:
+        """Return the sha256 of each file that is not Python and belongs to a module: of its name, or named by it."""
+        if module not in self._digests:
+            others = [path for path in sorted(module.parent.iterdir()) if path.suffix != ".py" and is_code(path)]
+            named = [path for path in others if path.stem == module.stem or code.names(path.name)]
+            self._digests[module] = {path.name: sha256_file(path) for path in named}
+        return self._digests[module]
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Record of one file of Python. tree: its syntax without docstrings. imported: names that it may import from the
+    package."""
+
+    tree: str
+    digest: str
+    imported: list[str]
+
+    def names(self, file: str) -> bool:
+        """True if a string of the code is the name of a file, or that of what was compiled from it."""
+        compiled = [str(Path(file).with_suffix(".compiled"))] if file.endswith(".c") else []
+        return any(f"Constant(value={name!r})" in self.tree for name in (file, *compiled))
+
+
+@cache
+def _read(text: bytes) -> _Code:
+    """Return the code of one file."""
+    module, imported = ast.parse(text), []
+    for statement in _without_text(module):
+        if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.split(".")[0] == PACKAGE:
+            imported += [statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)]
+        elif isinstance(statement, ast.Import):
+            imported += [alias.name for alias in statement.names if alias.name.split(".")[0] == PACKAGE]
+    tree = ast.dump(module)
+    return _Code(tree, hashlib.sha256(tree.encode()).hexdigest(), imported)
+
+
+def _without_text(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements inside a node, at any depth; drop those that are strings alone: docstrings, and the
+    sentences under the fields of a configuration."""
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        if isinstance(inside := getattr(node, block, None), list):
+            inside[:] = [part for part in inside if not _is_text(part)]
+            for part in inside:
+                if isinstance(part, ast.stmt):
+                    yield part
+                yield from _without_text(part)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

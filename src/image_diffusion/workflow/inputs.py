@@ -1,0 +1,395 @@
+"""Files that each stage reads, the options of its command for those that not every experiment has, and the files of an
+experiment that a person names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from image_diffusion.core.config.errors import nearest
+from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards, plan_file, read_plan
+from image_diffusion.workflow.studies import FOLDER, PAGE
+
+OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
+"""Settings whose variation needs other weights of the training, and the option of `ema` that names these weights."""
+
+
+@dataclass(frozen=True)
+class Optional:
+    """Files that not every experiment has. option: names them in a command. form: what it names in place of them."""
+
+    option: str | None
+    files: list[str]
+    form: Callable[[list[str]], list[str]] = list
+
+    @property
+    def words(self) -> list[str]:
+        """The option and what it names; empty without files."""
+        return option_of(self.option, self.form(self.files)) if self.option else []
+
+
+@dataclass(frozen=True)
+class Files:
+    """The inputs of the rules, as functions of a job's wildcards."""
+
+    results: str
+    """The folder of all results."""
+    plans: Plans
+
+    # ---- Targets
+
+    def everything(self, wildcards: Wildcards) -> Iterator[str]:
+        """Return the targets that `snakemake` makes when no file is named."""
+        if self.plans.studies and not self.plans.requested:
+            for name in self.plans.studies:
+                yield from (f"{self.results}/{FOLDER}/{name}/{file}" for file in (PAGE, "tracked.json"))
+            return
+        yield f"{self.results}/summary.html"
+        for name in self.plans.by_name:
+            yield from self.all_of(name)
+
+    def all_of(self, name: str) -> Iterator[str]:
+        """Return the files that are made of one experiment, and of no other."""
+        yield from self._outputs_of(name)
+        yield from self._data(self.plans.by_name[name])
+        yield f"{self.results}/{name}/tracked.json"
+        yield f"{self.results}/{name}/report/index.html"
+
+    def outputs(self, wildcards: Wildcards) -> list[str]:
+        """Return the final files of an experiment, apart from those made of all of it; without an experiment, those of
+        all."""
+        names = [wildcards["experiment"]] if has(wildcards, "experiment") else self.plans.by_name
+        return [path for name in names for path in self._outputs_of(name)]
+
+    def study_runs(self, wildcards: Wildcards) -> list[str]:
+        """Return the final files of a study's runs."""
+        runs = dict.fromkeys(self.plans.studies[wildcards["study"]].runs)
+        return [path for run in runs for path in [*self._outputs_of(run), *self._data(self.plans.by_name[run])]]
+
+    def _outputs_of(self, name: str) -> list[str]:
+        plan = self.plans.by_name[name]
+        paths = ["train/weights.safetensors", "train/model.json", "metrics.json"]
+        if plan.makes_samples:
+            paths += ["samples/samples.npz", "samples/samples.json", "samples/grid.png"]
+        if plan.makes_embeddings:
+            paths += ["samples/embeddings.json"]
+        if plan.export != "none":
+            paths += ["diffusers"]
+        paths += [f"sweep/{axis}/curve.json" for axis in plan.sweep]
+        tokens = [f"{self._dataset(plan)}/{plan.tokens}/manifest.json"] if plan.tokens else []
+        return [*(f"{self.results}/{name}/{path}" for path in paths), *tokens]
+
+    def _data(self, plan: Plan) -> list[str]:
+        """Return the files that a data set is read through. Snakemake makes a missing one only if it is asked for by
+        name."""
+        parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, plan.pairs]
+        manifests = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
+        has_detector = plan.pairs_of_detector or _has_detector(plan)
+        detector = [f"{self._dataset(plan)}/detector/detector.json"] if has_detector else []
+        return [*manifests, *detector, *self._references(plan)]
+
+    def configurations(self, wildcards: Wildcards) -> list[str]:
+        """Return the files an experiment was made from: the configurations of its stages, and the description of its
+        data."""
+        plan = self.plans.plan_for(wildcards)
+        return [*plan.configs.values(), *(path for path in self._data(plan) if path.endswith("/manifest.json"))]
+
+    # ---- Optional inputs
+
+    def inputs(self, *names: str) -> dict[str, Callable[[Wildcards], list[str]]]:
+        """Return inputs of a rule: files of the table of `_optional`, by name."""
+
+        def files(name: str) -> Callable[[Wildcards], list[str]]:
+            return lambda wildcards: self._optional(self.plans.plan_for(wildcards))[name].files
+
+        return {name: files(name) for name in names}
+
+    def options(self, *names: str) -> dict[str, Callable[[Wildcards], list[str]]]:
+        """Return params of a rule: the options that name these files."""
+
+        def words(name: str) -> Callable[[Wildcards], list[str]]:
+            return lambda wildcards: self._optional(self.plans.plan_for(wildcards))[name].words
+
+        return {name: words(name) for name in names}
+
+    def _optional(self, plan: Plan) -> dict[str, Optional]:
+        """Return what an experiment may read beside what all read, by name."""
+        dataset, small = self._dataset(plan), plan.small_images
+        detector = [f"{dataset}/detector/detector.json"]
+
+        def outputs_of(experiment: str | None, *paths: str) -> list[str]:
+            return [f"{self.results}/{experiment}/{path}" for path in paths] if experiment else []
+
+        sampled = plan.experiment if plan.makes_samples else None
+        held_out = small == "validation"
+        enlarged = [f"{self._real(plan)}/manifest.json"] if held_out else _listed(small)
+        embedded = plan.embeddings is not None and plan.embeddings != "validation"
+        return {
+            "codec": Optional("--codec-weights", outputs_of(plan.codec_experiment, "train/weights.safetensors")),
+            "start": Optional("--init-from", outputs_of(plan.start_experiment, "train/weights.safetensors")),
+            "pairs": Optional("--pairs", [f"{dataset}/{plan.pairs}/manifest.json"] if plan.pairs_beside else []),
+            "small_images": Optional(
+                "--small-images",
+                outputs_of(plan.small_images_experiment, "samples/samples.npz") or enlarged,
+                _folders if held_out else list,
+            ),
+            "embeddings": Optional(
+                "--embeddings",
+                self._embeddings(plan),
+                (lambda files: _listed(plan.embeddings)) if embedded else _folders,
+            ),
+            "prompts": Optional(None, _listed(plan.prompts)),
+            "pictures": Optional(None, plan.pictures),
+            "crop": Optional("--crop", _listed(plan.configs.get("crop")) if plan.pictures else []),
+            "datasheet": Optional(None, [f"{dataset}/datasheet/datasheet.json"] if _has_crops(plan) else []),
+            "trained_by": Optional("--trained-by", _listed(plan.configs.get("train"))),
+            "sample": Optional("--sample", _listed(plan.configs.get("sample"))),
+            "samples": Optional(
+                "--samples", outputs_of(sampled, "samples/samples.npz", "samples/samples.json"), _first
+            ),
+            "grid": Optional("--grid", outputs_of(sampled, "samples/grid.png")),
+            "encoded": Optional("--encoded", [self._trained_on(plan)] if plan.judged_on_encoded else [], _folders),
+            "reference": Optional(
+                "--reference", outputs_of(plan.against_experiment, "samples/samples.npz") or _listed(plan.against)
+            ),
+            "references": Optional("--references", self._references(plan), _folders),
+            "detector": Optional("--detector", detector if _has_detector(plan) else [], _folders),
+            "pair_detector": Optional("--detector", detector if plan.pairs_of_detector else [], _folders),
+        }
+
+    def _embeddings(self, plan: Plan) -> list[str]:
+        """Return the embeddings that images are made of: those of a prior, those of the held-out images, or files."""
+        if plan.embeddings_experiment:
+            return [f"{self.results}/{plan.embeddings_experiment}/samples/embeddings.json"]
+        if plan.embeddings == "validation":
+            return [f"{self._dataset(plan)}/{part}/manifest.json" for part in (plan.pairs, "crops")]
+        if plan.embeddings is None:
+            return []
+        files = sorted(str(path) for path in Path(plan.embeddings).glob("*/*_*"))
+        return files or [f"{plan.embeddings}/img_emb/img_emb_0.npy"]  # which Snakemake says is missing
+
+    def _references(self, plan: Plan) -> list[str]:
+        return [f"{self._dataset(plan)}/references/{name}/reference.json" for name in plan.references]
+
+    def made_with(self, wildcards: Wildcards) -> list[str]:
+        """Return the files that `evaluate` reads to make the images itself if they are not stored: those that `sample`
+        reads."""
+        plan = self.plans.plan_for(wildcards)
+        optional = self._optional(plan)
+        names = ("codec", "small_images", "embeddings", "prompts")
+        return [] if plan.keeps_samples else [path for name in names for path in optional[name].files]
+
+    def making_option(self, wildcards: Wildcards) -> list[str]:
+        """Return the options of `evaluate` that name the files to make images with."""
+        plan = self.plans.plan_for(wildcards)
+        if plan.keeps_samples:
+            return []
+        config = self.swept_config(wildcards) if has(wildcards, "axis") else plan.configs["sample"]
+        optional = self._optional(plan)
+        words = (word for name in ("codec", "small_images", "embeddings") for word in optional[name].words)
+        return ["--making", config, *words]
+
+    def pair_sources(self, wildcards: Wildcards) -> list[str]:
+        """Return the files that pairs are made from: crops and captions, or the note of files that others have
+        embedded. The note is also included for captions that come with the images: one may change where no image
+        does."""
+        plan = self.plans.plan_for(wildcards)
+        crops = [f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
+        note = [f"{self._dataset(plan)}/source.json"] if plan.pairs_of_source else []
+        return [*crops, *note, *_listed(plan.captions)]
+
+    def pair_options(self, wildcards: Wildcards) -> list[str]:
+        """Return the options of `embed` that name the sources of pairs."""
+        plan = self.plans.plan_for(wildcards)
+        crops = ["--data", f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
+        return [*crops, *self._optional(plan)["pair_detector"].words]
+
+    def reference_detector(self, wildcards: Wildcards) -> list[str]:
+        """Return the detector that looks at a data set, if it is made from the data set itself."""
+        own = wildcards["judge"] == "inpipe"
+        return [f"{self.results}/datasets/{wildcards['dataset']}/detector/detector.json"] if own else []
+
+    def reference_detector_option(self, wildcards: Wildcards) -> list[str]:
+        """Return the option of `reference` that names the folder of the detector."""
+        return option_of("--detector", _folders(self.reference_detector(wildcards)))
+
+    def stamps(self, kind: Literal["codec_files", "decoder_files", "pictures"]) -> Callable[[Wildcards], list[str]]:
+        """Return stamps that distinguish files that others have made from any that take their place, older ones too."""
+        return lambda wildcards: _stamps(getattr(self.plans.plan_for(wildcards), kind))
+
+    # ---- Configurations of stages
+
+    def config(self, stage: str) -> Callable[[Wildcards], str]:
+        """Return the configuration a stage runs with."""
+        return lambda wildcards: self.plans.plan_for(wildcards).configs[stage]
+
+    def configs_before(self, stage: str) -> Callable[[Wildcards], list[str]]:
+        """Return the configurations of the stages before: should one of those fail, nothing after it passes for up to
+        date."""
+        before = STAGES[: STAGES.index(stage)]
+
+        def configs(wildcards: Wildcards) -> list[str]:
+            plan, others = self.plans.plan_for(wildcards), list[tuple[str | None, str]]()
+            if stage in ("sample", "evaluate"):
+                bases = (plan.small_images_experiment, plan.embeddings_experiment)
+                others += [(base, name) for base in bases for name in ("train", "sample")]
+            if stage == "train":
+                others.append((plan.start_experiment, "train"))
+            own = [plan.configs[name] for name in before if name in plan.configs]
+            return own + [self.plans.by_name[base].configs[name] for base, name in others if base]
+
+        return configs
+
+    # ---- Data
+
+    def dataset_folder(self, wildcards: Wildcards) -> str:
+        """Return the folder of everything that is made of a data set alone."""
+        return self._dataset(self.plans.plan_for(wildcards))
+
+    def training_data(self, wildcards: Wildcards) -> str:
+        """Return the manifest of what an experiment trains on: latents, crops, or pairs of embeddings."""
+        return self._trained_on(self.plans.plan_for(wildcards))
+
+    def real_data(self, wildcards: Wildcards) -> str:
+        """Return the manifest of the real data that a model is compared with: crops, or the pairs of a prior; latents
+        that others have encoded, which hold the classes alone."""
+        return f"{self._real(self.plans.plan_for(wildcards))}/manifest.json"
+
+    def to_encode(self, wildcards: Wildcards) -> str:
+        """Return the files that become latents: crops, or the files that others have encoded, by their note."""
+        plan = self.plans.plan_for(wildcards)
+        return f"{self._dataset(plan)}/{'crops/manifest' if plan.has_images else 'source'}.json"
+
+    def _dataset(self, plan: Plan) -> str:
+        return f"{self.results}/datasets/{plan.dataset}"
+
+    def _trained_on(self, plan: Plan) -> str:
+        return f"{self._dataset(plan)}/{plan.learns_from_pairs or plan.codec or 'crops'}/manifest.json"
+
+    def _real(self, plan: Plan) -> str:
+        return f"{self._dataset(plan)}/{plan.learns_from_pairs or ('crops' if plan.has_images else plan.codec)}"
+
+    # ---- Other weights of a training: checkpoints and sweeps
+
+    def newest_checkpoint(self, wildcards: Wildcards) -> str:
+        """Return the newest checkpoint of an experiment, if that one is asked for: another one makes other images."""
+        folder = Path(self.results, wildcards["experiment"], "train", "state")
+        if wildcards["step"] != "latest":
+            return ""
+        checkpoints = []
+        for path in folder.glob("*/step-*"):
+            with suppress(FileNotFoundError):  # the training goes on, and keeps few
+                checkpoints.append((path.stat().st_mtime_ns, path))
+        return str(max(checkpoints)[1].relative_to(folder)) if checkpoints else ""
+
+    def swept_config(self, wildcards: Wildcards) -> str:
+        """Return the configuration that one point of a curve is sampled with."""
+        return self.plans.plan_for(wildcards).sweep[wildcards["axis"]][wildcards["value"]]
+
+    def swept_weights(self, wildcards: Wildcards) -> str:
+        """Return the weights that one point of a curve is sampled from."""
+        axis = wildcards["axis"]
+        folder = f"sweep/{axis}/{wildcards['value']}/weights" if axis in OTHER_WEIGHTS else "train"
+        return f"{self.results}/{wildcards['experiment']}/{folder}/weights.safetensors"
+
+    def swept_points(self, wildcards: Wildcards) -> dict[str, str]:
+        """Return the metrics at each point of a curve, by value."""
+        plan, axis = self.plans.plan_for(wildcards), wildcards["axis"]
+        return {
+            value: f"{self.results}/{plan.experiment}/sweep/{axis}/{value}/metrics.json" for value in plan.sweep[axis]
+        }
+
+
+def has(wildcards: Wildcards, name: str) -> bool:
+    return name in wildcards.keys()  # noqa: SIM118 - Snakemake's wildcards are a list with names
+
+
+def _has_crops(plan: Plan) -> bool:
+    return plan.has_images and (plan.pairs is None or plan.pairs_of_images)
+
+
+def _has_detector(plan: Plan) -> bool:
+    return "inpipe" in plan.detectors and not plan.learns_from_pairs
+
+
+def _listed(path: str | None) -> list[str]:
+    return [path] if path else []
+
+
+def _first(paths: list[str]) -> list[str]:
+    return paths[:1]
+
+
+def _folders(paths: list[str]) -> list[str]:
+    return [str(Path(path).parent) for path in paths]
+
+
+def option_of(name: str, values: list[str]) -> list[str]:
+    """Return an option of a command and its values; empty without values."""
+    return [name, *values] if values else []
+
+
+def _stamps(paths: list[str]) -> list[str]:
+    """Return path, size and time of each existing file."""
+    stats = [(path, Path(path).stat()) for path in paths if Path(path).is_file()]
+    return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+
+
+_WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainedFiles:
+    """Files that `sample` takes; None for those that an experiment has no use for, or that a weights folder alone
+    lacks.
+
+    name: what to call it. small_images: what it enlarges. embeddings: what its images are made of. crop: how images of
+    its data set are cropped.
+    """
+
+    name: str
+    weights: Path
+    config: Path | None = None
+    codec_weights: Path | None = None
+    small_images: Path | None = None
+    embeddings: tuple[Path, ...] | None = None
+    crop: Path | None = None
+
+
+def find_trained(named: str, results: Path) -> TrainedFiles:
+    """Find the files of what a person names: an experiment, its folder, or a folder of weights.
+
+    results: the folder of all results. Raises ValueError if no weights exist.
+    """
+    folders = (results / named, Path(named))
+    for folder in folders:
+        if (folder / "train" / _WEIGHTS).is_file():
+            return _of_experiment(folder)
+    if (folders[1] / _WEIGHTS).is_file():
+        return TrainedFiles(folders[1].resolve().name, folders[1] / _WEIGHTS)
+    trained = sorted(path.parts[-3] for path in results.glob(f"*/train/{_WEIGHTS}"))
+    close = nearest(named, trained)
+    advice = f" Did you mean {close}?" if close else f" Trained: {', '.join(trained)}." if trained else ""
+    raise ValueError(
+        f"'{named}' is no trained experiment of {results} and no folder that holds {_WEIGHTS}.{advice} Train it, or "
+        f"name another one."
+    )
+
+
+def _of_experiment(folder: Path) -> TrainedFiles:
+    name, results = folder.resolve().name, folder.parent
+    weights, config = folder / "train" / _WEIGHTS, folder / "config" / "sample.yaml"
+    sample_config = config if config.is_file() else None
+    if not plan_file(results, name).is_file():
+        return TrainedFiles(name, weights, sample_config)
+    plan = read_plan(plan_file(results, name))
+    files = Files(str(results), Plans({name: plan}))
+    crop = Path(plan.configs["crop"]) if "crop" in plan.configs else None
+    options = files.options("codec", "small_images", "embeddings").values()
+    codec, small, embeddings = (tuple(map(Path, option({"experiment": name})[1:])) for option in options)
+    return TrainedFiles(
+        name, weights, sample_config, codec[0] if codec else None, small[0] if small else None, embeddings or None, crop
+    )

@@ -1,0 +1,1 @@
+"""Damage, locks, and Snakemake's records."""

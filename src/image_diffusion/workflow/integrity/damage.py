@@ -1,0 +1,147 @@
+"""Check that results are as their stages wrote them: Snakemake sees a file that is missing or new, and nothing else.
+
+What was damaged, or removed where no rule declares it, counts as unfinished, so that the same command makes it again.
+A file is hashed once for its stamp, and a start hashes so much at most: what is left when results were just copied here
+is looked at by the stages that read it, and by the next starts.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from image_diffusion.core.files.atomic import is_ahead, is_whole_page, read_checksums, read_json
+from image_diffusion.core.files.checksums import AT_ONCE_BYTES, damaged, unread, warn_about_previews
+from image_diffusion.core.names import carried_files
+
+_TIME_OF_A_FOLDER = ".snakemake_timestamp"
+
+
+class Damage:
+    """Looks at each result once, and tells once what is wrong with it. store: where MLflow keeps the runs, an URI."""
+
+    def __init__(self, store: str) -> None:
+        self._store, self._known = store, dict[str, bool]()
+        self._may_hash = AT_ONCE_BYTES
+        self._looks: Mapping[str, Callable[[Path], str | None]] = {
+            "manifest.json": self._manifest,
+            "detector.json": self._detector,
+            "model.json": self._model,
+            "tracked.json": self._tracked,
+            "diffusers": self._folder,
+        }
+        self._looks_by_suffix: Mapping[str, Callable[[Path], str | None]] = {".json": self._described, ".html": _page}
+
+    def among(self, outputs: Iterable[str]) -> bool:
+        """Return True if one of a job's existing outputs is not what the job wrote, or lacks what belongs to it."""
+        damaged_ones = [path for path in outputs if Path(path).exists() and self._is_damaged(path)]
+        return bool(damaged_ones)
+
+    def fault_of(self, path: Path) -> str | None:
+        """Describe the fault of a result, in a few words; None for one that is as its stage wrote it.
+
+        Files that a stage describes in another one of its own, weights in model.json for instance, are looked at with
+        that.
+        """
+        look = self._looks.get(path.name) or self._looks_by_suffix.get(path.suffix)
+        try:
+            if is_ahead(time if (time := path / _TIME_OF_A_FOLDER).is_file() else path):
+                return "it is from the future; a clock was wrong"
+            return look(path) if look is not None else None
+        except (ValueError, OSError) as error:
+            return str(error)
+        except (KeyError, TypeError, AttributeError):
+            return "it is not complete"
+
+    def _is_damaged(self, path: str) -> bool:
+        if path not in self._known:
+            fault = self.fault_of(Path(path))
+            self._known[path] = fault is not None
+            if fault is not None:
+                print(f"{path} is made again: {fault}", file=sys.stderr)
+        return self._known[path]
+
+    def _manifest(self, path: Path) -> str | None:
+        manifest = read_json(path)
+        shards = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
+        return self._compared(path.parent, {**shards, "index.npy": manifest["index"], **manifest.get("files", {})})
+
+    def _model(self, path: Path) -> str | None:
+        model = read_json(path)
+        hashes = {name: model["carried"][name] for name in carried_files(path.parent, model)}
+        fault = self._compared(path.parent, {"weights.safetensors": model["sha256"], **hashes})
+        if fault is not None or path.parent.name != "train":
+            return fault
+        warn_about_previews(path.parent / "previews" / model["fingerprint"], self._compared)
+        return self._model(path.parent / "raw" / "model.json") if model["train"]["keep_raw"] else None
+
+    def _detector(self, path: Path) -> str | None:
+        return self._compared(path.parent, {"detector.safetensors": read_json(path)["sha256"]})
+
+    def _described(self, path: Path) -> str | None:
+        return self._compared(path.parent, read_json(path).get("files", {}))
+
+    def _folder(self, path: Path) -> str | None:
+        described = {f"{path.name}/{name}": sha256 for name, sha256 in read_checksums(path).items()}
+        return self._compared(path.parent, described)
+
+    def _tracked(self, path: Path) -> str | None:
+        """Check the record of sent runs: a store that is a file has every run that was sent, and its files; of a server
+        this is not asked."""
+        tracked = read_json(path)
+        runs = tracked["runs"]
+        if not self._store.startswith("sqlite:///"):
+            return None
+        store = Path(self._store.removeprefix("sqlite:///"))
+        if not store.is_file():
+            return f"{store} is not there"
+        try:
+            with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True, timeout=5)) as database:
+                uris = dict(database.execute("SELECT run_uuid, artifact_uri FROM runs"))
+        except sqlite3.OperationalError as error:
+            return None if "locked" in str(error) else f"{store}: {error}"  # somebody writes into it now
+        except sqlite3.Error as error:
+            return f"{store}: {error}"
+        if missing := [run["run_id"] for run in runs if run["run_id"] not in uris]:
+            return f"{store} lacks {len(missing):,} of its {len(runs):,} runs"
+        emptied = [run for run in runs if run["files"] and not _is_there(uris[run["run_id"]])]
+        if emptied:
+            return f"the files of {len(emptied):,} of its {len(runs):,} runs are not there"
+        listings = [store.parent / path for path in tracked.get("sent", ())]
+        faults = (self._compared(path.parent, read_json(path)["files"]) for path in listings)
+        return next((f"of what MLflow shows, {fault}" for fault in faults if fault), None)
+
+    def _compared(self, folder: Path, files: Mapping[str, str]) -> str | None:
+        """Describe the fault of files that should have this sha256."""
+        missing = [name for name in files if not (folder / name).exists()]
+        sizes, passed_over = unread(folder, files), dict[str, int]()
+        for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+            if size <= self._may_hash:
+                self._may_hash -= size
+            else:
+                passed_over[name] = size
+        if passed_over:
+            print(
+                f"note: {sum(passed_over.values()) / 1e9:,.1f} GB in {folder} were not looked through since they came "
+                f"here. The stages that read them do that, and the next starts.",
+                file=sys.stderr,
+            )
+        wrong = missing or damaged(folder, {name: sha256 for name, sha256 in files.items() if name not in passed_over})
+        if not wrong:
+            return None
+        fault = "is missing" if missing else "is not what was written"
+        return f"{wrong[0]} {fault}" + (f", like {len(wrong) - 1:,} other files" if wrong[1:] else "")
+
+
+def _page(path: Path) -> str | None:
+    return None if is_whole_page(path) else "it is not what was written"
+
+
+def _is_there(artifacts: str) -> bool:
+    """Return True if the folder of a run's files exists; of a place that is not a folder this is not asked."""
+    place = urlsplit(artifacts)
+    return place.scheme not in ("", "file") or Path(unquote(place.path)).is_dir()

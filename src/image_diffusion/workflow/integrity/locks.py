@@ -1,0 +1,94 @@
+"""Allow one Snakemake at a time in a folder and in its results; the same command resumes after any death of the
+last."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from image_diffusion.core.process.out_of_resources import sentence_on
+from image_diffusion.workflow.jobs.slurm_queue import is_in_queue
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Owner of a folder. is_ours: True if this process works in it, and no other."""
+
+    file: TextIO
+    is_ours: bool
+
+
+def take_over(folder: Path) -> Owner:
+    """Clear away the locks that a killed Snakemake left in a folder. Its jobs in a queue are left to the code that runs
+    any.
+
+    It is dead when the lock that the system drops with a process is free. One that ran on another machine may be alive,
+    unless it was a Slurm job that is over: then its locks stay, and Snakemake says that the folder is locked and how to
+    unlock it. Returns what holds our lock, until its file is closed. Where that cannot be written, Snakemake ends with
+    one clear line.
+    """
+    state = folder / ".snakemake"
+    mine = _opened(state / "owner")
+    try:
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return Owner(mine, False)
+    mine.seek(0)
+    last_host, _, last_job = mine.read().partition(" ")
+    left = list((state / "locks").glob("*"))
+    if left and last_host not in ("", socket.gethostname()) and (not last_job or is_in_queue(last_job)):
+        return Owner(mine, False)
+    for lock in left:
+        lock.unlink()
+    mine.truncate(0)
+    mine.write(" ".join(filter(None, [socket.gethostname(), os.environ.get("SLURM_JOB_ID")])))
+    mine.flush()
+    return Owner(mine, True)
+
+
+def hold(results: Path) -> TextIO:
+    """Have a folder of results to ourselves until we end, whatever other folder another Snakemake was started in. Of
+    two in one folder Snakemake's own locks keep the files apart, so that a checkpoint is sampled beside its training.
+
+    Where another one works in it, or it cannot be written, Snakemake ends with one clear line. On a file system without
+    locks everybody may.
+    """
+    mine = _opened(results / ".owner")
+    with suppress(OSError):
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine.seek(0)
+            other = mine.read()
+            if other.endswith(_this_process()):
+                return mine
+            raise SystemExit(
+                f"error: Another Snakemake works in {results}: {other or 'it has just begun'}. Wait until it has "
+                "ended, or set `results` in config/config.yaml to a folder of its own."
+            ) from None
+    mine.truncate(0)
+    mine.write(f"process {os.getpid()}{_this_process()}")
+    mine.flush()
+    return mine
+
+
+def _this_process() -> str:
+    return f" on {socket.gethostname()}, started in {Path.cwd()}"
+
+
+def _opened(path: Path) -> TextIO:
+    """Open a file, which is made if it is missing, with its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+    except OSError as error:
+        advice = "Make it writable" if isinstance(error, PermissionError) else "Remove it"
+        message = (
+            sentence_on(error) or f"{error.filename} cannot be written: {error.strerror}. {advice} and start again."
+        )
+        raise SystemExit(f"error: {message}") from None

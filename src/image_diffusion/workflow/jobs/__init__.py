@@ -1,0 +1,1 @@
+"""Jobs: retries, queues, and devices."""

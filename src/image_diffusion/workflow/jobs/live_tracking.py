@@ -1,0 +1,93 @@
+"""Send what stages log to MLflow while they run: one process beside Snakemake, on its machine, which ends with it."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from image_diffusion.core.process.secrets import STORE
+from image_diffusion.workflow.environment import with_package
+
+LOG = Path("logs", "follow.log")
+LOCK = Path(".snakemake", "following")
+LAST_WORD_S = 60.0
+"""Seconds that a store may take to answer when all has ended."""
+
+
+@dataclass
+class Following:
+    """`follow`, where config.yaml asks for it."""
+
+    tracking: Mapping[str, Any]
+    """The section `tracking` of config.yaml. The store's URI, which can hold a password, goes by the environment."""
+    source: Path
+    """The folder that holds the package."""
+    results: str
+    experiments: Iterable[str]
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _lock: TextIO | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        """Start it, unless another Snakemake in this folder has one. It ends when the pipe to it is closed, so also
+        when we are killed."""
+        if not self.tracking.get("every_s"):
+            return
+        LOCK.parent.mkdir(exist_ok=True)
+        self._lock = LOCK.open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        LOG.parent.mkdir(exist_ok=True)
+        with LOG.open("wb") as log:
+            # Stages go before it. A process group of its own: Ctrl-C is for the stages, and what they then say is still
+            # sent.
+            self.process = subprocess.Popen(
+                ["nice", *self._command()],
+                env=self._environment(),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    def end(self) -> None:
+        """Send what is left, in the foreground; a store that does not answer is not waited for."""
+        if self.process is None:
+            return
+        self.process.kill()  # it may be in the middle of something: sending is safe against that
+        self.process.wait()
+        self.process = None
+        assert self._lock is not None
+        with self._lock, LOG.open("ab") as log:
+            try:
+                done = subprocess.run(
+                    self._command(),
+                    env=self._environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=LAST_WORD_S,
+                    check=False,
+                )
+                failed = done.returncode != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+        if failed:
+            message = f"MLflow did not take everything yet, as {LOG} says; the next run sends it."
+            print(f"warning: {message}", file=sys.stderr)
+
+    def _environment(self) -> dict[str, str]:
+        return {**with_package(self.source), STORE: self.tracking["uri"]}
+
+    def _command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "image_diffusion", "follow", "--results", self.results),
+            *("--every", str(self.tracking["every_s"])),
+            *("--project", self.tracking["project"], "--experiments", *self.experiments),
+        ]

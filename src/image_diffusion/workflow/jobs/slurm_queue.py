@@ -1,0 +1,208 @@
+"""Our jobs in a Slurm queue: those that no Snakemake waits for any more, those that a node could not begin, and those
+that failed, from the notes of their stages and from one question to Slurm.
+
+Snakemake sends a failed job again as often as `--retries` says. Nothing here runs inside its scheduler but the count of
+attempts that ran out of memory, which reads files of this folder and asks Slurm nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
+
+GO_ON = ("crop", "crop_part", "encode_part", "train")
+"""Rules whose jobs resume from existing results: if one has just ended, the next finds its work done."""
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A job that a Snakemake has sent which has died. comment: its rule and wildcards. submitted: seconds since
+    1970."""
+
+    job: str
+    comment: str
+    submitted: float
+
+
+def orphans(folder: Path) -> list[Orphan]:
+    """Our jobs in the queue that were sent from a folder, by whom is not said."""
+    lines = (line.split("|") for line in _jobs() or ())
+    return [
+        Orphan(job, comment, datetime.fromisoformat(submitted).timestamp())
+        for job, submitted, comment, sent_from in lines
+        if comment.startswith("rule_") and sent_from == str(folder.absolute())
+    ]
+
+
+def settle(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: float = 10.0) -> None:
+    """Wait, before any job is sent, for orphans that do what we would send a job for, and cancel the others, for which
+    no Snakemake waits any more. Such a job writes the same bytes, and may have waited in the queue for days.
+
+    jobs: Snakemake's, those that will run. wait: else all are cancelled.
+    """
+    wanted = {_comment(job): _settled(job) for job in jobs if job.rule.name.endswith(GO_ON)} if wait else {}
+    running = [job for job in left if wanted.get(job.comment, math.inf) < job.submitted]
+    if others := [job.job for job in left if job not in running]:
+        _tell(f"Cancelling what a killed Snakemake left in the queue: {' '.join(others)}")
+        subprocess.run(["scancel", *others], check=False)
+    for job in running:
+        _tell(
+            f"Waiting for Slurm job {job.job} ({job.comment}), which a Snakemake has left that is gone: it does what "
+            "this one would send. To cancel it: Ctrl-C, and the same command with --config orphans=cancel."
+        )
+        while is_in_queue(job.job):
+            time.sleep(pause_s)
+
+
+def is_in_queue(job: str) -> bool:
+    """Return True if a job waits or runs. If Slurm does not answer, it may."""
+    jobs = _jobs()
+    return jobs is None or any(line.split("|")[0] == job for line in jobs)
+
+
+def _jobs() -> list[str] | None:
+    """Our jobs, a line each: number, when it was submitted, comment, folder. None if Slurm does not answer."""
+    if not shutil.which("squeue"):
+        return None
+    queue = ["squeue", "--me", "--noheader", "--format=%i|%V|%k|%Z"]
+    done = subprocess.run(queue, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def _comment(job: Any) -> str:
+    """Return the comment that Snakemake's plugin for Slurm writes beside a job."""
+    wildcards = "_".join(job.wildcards).replace("/", "_")
+    return f"rule_{job.rule.name}_wildcards_{wildcards}" if wildcards else f"rule_{job.rule.name}"
+
+
+def _settled(job: Any) -> float:
+    """When the configuration of a job, or its code, last changed."""
+    config = Path(job.input.config)
+    return max(path.stat().st_mtime for path in (config, config.with_suffix(".code")) if path.exists())
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def tell_of_unseen_jobs(logs: Iterable[str | Path]) -> None:
+    """Name the Slurm jobs that failed before they could open their log: nothing else says why.
+
+    logs: the files that Snakemake logs to.
+    """
+    said = "".join(Path(log).read_text() for log in logs)
+    their_logs = dict(re.findall(r"SLURM jobid (\d+) \(log: (.+?)\)\.", said))
+    failed = re.findall(r"SLURM-job '(\d+)' failed", said)
+    if jobs := [job for job in failed if job in their_logs and not Path(their_logs[job]).exists()]:
+        print(
+            f"error: Slurm {'jobs' if jobs[1:] else 'job'} {', '.join(jobs)} left no log: a node does not see "
+            f"{Path.cwd()}. Clone into a folder that every node shares, and run there.",
+            file=sys.stderr,
+        )
+
+
+SLURM_ANSWERS_S = 10.0
+"""Seconds that an answer of Slurm is waited for, after all jobs have ended."""
+
+_SLURM_LOGS = Path(".snakemake", "slurm_logs")
+_KILLED_FOR_MEMORY = re.compile(r"oom[-_ ]?kill|exceeded memory limit|out.of.memory", re.IGNORECASE)
+
+
+def count_out_of_memory(logs: Path, since: float) -> int:
+    """Count the attempts of stages that ran out of memory.
+
+    logs: the folder of the stages' logs. since: seconds since 1970; attempts that began before do not count.
+    """
+    notes = [*logs.glob("*.attempt"), *logs.glob("*/*.attempt")]
+    attempts = [attempt for note in notes for attempt in read_attempts(note) if attempt.began >= since]
+    return sum(map(ran_out_of_memory, attempts))
+
+
+def ran_out_of_memory(attempt: JobOutcome) -> bool:
+    """Return True if memory ran out, by the stage's note; for a stage that was killed, by the log of its Slurm job."""
+    return attempt.ending == "memory" or (attempt.ending is None and _was_killed_for_memory(attempt.job))
+
+
+def _was_killed_for_memory(job: str) -> bool:
+    logs = _SLURM_LOGS.rglob(f"{job}.log")
+    return any(_KILLED_FOR_MEMORY.search(log.read_text(errors="replace")) for log in logs)
+
+
+def report_failed_jobs(logs: Iterable[str | Path], since: float, stage_logs: Path = Path("logs")) -> None:
+    """Print a line for each stage whose last job failed: how it ended, and what Slurm knows of the job.
+
+    A stage that wrote how it ended failed, also in a job that several stages share, whose number Snakemake does not
+    log. A killed stage wrote nothing: its job is one that Snakemake's log names.
+
+    logs: the files that Snakemake logs to. since: seconds since 1970; attempts that began before do not count.
+    stage_logs: the folder of the stages' logs.
+    """
+    failed = set(re.findall(r"SLURM-job '(\d+)' failed", "".join(Path(log).read_text() for log in logs)))
+    last = {note: attempts[-1] for note in sorted(stage_logs.rglob("*.attempt")) if (attempts := read_attempts(note))}
+    stages_of_jobs: dict[str, list[tuple[str, JobOutcome]]] = defaultdict(list)
+    for note, attempt in last.items():
+        if attempt.job in failed or (attempt.ending is not None and attempt.began >= since):
+            stage = str(note.relative_to(stage_logs)).removesuffix(".log.attempt")
+            stages_of_jobs[attempt.job].append((stage, attempt))
+    states = ask_slurm(stages_of_jobs) if stages_of_jobs else {}
+    for job, stages in stages_of_jobs.items():
+        # Of stages that share a job, those that wrote how they ended are those that failed.
+        for stage, attempt in [(stage, attempt) for stage, attempt in stages if attempt.ending] or stages:
+            sentences = [_ending(f"{stage} (job {job}, {attempt.host})", attempt), states.get(job, "")]
+            print("error:", *filter(None, sentences), file=sys.stderr, flush=True)
+
+
+def _ending(stage: str, attempt: JobOutcome) -> str:
+    if attempt.ending == "mistake":
+        return f"{stage} failed and would fail so again: {attempt.said}"
+    if attempt.ending == "stopped":
+        return f"{stage} was stopped; the same command continues it: {attempt.said}"
+    if ran_out_of_memory(attempt):
+        return f"{stage} ran out of memory. {attempt.said}".rstrip()
+    return f"{stage} failed. {attempt.said}".rstrip()
+
+
+def ask_slurm(jobs: Collection[str]) -> dict[str, str]:
+    """Return what Slurm knows of jobs, a sentence each: from its accounting, or from its controller where that does not
+    answer. Jobs that neither knows are left out."""
+    numbers = ",".join(jobs)
+    accounts = _slurm_output(
+        "sacct", f"--jobs={numbers}", "--noheader", "--parsable2", "--format=JobID,State,ExitCode,MaxRSS"
+    )
+    facts: dict[str, list[str]] = {}
+    memory: dict[str, list[str]] = defaultdict(list)
+    for line in accounts:
+        name, state, code, used = line
+        job = name.partition(".")[0]
+        facts.setdefault(job, [state, f"exit code {code}"])
+        memory[job] += [used] if used else []
+    for job, used_by_steps in memory.items():
+        if used_by_steps:
+            facts[job].append(f"{max(used_by_steps, key=lambda used: (len(used), used))} of memory used")
+    if not facts:
+        queue = _slurm_output("squeue", f"--jobs={numbers}", "--states=all", "--noheader", "--format=%i|%T|%r")
+        facts = {job: [word for word in words if word != "None"] for job, *words in queue}
+    return {job: f"Slurm: {', '.join(words)}." for job, words in facts.items()}
+
+
+def _slurm_output(*command: str) -> list[list[str]]:
+    """Return the fields of each line that a command prints; none where it is missing, fails or takes too long."""
+    if not shutil.which(command[0]):
+        return []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SLURM_ANSWERS_S)
+    except subprocess.TimeoutExpired:
+        return []
+    return [line.split("|") for line in done.stdout.splitlines()] if done.returncode == 0 else []

@@ -1,0 +1,62 @@
+"""Facts about studies that Snakemake has to know, as `configure` writes them; and their pages if a run has failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.atomic import read_json
+from image_diffusion.workflow.environment import with_package
+
+FOLDER = "studies"
+"""Folder of what is made of studies, under results."""
+PAGE = "index.html"
+
+
+def study_file(results: str | Path, name: str) -> Path:
+    """Return the file of the plan of a study."""
+    return Path(results, FOLDER, name, "plan.json")
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """One study, resolved. variants: name, source, experiment, changes, and the run of each seed."""
+
+    name: str
+    variants: list[dict[str, Any]]
+
+    @property
+    def experiments(self) -> set[str]:
+        """The experiments whose files its variants are written over."""
+        return {variant["experiment"] for variant in self.variants}
+
+    @property
+    def runs(self) -> Iterator[str]:
+        """The experiments that it is made of, variant by variant."""
+        return (run for variant in self.variants for run in variant["runs"])
+
+
+def read_studies(results: str | Path, names: Collection[str]) -> dict[str, StudyPlan]:
+    """Return studies by name. Raises ValueError if a file is missing, damaged, or not of this version."""
+    studies = {}
+    for name in names:
+        path = study_file(results, name)
+        try:
+            studies[name] = StudyPlan(name, read_json(path)["variants"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a study of this version: {error}. Delete it and start again.") from None
+    return studies
+
+
+def write_partial_pages(results: str, names: Collection[str], script: Path, source: Path) -> None:
+    """Make the pages of studies whose runs have not all been made: what failed is shown with the line it failed with.
+
+    script: makes the page. source: the folder that holds the package.
+    """
+    for name in names:
+        command = [sys.executable, str(script), "--study", str(study_file(results, name).parent)]
+        subprocess.run([*command, "--results", results], check=False, env=with_package(source))

@@ -1,0 +1,86 @@
+"""Tables that Snakemake prints: what a queue is about to be asked for, and at the end the metric of each experiment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.atomic import read_json
+from image_diffusion.workflow.plans import Plan, Plans
+from image_diffusion.workflow.studies import FOLDER, PAGE
+
+HEADS = ("experiment", "metric", "value", "95 % interval", "report")
+
+
+def outcome(plans: Plans, results: Path) -> str:
+    """Return the table, one line an experiment, in the order in which they are asked for; empty where none has been
+    judged. Of studies, their pages.
+
+    What cannot be read is left out: the stages that made it tell of it.
+    """
+    pages = [results / FOLDER / name / PAGE for name in plans.studies]
+    study_lines = [f"study: {page}" for page in pages if page.is_file()]
+    if not plans.requested and plans.studies:
+        return "\n".join(study_lines)
+    lines = [line for plan in plans.by_name.values() if (line := _line(plan, results / plan.experiment)) is not None]
+    if not lines:
+        return "\n".join(study_lines)
+    widths = [max(map(len, column)) for column in zip(HEADS, *lines, strict=True)]
+    rows = [HEADS, tuple("-" * width for width in widths), *lines]
+    return "\n".join(["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + study_lines)
+
+
+def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
+    path, page = folder / "metrics.json", folder / "report" / "index.html"
+    try:
+        measured = read_json(path)["metrics"].get(plan.headline) or {}
+    except (ValueError, KeyError, AttributeError):
+        return None
+    value, interval = measured.get("value"), measured.get("interval")
+    if measured.get("doubt"):
+        value, interval = None, None
+    return (
+        plan.experiment,
+        plan.headline,
+        "not to rely on" if measured.get("doubt") else "not measured" if value is None else f"{value:.4g}",
+        " to ".join(f"{bound:.4g}" for bound in interval) if interval else "none",
+        str(page) if page.is_file() else "not made",
+    )
+
+
+_COLUMNS = {
+    "nodes": "Nodes",
+    "gres": "GPUs",
+    "cpus_per_task": "Cores",
+    "mem_mb": "Memory (MB)",
+    "runtime": "Time (min)",
+    "slurm_partition": "Partition",
+    "qos": "QOS",
+}
+_NONE = "-"
+
+
+def request(jobs: Iterable[Any]) -> str:
+    """Return a line for the jobs of a rule, or of rules that share one, that ask for the same on each node. jobs:
+    Snakemake's, those that will run.
+
+    Empty where all of them run on this machine.
+    """
+    lines = Counter(
+        (_stages(job), *(str(job.resources.get(key) or _NONE) for key in _COLUMNS)) for job in jobs if not job.is_local
+    )
+    if not lines:
+        return ""
+    used = [0, *(place for place in range(1, 1 + len(_COLUMNS)) if any(line[place] != _NONE for line in lines))]
+    head = ("Stage", *_COLUMNS.values())
+    table = [[*(head[place] for place in used), "Jobs"]]
+    table += [[*(line[place] for place in used), str(number)] for line, number in sorted(lines.items())]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
+    return "\n".join(["Asked of the queue, for each job:", *rows])
+
+
+def _stages(job: Any) -> str:
+    return ", ".join(sorted(job.rules)) if job.is_group() else str(job.rule.name)

@@ -1,0 +1,83 @@
+"""The shape of the package: no import circles, small folders, and names that say something. `make lint` runs this."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+PACKAGE = "image_diffusion"
+SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
+MAX_MODULES = 15
+EMPTY_NAMES = frozenset(
+    "ahead answer around asked attempt beside cited doubt each exhausted figures found given going_on halfway here "  # noqa: SIM905
+    "inherited judged kept known lifeline looks made making mistakes of once ours panel seen spare telling there "
+    "together told wanted".split()
+)
+"""Names that say nothing about what a module, a function or a class is."""
+EMPTY_OPENINGS = ("What ", "Whether ", "Who ", "Of ", "Those ", "The same")
+"""First words of docstrings that leave the reader to find the noun."""
+
+
+def circles() -> set[frozenset[str]]:
+    """The sets of modules that import each other in a circle; imports inside functions and for types count."""
+    graph = grimp.build_graph(PACKAGE, cache_dir=None)
+    names = sorted(graph.modules)
+    number = {name: index for index, name in enumerate(names)}
+    edges = [(number[name], number[to]) for name in names for to in graph.find_modules_directly_imported_by(name)]
+    rows, columns = np.array(edges).T
+    matrix = coo_array((np.ones(len(edges)), (rows, columns)), shape=(len(names), len(names)))
+    _, component = connected_components(matrix, connection="strong")
+    sizes = Counter(component.tolist())
+    return {
+        frozenset(name.partition(".")[2] for name, where in zip(names, component, strict=True) if where == index)
+        for index, size in sizes.items()
+        if size > 1
+    }
+
+
+def defined_names() -> Iterator[str]:
+    """The names of all modules, functions and classes, without leading underscores."""
+    for path in SOURCE.rglob("*.py"):
+        yield path.stem.strip("_").lower()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name.strip("_").lower()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles() == set()
+
+
+def test_folders_are_small() -> None:
+    count = Counter(path.parent for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
+    large = {str(folder.relative_to(SOURCE)): size for folder, size in count.items() if size > MAX_MODULES}
+    assert large == {}
+
+
+def test_names_say_something() -> None:
+    assert [name for name in defined_names() if name in EMPTY_NAMES] == []
+
+
+def test_docstrings_stand_alone() -> None:
+    opening = [
+        f"{path.relative_to(SOURCE)}:{node.value.lineno}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if node.value.value.strip().startswith(EMPTY_OPENINGS)
+    ]
+    assert opening == []
+
+
+def test_each_command_of_a_rule_is_a_stage() -> None:
+    rules = "\n".join(path.read_text() for path in (SOURCE.parents[1] / "workflow" / "rules").glob("*.smk"))
+    stages = {path.stem for path in (SOURCE / "stages").glob("*.py")} - {"__init__", "configure"}
+    assert {stage for stage in stages if re.search(rf"\b{PACKAGE} {stage}\b", rules)} == stages

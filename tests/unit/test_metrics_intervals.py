@@ -1,0 +1,109 @@
+"""Intervals of all metrics: each holds its estimate, and zero where both sets are samples of one distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from image_diffusion.metrics.compute import Reference, measure
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.distances.frechet import frechet_between
+from image_diffusion.metrics.distances.jackknife import Estimate, jackknife
+from image_diffusion.metrics.distances.mmd import cmmd, kernel_distance
+from image_diffusion.metrics.distances.sliced_wasserstein import monge_distance
+from image_diffusion.metrics.features.base import Detected
+
+CLASSES = ["cat", "dog"]
+
+
+def drawn(rng: np.random.Generator, count: int, shift: float) -> Tensor:
+    return torch.from_numpy(rng.normal(0, [0.3, 1, 2], (count, 3)) + shift).float()
+
+
+def seen(features: Tensor) -> Detected:
+    """What a detector of two classes, told apart by the first feature, sees."""
+    return Detected(features, torch.stack([-features[:, 0], features[:, 0]], dim=1), features[:, :2])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["same", "part", "one distribution", "near", "far"]),
+    n=st.integers(100, 160),
+    m=st.integers(40, 200),
+    knows_classes=st.booleans(),
+)
+def test_every_estimate_lies_in_its_interval(seed: int, kind: str, n: int, m: int, knows_classes: bool) -> None:
+    rng = np.random.default_rng(seed)
+    real = drawn(rng, n if kind == "same" else n + m, 0)
+    shift = {"near": 0.2, "far": 30.0}.get(kind, 0.0)
+    made = real[:n] if kind in ("same", "part") else drawn(rng, n, shift)
+    labels = torch.arange(n) % 2
+    reference = Reference.from_images(seen(real), torch.arange(len(real)) % 2)
+    classes = CLASSES if knows_classes else []
+    found = measure(seen(made), labels, reference, classes, EvaluateConfig(infinity=True, cmmd=True))
+    assert {"fd", "spatial_fd", "fd_infinity", "kd", "mind", "cmmd", "precision", "recall", "density"} <= found.keys()
+    for name, estimate in found.items():
+        if estimate.interval is None:
+            continue
+        low, high = estimate.interval
+        assert estimate.debiased is not None
+        assert low <= estimate.debiased <= high, (name, estimate)
+        assert low - 1e-9 <= estimate.value <= high + 1e-9 or "without bias" in estimate.note, (name, estimate)
+        if name in ("kd", "cmmd", "mind") and kind in ("same", "part"):
+            assert low <= 0 < high, (name, estimate)
+
+
+@pytest.mark.parametrize(
+    ("distance", "shares_images", "repeats"),
+    [
+        (kernel_distance, False, 100),
+        (cmmd, False, 100),
+        (monge_distance, False, 30),
+        (kernel_distance, True, 30),
+        (cmmd, True, 30),
+        (monge_distance, True, 30),
+        (frechet_between, True, 30),
+    ],
+)
+def test_zero_is_covered_where_both_sets_are_of_one(
+    distance: Callable[[Tensor, Tensor], Estimate], shares_images: bool, repeats: int
+) -> None:
+    rng, covered = np.random.default_rng(7), 0
+    pool = drawn(rng, 2000, 0)
+    for _ in range(repeats):
+        order = torch.from_numpy(rng.permutation(len(pool)))
+        real = pool[order[:300]]
+        interval = distance(real[:150] if shares_images else pool[order[300:450]], real).interval
+        assert interval is not None and interval[1] > interval[0]
+        covered += interval[0] <= 0 <= interval[1]
+    assert covered / repeats >= 0.9
+
+
+def test_an_estimate_beyond_a_boundary_has_the_interval_of_one_on_it() -> None:
+    left_out = [0.30, 0.31, 0.29, 0.30]
+    beyond, on = jackknife(0.1, left_out, 100, low=0), jackknife(0.3, left_out, 100, low=0, centre="value")
+    assert beyond.debiased == 0 and beyond.interval is not None and on.interval is not None
+    assert beyond.interval == pytest.approx((0, on.interval[1] - 0.3))
+    assert beyond.note == "the interval is of 0, without bias" and on.note == ""
+
+
+def test_the_reference_adds_its_bias_and_its_variance() -> None:
+    one, other = [1.0, 1.2, 0.9, 1.1], [1.3, 1.0, 1.1, 1.2]
+    both = jackknife(1.0, one, 100, reference_left_out=other)
+    alone = [jackknife(1.0, each, 100) for each in (one, other)]
+    reach = [(each.interval[1] - each.interval[0]) / 2 for each in (*alone, both) if each.interval is not None]
+    assert reach[2] == pytest.approx(np.hypot(reach[0], reach[1]))
+    assert both.debiased == pytest.approx(sum(each.debiased - 1 for each in alone if each.debiased is not None) + 1)
+
+
+def test_too_few_reference_images_give_no_interval() -> None:
+    for distance in (kernel_distance, monge_distance):
+        found = distance(torch.randn(120, 3), torch.randn(39, 3))
+        assert found.interval is None and "39 reference images are fewer than 40" in found.note

@@ -1,0 +1,163 @@
+"""Differences between rows of a study: their intervals cover the truth as often as they say."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from image_diffusion.metrics.study_statistics import (
+    Measured,
+    differences,
+    higher_is_better,
+    is_ratio,
+    level,
+    moderated,
+)
+
+
+def runs(*values: float, deviation: float | None = None) -> list[Measured]:
+    return [Measured(value, deviation) for value in values]
+
+
+@pytest.mark.parametrize("metric", ["fid", "sfid", "fid_infinity", "fd_dinov2", "inpipe_class_fd", "rfid"])
+def test_distances_are_compared_as_ratios(metric: str) -> None:
+    assert is_ratio(metric) and not higher_is_better(metric)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seeds", "unlike", "of_seeds"),
+    [(1, 3, 0.0, 1.0), (4, 3, 0.5, 0.2), (13, 3, 0.0, 1.0), (13, 3, 1.0, 1.0), (13, 5, 0.5, 3.0)],
+)
+def test_intervals_cover_the_truth_in_19_of_20_cases(rows: int, seeds: int, unlike: float, of_seeds: float) -> None:
+    """Noise of samples has variance 1; that of seeds another for each row, as unlike as a log-normal of width
+    `unlike`."""
+    draw = np.random.default_rng(1)
+    hits = []
+    for _ in range(800 // rows + 40):
+        truth = draw.normal(size=rows + 1)
+        noise = of_seeds * np.exp(unlike * draw.normal(size=rows + 1))
+        values = truth[:, None] + noise[:, None] * draw.normal(size=(rows + 1, seeds))
+        values += draw.normal(size=(rows + 1, seeds))
+        found = differences("agreement", runs(*values[0]), {str(i): runs(*values[i]) for i in range(1, rows + 1)})
+        for name, each in found.items():
+            assert each.interval is not None
+            hits.append(each.interval[0] <= truth[int(name)] - truth[0] <= each.interval[1])
+    assert 0.90 <= np.mean(hits) <= 0.98
+
+
+def test_a_distance_is_compared_as_a_ratio_and_less_of_it_is_better() -> None:
+    rows = {"half": runs(50.0, 51, 49), "same": runs(100.0, 101, 98), "twice": runs(200.0, 202, 196)}
+    found = differences("inpipe_fd", runs(100.0, 102, 98), rows)
+    assert found["half"].value == pytest.approx(-0.5, abs=0.01)
+    assert [each.verdict for each in found.values()] == ["better", "within noise", "worse"]
+    interval = found["twice"].interval
+    assert interval is not None and interval[0] < found["twice"].value < interval[1]
+    assert differences("inpipe_agreement", runs(0.5, 0.51), {"a": runs(0.9, 0.91)})["a"].verdict == "better"
+
+
+def test_one_seed_leaves_an_interval_over_samples_only() -> None:
+    found = differences("agreement", runs(0.8, deviation=0.03), {"a": runs(0.9, deviation=0.04)})["a"]
+    assert found.over == "samples only" and found.verdict == "better"
+    assert found.interval == pytest.approx((0.1 - 1.96 * 0.05, 0.1 + 1.96 * 0.05))
+    unknown = differences("agreement", runs(0.8), {"a": runs(0.9)})["a"]
+    assert (unknown.interval, unknown.verdict, unknown.over) == (None, None, None)
+
+
+def test_a_row_without_runs_is_left_out_and_without_a_base_all_are() -> None:
+    assert set(differences("agreement", runs(0.8, 0.9), {"a": [], "b": runs(0.7, 0.8)})) == {"b"}
+    assert differences("agreement", [], {"b": runs(0.7, 0.8)}) == {}
+
+
+def test_spreads_are_drawn_together_as_far_as_they_agree() -> None:
+    alike = moderated([1.0, 1.1, 0.9, 1.05], [2, 2, 2, 2])
+    assert all(variance == pytest.approx(1.0125) and freedom == 8 for variance, freedom in alike)
+    unlike = moderated([1e-4, 1.0, 1e4, 1e8], [2, 2, 2, 2])
+    assert [variance for variance, _ in unlike] == sorted(variance for variance, _ in unlike)
+    assert all(2 < freedom < 3 for _, freedom in unlike)
+    assert moderated([0.0, 0.0], [2, 2]) == [(0.0, 2.0), (0.0, 2.0)]
+    assert not math.isnan(moderated([0.0, 1.0], [1, 1])[0][0])
+
+
+@pytest.mark.parametrize(("rows", "seeds", "unlike"), [(1, 3, 0.0), (1, 2, 0.0), (13, 3, 0.0), (13, 3, 1.0)])
+@pytest.mark.parametrize("metric", ["agreement", "inpipe_fd"])
+def test_of_changes_that_do_nothing_at_most_1_in_20_is_called_better(
+    metric: str, rows: int, seeds: int, unlike: float
+) -> None:
+    """Two experiments are a study of one row. A distance has noise that grows with it."""
+    draw = np.random.default_rng(2)
+    verdicts = []
+    for _ in range(1600 // rows + 40):
+        noise = 0.05 * np.exp(unlike * draw.normal(size=rows + 1))
+        values = 1 + noise[:, None] * draw.normal(size=(rows + 1, seeds))
+        values = np.exp(values) if metric == "inpipe_fd" else values
+        found = differences(metric, runs(*values[0]), {str(i): runs(*values[i]) for i in range(1, rows + 1)})
+        verdicts += [each.verdict for each in found.values()]
+    assert verdicts.count("better") / len(verdicts) <= 0.05
+    assert verdicts.count("worse") / len(verdicts) <= 0.05
+
+
+@pytest.mark.parametrize(("metric", "seeds"), [("agreement", 3), ("agreement", 5), ("inpipe_fd", 3)])
+def test_the_interval_over_seeds_covers_the_mean_of_many_trainings(metric: str, seeds: int) -> None:
+    draw = np.random.default_rng(3)
+    hits_seeds, hits_samples = [], []
+    for _ in range(1000):
+        trained = 0.5 + 0.1 * draw.normal(size=seeds)  # what each training is worth
+        values = trained + 0.05 * draw.normal(size=seeds)  # and what its images say of that
+        log = metric == "inpipe_fd"
+        each = [Measured(math.exp(v), 0.05 * math.exp(v)) if log else Measured(float(v), 0.05) for v in values]
+        found = level(metric, each)
+        assert found.over_seeds is not None and found.over_samples is not None
+        truth, of_these = (math.exp(x) if log else x for x in (0.5, float(trained.mean())))
+        hits_seeds.append(found.over_seeds[0] <= truth <= found.over_seeds[1])
+        hits_samples.append(found.over_samples[0] <= of_these <= found.over_samples[1])
+    assert 0.90 <= np.mean(hits_seeds) <= 0.98 and 0.90 <= np.mean(hits_samples) <= 0.98
+
+
+def test_one_seed_tells_nothing_of_seeds() -> None:
+    found = level("agreement", runs(0.8, deviation=0.03))
+    assert found.over_seeds is None and found.over_samples == pytest.approx((0.8 - 1.96 * 0.03, 0.8 + 1.96 * 0.03))
+    assert level("agreement", runs(0.8, 0.9)).over_samples is None
+
+
+def test_the_interval_of_a_share_ends_where_shares_do() -> None:
+    seeds = level("inpipe_recall", runs(0.01, 0.99)).over_seeds
+    assert seeds == (0.0, 1.0)
+    density = level("inpipe_density", runs(0.01, 0.99)).over_seeds
+    assert density is not None and density[0] < 0 and density[1] > 1
+
+
+def test_page_and_tables_show_each_number_with_both_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Path(__file__).parents[2] / "workflow" / "scripts"
+    monkeypatch.syspath_prepend(str(scripts))
+    spec = importlib.util.spec_from_file_location("study_page", scripts / "study.py")
+    assert spec is not None and spec.loader is not None
+    study = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "study_page", study)
+    spec.loader.exec_module(study)
+
+    def variant(name: str, *values: float) -> Any:
+        runs = [study.Run(name, seed, {"inpipe_kd": Measured(value, 0.01)}) for seed, value in enumerate(values)]
+        return study.Variant(name, None, {}, runs)
+
+    plan = {"study": "seeds", "base": "one", "seeds": [0, 1, 2], "budget": {"steps": None, "operations": None}}
+    base = variant("base", 0.5, 0.52, 0.48)
+    lines = study.compared([base], ["inpipe_kd"])
+    assert lines[0].cells() == ["inpipe_kd", "base", "0.5", "0.4503 to 0.5497", "0.4887 to 0.5113", "", ""]
+    page, table = study.page(plan, [base], lines, Path("results")), study.markdown(plan, [base], lines)
+    assert "one; seeds 0, 1, 2" in page and "0.4503 to 0.5497" in page and "against the base" not in page + table
+    assert "0.4887 to 0.5113" in table
+    [row] = csv.DictReader(study.as_csv(lines, [0, 1, 2]).splitlines())
+    assert (row["seed_1"], row["difference"]) == ("0.52", "") and float(row["seeds_low"]) == pytest.approx(0.4503, 1e-3)
+
+    both = [base, variant("other", 0.1, 0.12, 0.11)]
+    lines = study.compared(both, ["inpipe_kd"])
+    page, table = study.page(plan, both, lines, Path("results")), study.markdown(plan, both, lines)
+    assert "Welch" in page and 'class="tight better"' in page and "| better |" in table
+    assert lines[0].difference is None and lines[1].difference.verdict == "better"

@@ -1,0 +1,265 @@
+"""Super-resolution from end to end: small images in training and sampling, what is measured, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import image_diffusion.experiments.resolve
+import image_diffusion.stages.configure
+import image_diffusion.stages.crop
+import image_diffusion.stages.sample
+import image_diffusion.stages.train
+from image_diffusion.codecs.base import from_uint8
+from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.metrics.images.reconstruction import psnr
+from image_diffusion.metrics.samples import Samples, read_samples
+from image_diffusion.systems.diffusion import super_resolution
+from image_diffusion.systems.diffusion.super_resolution import evaluate_enlarging, shrink, small_images, small_samples
+
+SPEC = DataSpec(channels=3, resolution=16, num_classes=3)
+
+
+def save(path: Path, images: np.ndarray, labels: np.ndarray | None = None) -> str:
+    np.savez(path, images) if labels is None else np.savez(path, images, labels)
+    return str(path)
+
+
+def pixels(count: int = 5, side: int = 4) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+
+
+def test_a_small_pixel_is_the_mean_of_its_area():
+    x = torch.arange(64.0).view(1, 1, 8, 8)
+    assert torch.equal(shrink(x, 2), x.view(1, 1, 2, 4, 2, 4).mean((3, 5)))
+
+
+def test_a_seed_has_its_small_image_and_its_label(tmp_path):
+    path = save(tmp_path / "samples.npz", pixels(), np.array([0, 1, 2, 0, 1]))
+    small, labels = small_samples(Path(path), 4, SPEC, torch.tensor([6, 2]))
+    assert torch.equal(small, from_uint8(torch.from_numpy(pixels()[[1, 2]])).permute(0, 3, 1, 2))
+    assert labels is not None and labels.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (pixels(side=8), None, r"images of \(5, 8, 8, 3\), but the network enlarges uint8 images of \(N, 4, 4, 3\)"),
+        (pixels().astype(np.float32), None, "holds torch.float32 images"),
+        (pixels(count=0), None, r"images of \(0, 4, 4, 3\)"),
+        (pixels(), np.array([0, 1, 2, 3, 0]), "labels up to 3, but the network has 3 classes"),
+    ],
+)
+def test_small_images_that_do_not_fit_are_told(tmp_path, images, labels, message):
+    with pytest.raises(ValueError, match=message):
+        small_samples(Path(save(tmp_path / "samples.npz", images, labels)), 4, SPEC, torch.arange(2))
+
+
+def test_small_images_nobody_enlarges_are_told():
+    assert small_images(None, None, None, SPEC, torch.arange(2)) is None
+    with pytest.raises(ValueError, match=r"the network makes images from noise alone\. Leave it out"):
+        small_images("base.npz", None, None, SPEC, torch.arange(2))
+
+
+def test_small_images_that_are_missing_are_told(tmp_path):
+    with pytest.raises(ValueError, match=r"enlarges images of 4 x 4, but sample\.small_images names none"):
+        small_images(None, None, 4, SPEC, torch.arange(2))
+    with pytest.raises(ValueError, match=r"needs the samples\.npz of base\. Name it: --small-images PATH"):
+        small_images(SamplesOf(experiment="base"), None, 4, SPEC, torch.arange(2))
+    with pytest.raises(ValueError, match=r"needs the folder of the crops\. Name it: --small-images PATH"):
+        small_images("validation", None, 4, SPEC, torch.arange(2))
+    (tmp_path / "bad.npz").write_bytes(b"PK nothing")
+    for name in ("absent.npz", "bad.npz"):
+        with pytest.raises(ValueError, match=rf"{name} is not a samples\.npz"):
+            small_images(str(tmp_path / name), None, 4, SPEC, torch.arange(2))
+
+
+UPSAMPLER = {
+    "data": {
+        "name": "digits", "source": {"type": "digits"}, "resolution": 16, "validation_fraction": 0.2, "num_shards": 1,
+    },
+    "system": {
+        "type": "iddpm",
+        "network": {
+            "channels": 32, "multipliers": [1, 1], "num_res_blocks": 1, "attention_resolutions": [8],
+            "low_resolution": 8,
+        },
+        "process": {"type": "discrete", "num_timesteps": 20},
+    },
+    "train": {
+        "steps": 2, "global_batch": 4, "validate_every_steps": 2, "validation_samples": 4, "grid_every_steps": 2,
+    },
+    "preview": {"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 2}},
+    "sample": {"num_samples": 4, "sampler": {"type": "ddim", "num_steps": 2}, "small_images": {"experiment": "base"}},
+}  # fmt: skip
+BASE = {
+    **UPSAMPLER,
+    "data": {**UPSAMPLER["data"], "resolution": 8},
+    "system": {**UPSAMPLER["system"], "network": {**UPSAMPLER["system"]["network"], "low_resolution": None}},
+    "sample": {"num_samples": 3, "sampler": {"type": "ddim", "num_steps": 2}},
+}
+
+
+def written(folder: Path, name: str, sections: dict[str, Any], **changes: Any) -> Path:
+    """An experiment file. changes: sections to change, key by key."""
+    path = folder / f"{name}.yaml"
+    merged = {key: {**value, **changes.pop(key, {})} for key, value in sections.items()}
+    path.write_text(yaml.safe_dump({**merged, **changes}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codec": {"type": "stability_vae"}}, r"enlarges images works on pixels\. Leave out codec"),
+        ({"sample": {"small_images": None}}, r"enlarges images of 8 x 8, but sample\.small_images names none"),
+        ({"system": {"network": {"channels": 32, "multipliers": [1, 1], "attention_resolutions": [8]}}},
+         "the network makes images from noise alone"),
+        ({"sample": {"small_images": {"experiment": "nowhere"}}},
+         r"sample\.small_images\.experiment is nowhere, but .*nowhere\.yaml does not exist"),
+        ({"sample": {"small_images": "validation"}, "data": {"validation_fraction": 0.0}},
+         r"data has no held-out images\. Set data\.validation_fraction\."),
+        ({"preview": {"small_images": "validation"}},
+         r"preview\.small_images is set, but a system of type iddpm has no use for it"),
+        ({"data": {"resolution": 32}, "system": {"network": {"channels": 32, "low_resolution": 16}}},
+         "makes images of 8 x 8 with 3 channels, but the network enlarges 16 x 16 with 3"),
+        ({"system": {"network": {"channels": 32, "multipliers": [1, 1], "attention_resolutions": [8],
+                                 "low_resolution": 5}}}, "low_resolution 5 does not divide"),
+        ({"system": {"network": {"channels": 40, "multipliers": [1, 1], "attention_resolutions": [8],
+                                 "low_resolution": 8}}}, "every level has a multiple of 32"),
+        ({"data": {"resolution": 48}, "system": {"network": {"channels": 32, "low_resolution": 8}}},
+         "no published multipliers for images of 48 x 48"),
+    ],
+    ids=["latents", "nothing", "no upsampler", "missing", "none held out", "preview", "resolution", "divisor",
+         "channels", "size"],
+)  # fmt: skip
+def test_an_upsampler_that_cannot_work_is_told_before_any_work(tmp_path, changes, message):
+    written(tmp_path, "base", BASE)
+    with pytest.raises(ValueError, match=message) as caught:
+        image_diffusion.experiments.resolve.load_all([written(tmp_path, "upsampler", UPSAMPLER, **changes)])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_base_that_makes_no_images_is_told(tmp_path):
+    written(tmp_path, "base", {"data": BASE["data"], "system": {"type": "autoencoder"}, "train": {"steps": 1}})
+    with pytest.raises(ValueError, match=r"sample\.small_images\.experiment makes no samples"):
+        image_diffusion.experiments.resolve.load_all([written(tmp_path, "upsampler", UPSAMPLER)])
+
+
+def command(main, monkeypatch, *arguments: str | Path) -> None:
+    """Run a verb in this process."""
+    monkeypatch.setattr(sys, "argv", ["verb", *map(str, arguments)])
+    main()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The results of an upsampler that was trained for two steps; its base is configured."""
+    folder = tmp_path_factory.mktemp("upsampler")
+    written(folder, "base", BASE)
+    results = folder / "results"
+    with pytest.MonkeyPatch.context() as patch:
+        experiment = written(folder, "upsampler", UPSAMPLER)
+        command(image_diffusion.stages.configure.main, patch, "--experiments", experiment, "--results", results)
+        plan = json.loads((results / "upsampler/config/plan.json").read_text())
+        manifest = results / "datasets/digits-16/crops/manifest.json"
+        crop = ("--config", plan["configs"]["crop"], "--output", manifest, "--processes", "1")
+        command(image_diffusion.stages.crop.main, patch, *crop)
+        weights = results / "upsampler/train/weights.safetensors"
+        train = ("--config", plan["configs"]["train"], "--data", manifest, "--output", weights)
+        command(image_diffusion.stages.train.main, patch, *train)
+    return results
+
+
+def sampled(results: Path, folder: Path, monkeypatch, small_images: Any, *arguments: str | Path, **changes: Any) -> Any:
+    """Sample with what the experiment says of small images, and perhaps other settings: where the arrays are."""
+    config = folder / "sample.yaml"
+    config.write_text(yaml.safe_dump({"sample": {**UPSAMPLER["sample"], "small_images": small_images, **changes}}))
+    weights = results / "upsampler/train/weights.safetensors"
+    output = folder / "samples.npz"
+    given = ("--config", config, "--weights", weights, "--output", output, *arguments)
+    command(image_diffusion.stages.sample.main, monkeypatch, *given)
+    return output
+
+
+def test_the_plan_of_a_cascade_names_its_base(trained):
+    plan = json.loads((trained / "upsampler/config/plan.json").read_text())
+    assert plan["small_images_experiment"] == "base"
+    assert json.loads((trained / "base/config/plan.json").read_text())["small_images_experiment"] is None
+    assert list((trained / "upsampler/train/previews").glob("*/*.png"))
+
+
+@pytest.mark.parametrize("source", ["path", "experiment"])
+def test_an_upsampler_enlarges_what_it_is_given(trained, tmp_path, monkeypatch, source):
+    small = save(tmp_path / "base.npz", pixels(side=8), np.array([0, 1, 2, 9, 4]))
+    wanted = small if source == "path" else {"experiment": "base"}
+    arguments = () if source == "path" else ("--small-images", small)
+    with np.load(sampled(trained, tmp_path, monkeypatch, wanted, *arguments)) as arrays:
+        assert arrays["arr_0"].shape == (4, 16, 16, 3)
+        assert arrays["arr_1"].tolist() == [0, 1, 2, 9]
+
+
+def test_small_images_without_labels_need_a_list_of_classes(trained, tmp_path, monkeypatch):
+    small = save(tmp_path / "base.npz", pixels(side=8))
+    with pytest.raises(ValueError, match=r"has no labels, but the network was trained with classes"):
+        sampled(trained, tmp_path, monkeypatch, small)
+    with np.load(sampled(trained, tmp_path, monkeypatch, small, labels=[7])) as arrays:
+        assert arrays["arr_1"].tolist() == [7, 7, 7, 7]
+
+
+def test_held_out_images_are_enlarged_and_compared_with_their_originals(trained, tmp_path, monkeypatch):
+    crops = trained / "datasets/digits-16/crops"
+    path = sampled(trained, tmp_path, monkeypatch, "validation", "--small-images", crops, num_samples=6)
+    held_out = open_shards(crops, "validation")
+    samples = read_samples(path)
+    assert samples.labels.tolist() == held_out.labels[:6].tolist()
+    entries = evaluate_enlarging(samples, held_out, tmp_path)
+    original = held_out.gather(np.arange(6))
+    small = shrink(original.float(), 8).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    large = np.stack([Image.fromarray(each).resize((16, 16), Image.Resampling.BICUBIC) for each in small])
+    bicubic = torch.from_numpy(large).permute(0, 3, 1, 2)
+    expected = psnr(original, samples.gather(np.arange(6)))
+    assert entries["psnr"]["value"] == pytest.approx(float(expected.mean()))
+    assert entries["psnr_bicubic"]["value"] == pytest.approx(float(psnr(original, bicubic).mean()), abs=0.05)
+    assert entries["psnr_gain"]["value"] == pytest.approx(
+        entries["psnr"]["value"] - entries["psnr_bicubic"]["value"], abs=1e-9
+    )
+    assert "psnr_mean" not in entries and (tmp_path / "enlarged.png").is_file()
+    other = Samples(pixels(), None, [], digest="another")
+    with pytest.raises(ValueError, match="data set has changed since its images were enlarged"):
+        evaluate_enlarging(samples, other)
+
+
+def samples_of(images: np.ndarray, first_seed: int, digest: str) -> Samples:
+    enlarged = {"side": 8, "split": "validation", "data": digest}
+    return Samples(images, None, [], protocol={"enlarged": enlarged, "settings": {"first_seed": first_seed}})
+
+
+@pytest.mark.parametrize("first_seed", [0, 2])
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, at_once, monkeypatch):
+    monkeypatch.setattr(super_resolution, "AT_ONCE", at_once)
+    originals = Samples(np.random.default_rng(0).integers(60, 190, (3, 16, 16, 3), dtype=np.uint8), None, [], "set")
+    rows = (first_seed + np.arange(9)) % 3
+    signs = np.where(np.arange(9)[:, None, None, None] % 2, 1, -1) * np.arange(1, 10)[:, None, None, None]
+    images = originals.gather(rows).permute(0, 2, 3, 1).numpy() + signs
+    entries = evaluate_enlarging(samples_of(images.astype(np.uint8), first_seed, "set"), originals)
+    each = 20 * np.log10(255 / np.arange(1, 10))
+    assert entries["psnr"]["value"] == pytest.approx(np.mean([each[rows == row].mean() for row in range(3)]))
+    offsets = [np.round(signs[rows == row].mean()) for row in range(3)]
+    assert entries["psnr_mean"]["value"] == pytest.approx(np.mean([20 * np.log10(255 / abs(o)) for o in offsets]))
+    assert entries["psnr_mean"]["value"] > entries["psnr"]["value"]
+
+
+def test_samples_of_anything_else_are_not_compared():
+    originals = Samples(pixels(side=16), None, [], "set")
+    assert evaluate_enlarging(Samples(pixels(side=16), None, []), originals) == {}

@@ -1,0 +1,26 @@
+"""System metrics: there, in their ranges, and cheap enough to be read at every log line."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from image_diffusion.training.monitor.system_stats import Machine
+
+
+def test_readings_are_those_of_this_machine_and_process() -> None:
+    machine = Machine(torch.device("cpu"))
+    kept = bytearray(b"x") * 2**26
+    values = machine.readings()
+    assert all(key.startswith("system/") for key in values)
+    assert 0 <= values["system/cpu_utilization_percentage"] <= 100
+    assert 0 < values["system/memory_usage_percentage"] <= 100
+    assert len(kept) / 2**30 < values["system/process_memory_gib"] < psutil.virtual_memory().total / 2**30
+
+
+def test_a_busy_process_is_seen() -> None:
+    machine = Machine(torch.device("cpu"))
+    started = psutil.Process().cpu_times().user
+    while psutil.Process().cpu_times().user - started < 0.2:
+        pass
+    assert machine.readings()["system/process_cpu_percentage"] > 5

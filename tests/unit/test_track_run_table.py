@@ -1,0 +1,24 @@
+"""The table of runs that MLflow opens with."""
+
+from __future__ import annotations
+
+import json
+
+from image_diffusion.tracking import run_table
+
+
+def test_a_metric_gets_its_column_once_before_the_loss() -> None:
+    view = run_table.with_metric(run_table.EMPTY, "fid")
+    assert view is not None
+    assert json.loads(view)["selectedColumns"][-2:] == ["metrics.`evaluate/fid`", "metrics.`validation/loss`"]
+    assert run_table.with_metric(view, "fid") is None
+    both = run_table.with_metric(view, "inpipe_fd")
+    assert both is not None and json.loads(both)["selectedColumns"][-3:-1] == [
+        "metrics.`evaluate/fid`",
+        "metrics.`evaluate/inpipe_fd`",
+    ]
+
+
+def test_columns_that_a_person_has_chosen_stay() -> None:
+    view = run_table.with_metric(json.dumps({"selectedColumns": ["tags.`mine`"]}), "fid")
+    assert view is not None and json.loads(view)["selectedColumns"] == ["tags.`mine`", "metrics.`evaluate/fid`"]

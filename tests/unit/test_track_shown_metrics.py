@@ -1,0 +1,64 @@
+"""The run of a training shows few metrics and none twice."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from image_diffusion.core.journal.reader import Point
+from image_diffusion.core.journal.writer import Journal
+from image_diffusion.tracking.plan import plan
+from image_diffusion.tracking.shown_metrics import measured, scalars, shown
+
+QUARTERS = [f"{name}_q{i}" for name in ("loss", "mse", "vb") for i in range(4)]
+"""What a hybrid loss is logged as, beside its means."""
+
+
+def series(**values: list[float]) -> list[Point]:
+    return [Point(key, value, step, step) for key, row in values.items() for step, value in enumerate(row)]
+
+
+def keys(points: list[Point]) -> list[str]:
+    return list(dict.fromkeys(point.key for point in points))
+
+
+def test_what_repeats_the_loss_of_its_section_is_left_out() -> None:
+    points = series(**{"train/loss": [3, 2], "train/mse": [3, 2], "train/vb": [3, 1], "validation/mse": [3, 2]})
+    assert keys(shown(points)) == ["train/loss", "train/vb", "validation/mse"]
+    assert keys(shown(series(loss=[1], odd=[1]))) == ["loss", "odd"]
+
+
+def test_a_table_of_runs_has_the_last_and_the_best_as_one_number() -> None:
+    points = series(**{"validation/loss": [3.0, 1.0, 2.0, math.nan], "evaluate/fd": [5.0], "evaluate/kd": [1.0]})
+    assert {(p.key, p.value, p.step) for p in scalars(points, "fd")} == {
+        ("final/validation_loss", 2.0, 2),
+        ("best/validation_loss", 1.0, 1),
+    }, "of one number there is nothing to choose"
+    assert scalars(points[:0], "fd") == []
+
+
+def test_of_evaluate_the_headline_comes_first() -> None:
+    points = series(**{f"evaluate/m{i}": [1.0] for i in range(9)} | {"preview/m8": [1.0], "preview/m1": [1.0]})
+    assert keys(measured(points, "m8")) == ["evaluate/m0", "evaluate/m1", "evaluate/m8", "preview/m8"]
+
+
+def test_a_training_has_at_most_thirty_metrics_and_a_child_all_of_its_own(tmp_path: Path) -> None:
+    machine = ["cpu_utilization_percentage", "process_cpu_percentage", "memory_usage_percentage", "process_memory_gib"]
+    machine += ["gpu_memory_gib", "gpu_utilization_percentage", "gpu_power_usage_watts"]
+    speed = ["examples_per_second", "steps_per_second", "waiting_for_data", "tflops", "share_of_peak"]
+    speed += ["slowest_share", "median_share", "slowest_process"]
+    names = [f"{section}/{name}" for section in ("train", "validation") for name in ("loss", "mse", "vb", *QUARTERS)]
+    names += ["train/grad_norm", "train/learning_rate", *(f"speed/{name}" for name in speed)]
+    names += [f"system/{name}" for name in machine]
+    with Journal.open(tmp_path / "mine/journal", "train") as journal:
+        for step in (1, 2):
+            numbers = {name: float(i) for i, name in enumerate(names)}
+            journal.metrics(numbers, step, examples_seen=step)
+    with Journal.open(tmp_path / "mine/journal", "evaluate") as journal:
+        journal.metrics({f"m{i}": 1.0 for i in range(20)} | {"fd": 2.0}, step=2)
+        journal.metrics({f"preview/m{i}": 1.0 for i in range(20)} | {"preview/fd": 2.0}, step=1)
+    parent, child = plan(tmp_path / "mine", [], "fd")
+    assert len(keys(parent.points)) <= 30, keys(parent.points)
+    wanted = {"train/loss", "train/loss_q3", "validation/loss", "evaluate/fd", "preview/fd"}
+    assert wanted | {"best/validation_loss", "final/validation_loss", "examples_seen"} <= set(keys(parent.points))
+    assert len(keys(child.points)) == 42

@@ -1,0 +1,39 @@
+"""What is about to be asked of a queue, as a table."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from image_diffusion.workflow.tables import request
+
+
+def job(rule: str, is_local: bool = False, **resources: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        rule=SimpleNamespace(name=rule), is_local=is_local, resources=resources, is_group=lambda: False
+    )
+
+
+def test_jobs_that_ask_for_the_same_are_a_line_and_columns_that_nobody_uses_are_left_out() -> None:
+    parts = [job("sample_part", nodes=1, gres="gpu:1", mem_mb=32_000, runtime=240) for _ in range(10)]
+    crop = job("crop", nodes=1, mem_mb=8000, runtime=240)
+    assert request([*parts, crop, job("track", is_local=True, mem_mb=1)]).splitlines() == [
+        "Asked of the queue, for each job:",
+        "Stage        Nodes  GPUs   Memory (MB)  Time (min)  Jobs",
+        "crop         1      -      8000         240         1",
+        "sample_part  1      gpu:1  32000        240         10",
+    ]
+
+
+def test_stages_that_share_a_job_are_a_line() -> None:
+    shared = SimpleNamespace(
+        rules={"train", "sample"}, is_local=False, resources={"mem_mb": 8000, "runtime": 120}, is_group=lambda: True
+    )
+    assert request([shared]).splitlines()[1:] == [
+        "Stage          Memory (MB)  Time (min)  Jobs",
+        "sample, train  8000         120         1",
+    ]
+
+
+def test_nothing_is_said_where_nothing_is_sent() -> None:
+    assert request([job("track", is_local=True)]) == ""

@@ -1,0 +1,213 @@
+"""A folder belongs to one Snakemake at a time; what a dead one left is cleared away."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from image_diffusion.workflow.integrity.locks import hold, take_over
+from image_diffusion.workflow.jobs import slurm_queue as queue_module
+from image_diffusion.workflow.jobs.slurm_queue import is_in_queue, orphans, settle, tell_of_unseen_jobs
+
+HERE = socket.gethostname()
+
+
+def locked(folder: Path, host: str) -> Path:
+    """A folder as a Snakemake on a machine leaves it when it is killed."""
+    lock = folder / ".snakemake" / "locks" / "0.input.lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    (folder / ".snakemake" / "owner").write_text(host)
+    return lock
+
+
+def queue(folder: Path, jobs: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that shows some jobs; returns where it notes what is cancelled."""
+    cancelled = folder / "cancelled"
+    for name, script in {"squeue": f"cat <<'END'\n{jobs}\nEND", "scancel": f'echo "$@" >> {cancelled}'}.items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return cancelled
+
+
+@pytest.fixture(autouse=True)
+def _on_a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+def test_a_fresh_folder_is_ours(tmp_path: Path) -> None:
+    with take_over(tmp_path).file:
+        assert (tmp_path / ".snakemake" / "owner").read_text() == HERE
+
+
+def test_the_locks_of_a_dead_snakemake_go(tmp_path: Path) -> None:
+    lock = locked(tmp_path, HERE)
+    with take_over(tmp_path).file:
+        assert not lock.exists()
+
+
+def test_the_locks_of_a_living_snakemake_stay(tmp_path: Path) -> None:
+    lock = locked(tmp_path, HERE)
+    code = (
+        "import sys; from pathlib import Path; from image_diffusion.workflow.integrity.locks import hold, take_over;"
+        "mine = take_over(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as living:
+        assert living.stdout is not None
+        living.stdout.readline()
+        lock.touch()
+        with take_over(tmp_path).file:
+            assert lock.exists()
+        living.kill()
+    with take_over(tmp_path).file:
+        assert not lock.exists()
+
+
+def test_the_locks_of_another_machine_stay(tmp_path: Path) -> None:
+    lock = locked(tmp_path, "login2")
+    with take_over(tmp_path).file:
+        assert lock.exists()
+    assert (tmp_path / ".snakemake" / "owner").read_text() == "login2"
+
+
+def job(name: str, config: Path, *wildcards: str) -> Any:
+    """A job as Snakemake has it."""
+    return SimpleNamespace(
+        rule=SimpleNamespace(name=name), wildcards=wildcards, input=SimpleNamespace(config=str(config))
+    )
+
+
+def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    then, later = "2026-01-01T12:00:00", "2026-01-01T13:00:00"
+    noon = datetime.fromisoformat(then).timestamp()
+    jobs = [
+        f"11|{later}|rule_train_wildcards_one|{tmp_path}",
+        f"12|{then}|rule_diffusion_train_wildcards_two|{tmp_path}",
+        f"13|{later}|my own job|{tmp_path}",
+        f"14|{later}|rule_train|{tmp_path}/elsewhere",
+        f"15|{later}|rule_sample_wildcards_one|{tmp_path}",
+        f"16|{later}|rule_train_wildcards_three|{tmp_path}",
+    ]
+    cancelled = queue(tmp_path, "\n".join(jobs), monkeypatch)
+    config = tmp_path / "train.yaml"
+    config.touch()
+    os.utime(config, (noon + 60, noon + 60))
+    wanted = [job("train", config, "one"), job("diffusion_train", config, "two"), job("sample", config, "one")]
+    left = orphans(tmp_path)
+    assert [each.job for each in left] == ["11", "12", "15", "16"]
+    monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
+    settle(left, wanted, wait=True)
+    assert cancelled.read_text() == "12 15 16\n", "of an old configuration, of a stage that begins anew, of nobody"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "Cancelling what a killed Snakemake left in the queue: 12 15 16"
+    assert second.startswith("Waiting for Slurm job 11 (rule_train_wildcards_one), which a Snakemake has left ")
+    settle(left, wanted, wait=False)
+    assert cancelled.read_text().endswith("11 12 15 16\n")
+
+
+def test_a_configuration_that_changed_after_a_job_was_sent_is_no_longer_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
+    (tmp_path / "train.yaml").touch()
+    settle(orphans(tmp_path), [job("train", tmp_path / "train.yaml", "one")], wait=True)
+    assert cancelled.read_text() == "11\n"
+
+
+def test_reading_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled = queue(tmp_path, f"11|2026-01-01T12:00:00|rule_train_wildcards_one|{tmp_path}", monkeypatch)
+    locked(tmp_path, HERE)
+    with take_over(tmp_path).file:
+        assert not cancelled.exists()
+
+
+@pytest.mark.parametrize(("jobs", "ours"), [("7|2026-01-01T12:00:00|head|/", False), ("", True)])
+def test_the_locks_of_a_head_that_was_a_job_go_when_it_is_over(
+    jobs: str, ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue(tmp_path, jobs, monkeypatch)
+    lock = locked(tmp_path, "n1 7")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    owner = take_over(tmp_path)
+    with owner.file:
+        assert (owner.is_ours, lock.exists()) == (ours, not ours)
+        assert not ours or (tmp_path / ".snakemake" / "owner").read_text() == f"{HERE} 8"
+
+
+def test_a_queue_that_does_not_answer_may_have_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue(tmp_path, "", monkeypatch)
+    (tmp_path / "bin/squeue").write_text("#!/bin/sh\nexit 1\n")
+    assert is_in_queue("7") and not orphans(tmp_path)
+
+
+def test_a_machine_without_a_queue_has_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lock = locked(tmp_path, HERE)
+    take_over(tmp_path).file.close()
+    assert not lock.exists()
+
+
+def test_jobs_that_left_no_log_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "seen.log").touch()
+    said = [
+        f"Job 1 has been submitted with SLURM jobid 21 (log: {tmp_path}/seen.log).",
+        f"Job 2 has been submitted with SLURM jobid 22 (log: {tmp_path}/unseen.log).",
+        f"Job 3 has been submitted with SLURM jobid 23 (log: {tmp_path}/running.log).",
+        "Error in rule train: message: SLURM-job '21' failed, SLURM status is: 'FAILED'.",
+    ]
+    log = tmp_path / "snakemake.log"
+    log.write_text("\n".join(said))
+    tell_of_unseen_jobs([log])
+    assert capsys.readouterr().err == ""
+    log.write_text("\n".join([*said, "SLURM-job '22' failed, SLURM status is: 'FAILED'."]))
+    tell_of_unseen_jobs([str(log)])
+    told = capsys.readouterr().err
+    assert told.startswith("error: Slurm job 22 left no log: a node does not see ")
+    assert told.count("\n") == 1
+
+
+def test_a_state_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "one/.snakemake/owner").mkdir(parents=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/.snakemake").touch()
+    (tmp_path / "three/.owner").mkdir(parents=True)
+    for name, path in {"one": ".snakemake/owner", "two": ".snakemake", "three": ".owner"}.items():
+        with pytest.raises(SystemExit) as error:
+            hold(tmp_path / name) if name == "three" else take_over(tmp_path / name)
+        told = str(error.value)
+        assert told.startswith(f"error: {tmp_path / name / path} cannot be written: ")
+        assert told.endswith(". Remove it and start again.") and "\n" not in told
+
+
+def test_results_are_one_snakemakes_whatever_folder_it_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    with hold(tmp_path / "results"):
+        hold(tmp_path / "results").close()  # of the same folder: Snakemake's own locks keep the two apart
+        monkeypatch.chdir(tmp_path / "here")
+        with pytest.raises(SystemExit) as told:
+            hold(tmp_path / "results")
+        assert str(told.value).startswith(
+            f"error: Another Snakemake works in {tmp_path / 'results'}: process {os.getpid()} "
+        )
+        assert f"started in {tmp_path / 'there'}. Wait until it has ended, or set `results`" in str(told.value)
+    hold(tmp_path / "results").close()

@@ -1,0 +1,78 @@
+"""Snakemake ends with a table of the experiments that have been judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.workflow.parts import remove_left_parts
+from image_diffusion.workflow.tables import outcome
+from plans import a_plan, plans_of
+
+
+def judged(folder: Path, name: str, **measured: Any) -> None:
+    write_json(folder / name / "metrics.json", {"metrics": {"inpipe_fd": measured}})
+
+
+def test_a_line_for_each_experiment_that_has_been_judged(tmp_path: Path) -> None:
+    plans = plans_of(*map(a_plan, ("whole", "few", "guessed", "running", "damaged")))
+    assert outcome(plans, tmp_path) == ""
+    judged(tmp_path, "whole", value=12.3456, interval=[12.0, 13.25], doubt=None)
+    judged(tmp_path, "few", value=1.5, interval=None, doubt=None)
+    judged(tmp_path, "guessed", value=0.25, interval=[0, 1], doubt="the judge guesses")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/metrics.json").write_text("{")
+    page = tmp_path / "whole/report/index.html"
+    page.parent.mkdir()
+    page.touch()
+    head, _, *lines = outcome(plans, tmp_path).splitlines()
+    assert head.split() == ["experiment", "metric", "value", "95", "%", "interval", "report"]
+    assert [line.split() for line in lines] == [
+        ["whole", "inpipe_fd", "12.35", "12", "to", "13.25", str(page)],
+        ["few", "inpipe_fd", "1.5", "none", "not", "made"],
+        ["guessed", "inpipe_fd", "not", "to", "rely", "on", "none", "not", "made"],
+    ]
+    assert {line.index("inpipe_fd") for line in lines} == {head.index("metric")}
+
+
+def test_marks_of_latents_that_nobody_joins_go_too(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("mine"))
+    for name in (plans.by_name["mine"].dataset, "theirs"):
+        (tmp_path / "datasets" / name / "vae").mkdir(parents=True)
+        for file in ("part-0-of-2.done", "shard-00000.tar"):
+            (tmp_path / "datasets" / name / "vae" / file).touch()
+    remove_left_parts(plans, tmp_path)
+    assert [path.parts[-3:] for path in sorted(tmp_path.rglob("*.*"))] == [
+        (plans.by_name["mine"].dataset, "vae", "shard-00000.tar"),
+        ("theirs", "vae", "part-0-of-2.done"),
+        ("theirs", "vae", "shard-00000.tar"),
+    ]
+
+
+def test_parts_of_references_that_nobody_joins_go_too(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("mine"))
+    for name in (plans.by_name["mine"].dataset, "theirs"):
+        folder = tmp_path / "datasets" / name / "references/inception"
+        (folder / "parts").mkdir(parents=True)
+        for file in ("parts/part-0-of-2.npz", "train.npz"):
+            (folder / file).touch()
+    remove_left_parts(plans, tmp_path)
+    left = sorted(path.relative_to(tmp_path / "datasets").parts for path in tmp_path.rglob("*.npz"))
+    assert [(name, file) for name, *_, file in left] == [
+        (plans.by_name["mine"].dataset, "train.npz"),
+        ("theirs", "part-0-of-2.npz"),
+        ("theirs", "train.npz"),
+    ]
+
+
+def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("mine"))
+    for name in ("mine", "theirs"):
+        (tmp_path / name / "samples").mkdir(parents=True)
+        for file in ("part-0-of-2.npz", "samples.npz"):
+            (tmp_path / name / "samples" / file).touch()
+        (tmp_path / name / "samples" / ".part-1-of-2.npz.halfway").mkdir()
+    remove_left_parts(plans, tmp_path)
+    assert [path.name for path in sorted((tmp_path / "mine/samples").iterdir())] == ["samples.npz"]
+    assert len(list((tmp_path / "theirs/samples").iterdir())) == 3
