@@ -80,7 +80,9 @@ LONGEST_S = 1200.0
 STOPPED_S = 90.0
 """How long a process is stopped at most."""
 PATIENCE_S = 60.0
-"""How long a wanted stage is waited for, before whatever runs is killed: the last ones come after all others."""
+"""How long a wanted stage is waited for at least, before whatever runs is killed."""
+PATIENCE = 1.5
+"""The same in lengths of the longest undisturbed command: the last stages come after all others."""
 CLEAR = re.compile(r"^(\[default\d+\]:)?(error|stopped): |No space left on device", re.MULTILINE)
 DAMAGE = {
     "flip": "flipped bit",
@@ -165,6 +167,8 @@ class Soak:
         """Experiments whose receipts of the journal were damaged: what else says that a journal is not whole."""
         self.lengths: dict[str, float] = {}
         """Seconds that a stage of this name has been seen to run."""
+        self.undisturbed_s = 0.0
+        """Seconds of the longest command that nothing disturbed."""
         self.log = (work / "faults.jsonl").open("a", buffering=1)
         self.choice = Choice(0, dict.fromkeys(with_needed(names), 0))
 
@@ -187,13 +191,16 @@ class Soak:
 
     # ---- Rounds
 
-    def round(self, number: int) -> None:
-        """One round. The same seed and number draw the same, whatever came before."""
+    def round(self, number: int, is_enough: Callable[[Tally], bool]) -> None:
+        """One round, in which nothing is disturbed any more once it is enough. The same seed and number draw the same,
+        whatever came before."""
         draw = random.Random(f"{self.seed} {number}")
         names = sorted(draw.sample(self.names, min(len(self.names), draw.choice([1, 2, 3, 4, 7]))))
         self._edit(draw, number, names)
         disturbed = draw.randint(4, 16)
         for turn in range(disturbed):
+            if is_enough(self.tally):
+                break
             if turn and draw.random() < 0.15:
                 self._edit(draw, number, names)
             for _ in range(draw.choice([0, 0, 0, 1, 2, 4])):
@@ -407,7 +414,7 @@ class Soak:
     def _asked_for(self, draw: random.Random, number: int) -> list[str]:
         """Remove what some of the stages that were killed least have made, so that they will run; those stages."""
         asked = []
-        for stage in sorted(MADE_BY, key=lambda name: self.tally.kills[name])[: draw.randint(0, 3)]:
+        for stage in sorted(MADE_BY, key=lambda name: self.tally.kills[name])[: draw.randint(1, 3)]:
             if files := listed(self.project / "results", MADE_BY[stage]):
                 path = draw.choice(files)
                 path.unlink(missing_ok=True)
@@ -419,8 +426,10 @@ class Soak:
 
     def command(self, folder: Path) -> tuple[int, str]:
         """Run the command undisturbed; its status, and what it said."""
+        began_at = time.monotonic()
         with self._started(folder, {}) as (running, output):
             self._watch(running)
+        self.undisturbed_s = max(self.undisturbed_s, time.monotonic() - began_at)
         return running.returncode, output.read_text(errors="replace")
 
     @contextmanager
@@ -502,10 +511,10 @@ class Soak:
     def _strike(self, draw: random.Random, number: int, running: subprocess.Popen[bytes], wanted: list[str]) -> None:
         """Kill at random moments: everything, Snakemake alone, a stage, a rank; first the wanted stages."""
         began: dict[tuple[int, str], float] = {}
-        patience = draw.randint(1, 12)
+        patience, patience_s = draw.randint(1, 12), max(PATIENCE_S, PATIENCE * self.undisturbed_s)
         while running.poll() is None and patience:
             # A moment of a wanted stage, or of whatever runs after a while.
-            until, seen = time.monotonic() + (PATIENCE_S if wanted else draw.expovariate(2)), list[str]()
+            until, seen = time.monotonic() + (patience_s if wanted else draw.expovariate(2)), list[str]()
             while running.poll() is None and time.monotonic() < until and not seen:
                 time.sleep(0.01)
                 seen = [name for _, name in self._seen(began) if name in wanted]
@@ -611,7 +620,7 @@ def soak(
         number = 0
         while not is_enough(run.tally):
             try:
-                run.round(number)
+                run.round(number, is_enough)
             except WrongError as wrong:
                 kept = run.set_aside(number)
                 tell(f"\n{run.tally.table()}\n\n{wrong}\n\nKept: {kept}. Again: make soak SEED={seed}")
