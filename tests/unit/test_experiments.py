@@ -14,7 +14,7 @@ from image_diffusion.core.files.atomic import to_json, write_text
 from image_diffusion.experiments.experiment import TrainStage, load_sections, schema
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.experiments.study import schema as study_schema
-from image_diffusion.stages import configure
+from image_diffusion.tools import configure
 from image_diffusion.workflow.resolve import read_and_written
 
 ROOT = Path(__file__).parents[2]

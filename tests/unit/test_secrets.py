@@ -35,7 +35,8 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.archives.tars import TarStream
 from image_diffusion.data.sources.changes import refresh
 from image_diffusion.experiments.experiment import load_experiment
-from image_diffusion.stages import configure, crop, datasheet, track, train
+from image_diffusion.stages import crop, datasheet, track, train
+from image_diffusion.tools import configure
 from image_diffusion.workflow.jobs.live_tracking import Following
 
 STORES = {

@@ -14,10 +14,10 @@ import yaml
 from PIL import Image
 
 import image_diffusion.experiments.resolve
-import image_diffusion.stages.configure
 import image_diffusion.stages.crop
 import image_diffusion.stages.sample
 import image_diffusion.stages.train
+import image_diffusion.tools.configure
 from image_diffusion.codecs.base import from_uint8
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import open_shards
@@ -169,7 +169,7 @@ def trained(tmp_path_factory) -> Path:
     results = folder / "results"
     with pytest.MonkeyPatch.context() as patch:
         experiment = written(folder, "upsampler", UPSAMPLER)
-        command(image_diffusion.stages.configure.main, patch, "--experiments", experiment, "--results", results)
+        command(image_diffusion.tools.configure.main, patch, "--experiments", experiment, "--results", results)
         plan = json.loads((results / "upsampler/config/plan.json").read_text())
         manifest = results / "datasets/digits-16/crops/manifest.json"
         crop = ("--config", plan["configs"]["crop"], "--output", manifest, "--processes", "1")

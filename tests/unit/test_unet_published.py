@@ -14,11 +14,11 @@ import yaml
 from torch import nn
 
 import image_diffusion.experiments.resolve
-import image_diffusion.stages.configure
 import image_diffusion.stages.crop
 import image_diffusion.stages.evaluate
 import image_diffusion.stages.export
 import image_diffusion.stages.sample
+import image_diffusion.tools.configure
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.unet import UNetConfig
 

@@ -26,11 +26,12 @@ from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.export.registry import check_export, export_of
 from image_diffusion.metrics import DetectorConfig
+from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.systems import SYSTEMS, AnySystem
-from image_diffusion.systems.base import Others, System, check_augment, check_flips, name_of, spec_of
+from image_diffusion.systems.base import Others, System, check_augment, check_flips, makes, name_of, spec_of
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import PairsConfig
-from image_diffusion.systems.sampling import SampleSettings
+from image_diffusion.systems.sampling import SampleSettings, SamplingSources
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.parameter_groups import check_tuning
 
@@ -108,6 +109,8 @@ class Experiment(Config):
     """Curves of the metrics against one setting at a time."""
     export: ExportConfig = ExportConfig()
     """Format of the model for other programs."""
+    synthesize: SynthesizeConfig | None = None
+    """Data set that is made of the model's images, with a scorecard; unset: none."""
     resources: ResourcesConfig = ResourcesConfig()
     """Machines that training runs on."""
 
@@ -331,6 +334,8 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
         raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
     experiment.system.check(experiment, others)
     check_export(experiment, others)
+    if experiment.synthesize is not None:
+        check_synthesize(experiment)
     if experiment.train.tunes:
         with shapes_only():
             network = experiment.system.build_network(spec_of(experiment, others.codec))
@@ -375,6 +380,28 @@ def check_imported(experiment: Experiment, source: LatentSource) -> None:
             f"{where}: there are no real images that evaluate could look at. Compare with a file of statistics, as "
             f"evaluate: {{against: FILE.npz, detectors: [inception], copies: false}}, without likelihood."
         )
+
+
+def check_synthesize(experiment: Experiment) -> None:
+    """Raise ValueError where the images of an experiment cannot become a data set of their own."""
+    if not makes(experiment, "images"):
+        raise ValueError(
+            f"synthesize is set, but a system of type {experiment.system.type} draws no images. Leave it out, or set "
+            f"it in the experiment that draws them."
+        )
+    sources, images = experiment.system.sampling().sources(experiment.sample), experiment.system.sampling()
+    if sources != SamplingSources() or images.pictures(experiment.sample) or experiment.sample.prompts is not None:
+        raise ValueError(
+            "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts, "
+            "embeddings or other images. Leave out synthesize."
+        )
+    if isinstance(experiment.data.source, LatentSource) or experiment.data.validation_fraction == 0:
+        raise ValueError(
+            "synthesize compares with real images that are held out, but there are none. Set data.validation_fraction: "
+            "0.1, and name images as data.source."
+        )
+    if experiment.data.channels == 2:
+        raise ValueError("synthesize writes PNGs, which have 1, 3 or 4 channels, but data.channels is 2. Leave it out.")
 
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}

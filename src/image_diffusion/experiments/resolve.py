@@ -239,6 +239,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         stages["crop"] = (dataset / "config" / "crop.yaml", dump(experiment.data))
     if experiment.samples is not None:
         stages["sample"] = (own / "sample.yaml", {"sample": dump(experiment.section("sample"))})
+    if experiment.synthesize is not None:
+        stages["synthesize"] = (own / "synthesize.yaml", {"synthesize": dump(experiment.synthesize)})
     if codec is not None:
         stages["encode"] = (dataset / "config" / f"encode-{codec}.yaml", dump(encode_stage(experiment)))
     own_codec = own_tokens(name, experiment)

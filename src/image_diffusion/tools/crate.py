@@ -33,6 +33,7 @@ RESULTS = {
     "evaluation/*.png": "Pictures of the evaluation",
     "sweep/*/curve.*": "Metrics against one setting",
     "report/index.html": "Everything about the experiment on one page",
+    "synthetic/*": "Card, scores and description of the synthetic images",
     "diffusers/README.md": "Model card",
     "diffusers/**/*": "The model as diffusers loads it",
 }

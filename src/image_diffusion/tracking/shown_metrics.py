@@ -20,6 +20,8 @@ _LEFT_OUT = re.compile(
 )
 _OF_EVALUATE = 3
 """Metrics of `evaluate` that a training shows, the headline first."""
+_OF_SYNTHESIZE = ("utility.gain", "copies", "membership.auc")
+"""Scores of `synthesize` that a training shows."""
 
 
 def shown(points: Sequence[Point]) -> list[Point]:
@@ -34,11 +36,12 @@ def shown(points: Sequence[Point]) -> list[Point]:
 
 
 def measured(points: Sequence[Point], headline: str) -> list[Point]:
-    """Select the points measured by `evaluate`, by the names that its parent gives it, that a training shows: the
-    headline and a few others, and of previews the headline alone."""
+    """Select the points measured by `evaluate` and `synthesize`, by the names that their parent gives them, that a
+    training shows: the headline and a few others, and of previews the headline alone."""
     named = dict.fromkeys(point.key for point in points if point.key.startswith("evaluate/"))
     first = sorted(named, key=lambda key: key != f"evaluate/{headline}")[:_OF_EVALUATE]
-    others = {key for key in named if key not in first}
+    shown_keys = {*first, *(f"synthesize/{name}" for name in _OF_SYNTHESIZE)}
+    others = {point.key for point in points if point.key.startswith(("evaluate/", "synthesize/"))} - shown_keys
     return [
         point
         for point in points

@@ -58,7 +58,7 @@ def _noted(note: Path) -> str | None:
 def stage_digests(source: Path) -> dict[str, str]:
     """Return the digest of the code of each stage. source: the folder that holds the package."""
     modules = _Modules(source)
-    stages = (*STAGES, "datasheet", "detect", "reference", "sweep", "ema", "track")
+    stages = (*STAGES, "datasheet", "detect", "reference", "sweep", "synthesize", "ema", "track")
     return {stage: modules.digest([module_of(stage)]) for stage in stages}
 
 

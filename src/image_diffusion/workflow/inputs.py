@@ -78,6 +78,8 @@ class Files:
             paths += ["samples/embeddings.json"]
         if plan.export != "none":
             paths += ["diffusers"]
+        if plan.synthesizes:
+            paths += ["synthetic"]
         paths += [f"sweep/{axis}/curve.json" for axis in plan.sweep]
         tokens = [f"{self._dataset(plan)}/{plan.tokens}/manifest.json"] if plan.tokens else []
         return [*(f"{self.results}/{name}/{path}" for path in paths), *tokens]
@@ -87,7 +89,7 @@ class Files:
         name."""
         parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, plan.pairs]
         manifests = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
-        has_detector = plan.pairs_of_detector or _has_detector(plan)
+        has_detector = plan.pairs_of_detector or plan.synthesizes or _has_detector(plan)
         detector = [f"{self._dataset(plan)}/detector/detector.json"] if has_detector else []
         return [*manifests, *detector, *self._references(plan)]
 
@@ -156,6 +158,11 @@ class Files:
                 "--reference", outputs_of(plan.against_experiment, "samples/samples.npz") or _listed(plan.against)
             ),
             "references": Optional("--references", self._references(plan), _folders),
+            "own_features": Optional(
+                "--references",
+                [path for path in self._references(plan) if path.endswith("/inpipe/reference.json")],
+                _folders,
+            ),
             "detector": Optional("--detector", detector if _has_detector(plan) else [], _folders),
             "pair_detector": Optional("--detector", detector if plan.pairs_of_detector else [], _folders),
         }
@@ -215,6 +222,10 @@ class Files:
     def reference_detector_option(self, wildcards: Wildcards) -> list[str]:
         """Return the option of `reference` that names the folder of the detector."""
         return option_of("--detector", _folders(self.reference_detector(wildcards)))
+
+    def own_detector(self, wildcards: Wildcards) -> str:
+        """Return the detector that is trained on the data set itself."""
+        return f"{self.dataset_folder(wildcards)}/detector/detector.json"
 
     def stamps(self, kind: Literal["codec_files", "decoder_files", "pictures"]) -> Callable[[Wildcards], list[str]]:
         """Return stamps that distinguish files that others have made from any that take their place, older ones too."""

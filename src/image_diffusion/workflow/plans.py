@@ -112,6 +112,11 @@ class Plan:
     """The dotted keys in which it differs from what its system does by itself, for its page."""
 
     @property
+    def synthesizes(self) -> bool:
+        """True if a data set is made of its images."""
+        return "synthesize" in self.configs
+
+    @property
     def most_sample_jobs(self) -> int:
         """Jobs that could share its samples at most."""
         return self.sample_batches if self.keeps_samples else 1

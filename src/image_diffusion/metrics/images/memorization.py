@@ -50,6 +50,11 @@ def reduced(images: Tensor) -> Detected:
     return Detected(F.adaptive_avg_pool2d(images.to(torch.float32) / 255, _SIZE).flatten(1))
 
 
+def mirrored(features: Tensor) -> Tensor:
+    """Return `reduced` images mirrored left to right, [B, D]."""
+    return features.view(len(features), -1, _SIZE).flip(-1).flatten(1)
+
+
 def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: int = 4) -> Copies:
     """Return the k nearest training images of every sample, mirrored ones included, and whether they are suspiciously
     near.
@@ -62,7 +67,7 @@ def find_copies(samples: Tensor, train: ImageSet, held_out: ImageSet | None, k: 
 
     def mirrored_too(start: int) -> tuple[Tensor, ...]:
         plain = _reduced(train, start, min(start + _AT_ONCE, train.num_samples))
-        return plain, plain.view(len(plain), -1, _SIZE).flip(-1).flatten(1)
+        return plain, mirrored(plain)
 
     return _nearest_views(queries, mirrored_too, train.num_samples, k)
 

@@ -33,6 +33,7 @@ class Damage:
             "model.json": self._model,
             "tracked.json": self._tracked,
             "diffusers": self._folder,
+            "synthetic": self._folder,
         }
         self._looks_by_suffix: Mapping[str, Callable[[Path], str | None]] = {".json": self._described, ".html": _page}
 

@@ -1,0 +1,119 @@
+"""Words about a synthetic data set: its data card, README.md, and the page of its scorecard."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from image_diffusion.synthesis.croissant import DataSetFacts
+from image_diffusion.synthesis.scorecard import Scores
+from image_diffusion.synthesis.scores import SCORES
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top }
+td.number { text-align: right; font-variant-numeric: tabular-nums } .wrong { color: #b00020 }
+"""
+_FILES = {"folders": "images/**", "webdataset": "shard-*.tar", "parquet": "data/*.parquet"}
+_READING = {
+    "folders": 'torchvision.datasets.ImageFolder("images")',
+    "webdataset": 'webdataset.WebDataset("shard-00000.tar").decode("pil").to_tuple("png", "cls")',
+    "parquet": 'datasets.load_dataset("parquet", data_files="data/*.parquet")',
+}
+HEADS = ("score", "value", "95 % interval", "real images", "better", "meaning")
+
+
+def data_card(facts: DataSetFacts, layout: str, counts: Mapping[str, int], scores: Scores, experiment: str) -> str:
+    """Return README.md, with the front matter of the Hugging Face Hub. counts: images by class."""
+    classes = "\n".join(f"| {name} | {count:,} |" for name, count in counts.items())
+    measured = "\n".join(
+        f"| {' | '.join(row[:4])} |" for _, rows in _rows_by_group(scores) for row in rows if row[1] != "not measured"
+    )
+    return f"""---
+license: other
+license_name: not-stated
+tags: [synthetic]
+configs:
+- config_name: default
+  data_files: "{_FILES[layout]}"
+---
+
+# {facts.name}
+
+{facts.description}
+
+**How it was made.** Each image was drawn from its own seed by the model of the experiment `{experiment}`. No image is a
+photograph or a scan. `provenance.json` states the weights, the sampler and the training data. To draw an image again:
+`image-diffusion sample {experiment} --label CLASS --seed SEED --num 1`.
+
+**Licence.** {facts.licence}
+
+**What not to use it for.** Do not report results on these images as results on real ones, do not use them as a test
+set, and do not take them for evidence of what exists. The model repeats the gaps and the biases of its training images.
+A low privacy score is a measurement by the attacks below, not a proof of anonymity.
+
+**How to read it.** `{_READING[layout]}`
+
+| Class | Images |
+| --- | --- |
+{classes}
+
+| {" | ".join(HEADS[:4])} |
+| --- | --- | --- | --- |
+{measured}
+
+`index.html` explains the scores. `croissant.json` describes the files for catalogues, and `SHA256SUMS` has their sums.
+"""
+
+
+def score_page(facts: DataSetFacts, scores: Scores, require: str, wrong: Sequence[str]) -> str:
+    """Return the page of a scorecard. require: the requirement; wrong: a sentence for each condition that does not
+    hold."""
+    title = f"Scorecard of {html.escape(facts.name)}"
+    body = [f"<h1>{title}</h1>", f"<p>{html.escape(facts.description)}</p>", *_release(require, wrong)]
+    for group, rows in _rows_by_group(scores):
+        body += [f"<h2>{group}</h2>", "<table>", _line(HEADS, "th")]
+        body += [*(_line(row, "td") for row in rows), "</table>"]
+    body.append(
+        "<p>Real images: what held-out images get by the same measure; for utility the accuracy with real images alone."
+        " Fidelity, diversity and copies_in_features are measured on the features of the data set's own detector, the"
+        " rest of privacy on pixels.</p>"
+    )
+    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
+    return "\n".join([head, *body, "</html>", ""])
+
+
+def _release(require: str, wrong: Sequence[str]) -> list[str]:
+    if not require:
+        return ["<p>Released. No requirement was set.</p>"]
+    if not wrong:
+        return [f"<p>Released. The requirement holds: <code>{html.escape(require)}</code></p>"]
+    listed = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in wrong)
+    return [f'<p class="wrong">Not released. These conditions of synthesize.require do not hold:</p><ul>{listed}</ul>']
+
+
+def _rows_by_group(scores: Scores) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return the rows of the scorecard by group."""
+    return [
+        (group, [_row(name, scores[name]) for name, _ in named])
+        for group, named in groupby(SCORES.items(), key=lambda item: item[1].group)
+    ]
+
+
+def _row(name: str, score: Mapping[str, Any]) -> tuple[str, ...]:
+    value, low, high, real = (score[field] for field in ("value", "lower", "upper", "real"))
+    meaning = "; ".join(filter(None, (SCORES[name].meaning, score["note"])))
+    return (
+        name,
+        "not measured" if value is None else f"{value:.4g}" + (f", {score['verdict']}" if score.get("verdict") else ""),
+        "none" if low is None else f"{low:.4g} to {high:.4g}",
+        "" if real is None else f"{real:.4g}",
+        SCORES[name].better,
+        meaning,
+    )
+
+
+def _line(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

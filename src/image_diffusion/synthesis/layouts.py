@@ -1,0 +1,115 @@
+"""Write synthetic images with their classes and seeds in the layouts that other programs read. The same images give
+the same bytes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+from PIL import Image
+
+from image_diffusion.metrics.samples import Samples
+
+_IN_A_FILE = 5000
+"""Images in one tar or Parquet file."""
+UNLABELLED = "unlabelled"
+"""Name of the folder of images without classes."""
+
+
+@dataclass(frozen=True)
+class SyntheticImage:
+    """A synthetic image. key: its seed as eight digits, and the name of its file. png: its bytes. label: the position
+    of its class; 0 without classes."""
+
+    key: str
+    seed: int
+    png: bytes
+    label: int
+    class_name: str
+
+
+def synthetic_images(samples: Samples, first_seed: int) -> Iterator[SyntheticImage]:
+    """Yield the images in order. Image number i has seed first_seed + i."""
+    for row in range(samples.num_samples):
+        seed, label = first_seed + row, int(samples.labels[row])
+        name = samples.classes[label] if samples.has_labels else UNLABELLED
+        pixels = samples.gather(np.array([row]))[0].permute(1, 2, 0).numpy()
+        file = io.BytesIO()
+        Image.fromarray(pixels.squeeze()).save(file, format="PNG")
+        yield SyntheticImage(f"{seed:08}", seed, file.getvalue(), label, name)
+
+
+def write_folders(folder: Path, images: Iterator[SyntheticImage], classes: Sequence[str]) -> None:
+    """Write `images/CLASS/SEED.png`, which torchvision's ImageFolder reads, and `images/metadata.csv`, which adds label
+    and seed where Hugging Face's imagefolder reads it."""
+    root = folder / "images"
+    for name in classes or [UNLABELLED]:
+        (root / folder_name(name)).mkdir(parents=True, exist_ok=True)
+    with (root / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["file_name", "label", "seed"])
+        for image in images:
+            name = f"{folder_name(image.class_name)}/{image.key}.png"
+            (root / name).write_bytes(image.png)
+            writer.writerow([name, image.class_name, image.seed])
+
+
+def folder_name(class_name: str) -> str:
+    """Return the folder of a class: its name, without what separates folders."""
+    return quote(class_name, safe=" ,;+()[]'&=!@#").replace(".", "%2E")
+
+
+def _files_of(images: Iterator[SyntheticImage]) -> Iterator[tuple[int, list[SyntheticImage]]]:
+    """Yield the number of each file and the images in it."""
+    return enumerate(iter(lambda: list(islice(images, _IN_A_FILE)), []))
+
+
+def write_webdataset(folder: Path, images: Iterator[SyntheticImage], classes: Sequence[str]) -> None:
+    """Write `shard-00000.tar`, …: of each image SEED.png, SEED.cls, the number of its class, and SEED.json."""
+    for number, part in _files_of(images):
+        with tarfile.open(folder / f"shard-{number:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for image in part:
+                about = json.dumps({"class": image.class_name, "label": image.label, "seed": image.seed})
+                members = {"png": image.png, "cls": str(image.label).encode(), "json": about.encode()}
+                for suffix, data in members.items():
+                    member = tarfile.TarInfo(f"{image.key}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+
+
+def write_parquet(folder: Path, images: Iterator[SyntheticImage], classes: Sequence[str]) -> None:
+    """Write `data/train-00000.parquet`, …: columns image (bytes and path), label and seed, with the types that Hugging
+    Face's datasets reads from the schema's metadata."""
+    import pyarrow as pa  # here: loading it would slow the start of every stage
+    from pyarrow import parquet
+
+    features = {
+        "image": {"_type": "Image"},
+        "label": {"_type": "ClassLabel", "names": list(classes) or [UNLABELLED]},
+        "seed": {"_type": "Value", "dtype": "int64"},
+    }
+    columns = {
+        "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+        "label": pa.int64(),
+        "seed": pa.int64(),
+    }
+    schema = pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+    (folder / "data").mkdir()
+    for number, part in _files_of(images):
+        rows = [
+            {"image": {"bytes": image.png, "path": f"{image.key}.png"}, "label": image.label, "seed": image.seed}
+            for image in part
+        ]
+        parquet.write_table(pa.Table.from_pylist(rows, schema), folder / "data" / f"train-{number:05}.parquet")
+
+
+WRITERS = {"folders": write_folders, "webdataset": write_webdataset, "parquet": write_parquet}
+"""Writers of the layouts, by `synthesize.format`."""

@@ -1,0 +1,155 @@
+"""Measure a set of synthetic images: fidelity, diversity, utility and privacy, each beside what real images get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from image_diffusion.metrics.compute import fixed_subset
+from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.distances.jackknife import Estimate
+from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
+from image_diffusion.metrics.features.base import Detector, ImageSet
+from image_diffusion.metrics.images.memorization import mirrored, reduced
+from image_diffusion.metrics.samples import Samples
+from image_diffusion.synthesis.config import SynthesizeConfig
+from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
+from image_diffusion.synthesis.requirement import parse_requirement
+from image_diffusion.synthesis.scores import SCORES
+from image_diffusion.synthesis.utility import MOST_IMAGES, MULTIPLES, reduced_set, utility
+
+_MOST = 10_000
+"""Images of each kind that distances are measured between at most."""
+
+Scores = dict[str, dict[str, Any]]
+"""Scores by name: {"value", "lower", "upper", "real", "n", "note", "verdict"}; None for what was not measured."""
+
+
+def measure_set(
+    synthetic: Samples,
+    real: RealImages,
+    detector: Detector,
+    config: SynthesizeConfig,
+    references: Sequence[Path] = (),
+    pictures: Path | None = None,
+) -> Scores:
+    """Return the scores of a set, all of `SCORES`.
+
+    config: the classifiers of the utility. references: folders of the detector's features of the real images, if these
+    are stored. pictures: a folder for pictures, which show training images too. Raises ValueError for too few images.
+    """
+    settings = EvaluateConfig(two_sample=False)
+    entries = evaluate_samples(synthetic, real, [detector], settings, pictures, references=references)["metrics"]
+    measured = {name: _of_entry(entries[score.metric]) for name, score in SCORES.items() if score.metric in entries}
+    measured |= _utility(synthetic, real, config) | measure_privacy(synthetic, real)
+    return {name: measured.get(name, _missing("not measured for this set")) for name in SCORES}
+
+
+def faults(scores: Scores, requirement: str) -> list[str]:
+    """Return a sentence for each condition of a requirement that does not hold; none where the set may be released."""
+    conditions = parse_requirement(requirement, SCORES)
+    return [fault for condition in conditions if (fault := condition.fault(scores)) is not None]
+
+
+def numbers_of(scores: Scores) -> dict[str, float]:
+    """Return what was measured as flat numbers: `copies`, `copies.lower`, `copies.upper`."""
+    named = {
+        name if field == "value" else f"{name}.{field}": score[field]
+        for name, score in scores.items()
+        for field in ("value", "lower", "upper")
+    }
+    return {name: number for name, number in named.items() if number is not None}
+
+
+def _of_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a score from an entry of metrics.json, whose floor is what held-out images get."""
+    low, high = entry["interval"] or (None, None)
+    note = "; ".join(filter(None, (entry["note"], entry.get("doubt"))))
+    value = entry["value"] if entry["debiased"] is None else entry["debiased"]
+    return {"value": value, "lower": low, "upper": high, "real": entry["floor"], "n": entry["n"], "note": note}
+
+
+def score_of(estimate: Estimate, real: float | None) -> dict[str, Any]:
+    """Return a score from an estimate. real: what real images get; None where they get nothing."""
+    if math.isnan(estimate.value):
+        return _missing(estimate.note)
+    low, high = estimate.interval or (None, None)
+    real = None if real is None or math.isnan(real) else real
+    return {
+        "value": estimate.value, "lower": low, "upper": high, "real": real, "n": estimate.n, "note": estimate.note,
+    }  # fmt: skip
+
+
+def _missing(note: str) -> dict[str, Any]:
+    return {"value": None, "lower": None, "upper": None, "real": None, "n": 0, "note": note}
+
+
+def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig) -> Scores:
+    """Return the scores of utility, and the verdict on each gain; what real images get is the accuracy with them."""
+    names = [name for name, score in SCORES.items() if score.group == "Utility"]
+    num_classes = len(real.train.classes)
+    if num_classes < 2 or not synthetic.has_labels:
+        return {name: _missing("not measured: it takes two classes") for name in names}
+    if real.validation.num_samples == 0:
+        return {name: _missing("not measured: no images are held out") for name in names}
+    estimates = utility(
+        reduced_set(real.train),
+        reduced_set(synthetic, MULTIPLES[-1] * MOST_IMAGES),
+        reduced_set(real.validation),
+        num_classes,
+        config.classifier_seeds,
+        config.classifier_steps,
+    )
+    alone = estimates["real"].value
+    scores = {}
+    for name, estimate in estimates.items():
+        is_gain = name.startswith("gain")
+        scores[f"utility.{name}"] = score_of(estimate, None if is_gain else alone)
+        if is_gain:
+            scores[f"utility.{name}"]["verdict"] = verdict(estimate)
+    return scores
+
+
+def verdict(gain: Estimate) -> str | None:
+    """Return "better", "worse" or "within noise" for a gain; None without an interval."""
+    if gain.interval is None:
+        return None
+    low, high = gain.interval
+    return "better" if low > 0 else "worse" if high < 0 else "within noise"
+
+
+def measure_privacy(synthetic: Samples, real: RealImages) -> Scores:
+    """Return the scores that are measured on pixels. Real images get theirs by the same measure: half of the held-out
+    images in place of the synthetic set, and the others in place of all held-out ones."""
+    held_out = _pixels(real.validation)
+    if len(held_out) < 4 or real.train.num_samples < 4:
+        few = _missing("not measured: it takes four held-out images")
+        return dict.fromkeys(("nearest_ratio", "membership.auc", "membership.true_positives"), few)
+    train, samples = _pixels(real.train), _pixels(synthetic)
+    near = [_nearest(images, samples) for images in (train, held_out)]
+    as_set, others = held_out[::2], held_out[1::2]
+    baseline = [_nearest(images, as_set) for images in (train, others)]
+    return {
+        "nearest_ratio": score_of(nearest_ratio(samples, train), nearest_ratio(held_out, train).value),
+        "membership.auc": score_of(membership_auc(*near), membership_auc(*baseline).value),
+        "membership.true_positives": score_of(true_positives(*near), true_positives(*baseline).value),
+    }
+
+
+def _nearest(images: Tensor, synthetic: Tensor) -> Tensor:
+    """Return the distance of each image, or of its mirror image, to the nearest synthetic image, float64 [N]: models
+    may be trained on both."""
+    return torch.minimum(*(nearest_distances(view, synthetic)[:, 0] for view in (images, mirrored(images))))
+
+
+def _pixels(images: ImageSet) -> Tensor:
+    """Return a fixed random subset of images, reduced to 16 pixels: float32 [N, C * 16 * 16]."""
+    rows = fixed_subset(images.num_samples, _MOST).numpy()
+    parts = np.array_split(rows, max(1, -(-len(rows) // 512)))
+    return torch.cat([reduced(images.gather(part)).features for part in parts]) if len(rows) else torch.empty(0, 0)

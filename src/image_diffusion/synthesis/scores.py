@@ -1,0 +1,44 @@
+"""Scores of a set of synthetic images: their names, groups and meanings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score. group: of the scorecard. better: the direction; empty where none is. meaning: in plain words. metric: of
+    `evaluate` that it is; empty for one that is measured here."""
+
+    group: str
+    better: str
+    meaning: str
+    metric: str = ""
+
+
+SCORES = {
+    "fd": Score("Fidelity", "lower", "Fréchet distance to the training images", "inpipe_fd"),
+    "class_fd": Score("Fidelity", "lower", "Fréchet distance within a class, mean over classes", "inpipe_class_fd"),
+    "agreement": Score(
+        "Fidelity", "higher", "share of images that the detector recognises as their class", "inpipe_agreement"
+    ),
+    "precision": Score("Fidelity", "higher", "share of images that look like training images", "inpipe_precision"),
+    "recall": Score("Diversity", "higher", "share of training images that look like synthetic ones", "inpipe_recall"),
+    "coverage": Score("Diversity", "higher", "share of training images near a synthetic one", "inpipe_coverage"),
+    "utility.real": Score("Utility", "higher", "accuracy of a classifier trained on real images alone"),
+    "utility.synthetic": Score("Utility", "higher", "accuracy of a classifier trained on synthetic images alone"),
+    "utility.real_and_1x": Score("Utility", "higher", "accuracy with as many synthetic as real images"),
+    "utility.real_and_2x": Score("Utility", "higher", "accuracy with twice as many synthetic as real images"),
+    "utility.real_and_4x": Score("Utility", "higher", "accuracy with four times as many synthetic as real images"),
+    "utility.real_and_all": Score("Utility", "higher", "accuracy with all synthetic images, fewer than real ones"),
+    "utility.gain": Score("Utility", "higher", "accuracy with the most synthetic images, less utility.real"),
+    "utility.gain_rarest": Score("Utility", "higher", "the same gain on the rarest quarter of the classes"),
+    "copies": Score("Privacy", "lower", "share nearer to a training image than 99 % of held-out ones", "copies"),
+    "copies_in_features": Score("Privacy", "lower", "the same share in the detector's features", "inpipe_copies"),
+    "nearest_ratio": Score("Privacy", "", "distance to the nearest over that to the second nearest training image"),
+    "membership.auc": Score(
+        "Privacy", "lower", "probability that a training image is nearer to the set than a held-out one"
+    ),
+    "membership.true_positives": Score("Privacy", "lower", "training images recognised at 1 % false positives, share"),
+}
+"""Scores by the name that a requirement calls them by, in the order of the page."""

@@ -1,0 +1,176 @@
+"""Use of synthetic images: classifiers trained with and without them, tested on held-out real images.
+
+Each classifier is a small convolutional network, trained from scratch on images reduced to 32 pixels, with the same
+number of steps whatever it is trained on. The features of the data set's detector are not used: they were fitted to all
+real training images, and so would answer for a classifier that is given few of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.partial_results import Arrays, batches
+from image_diffusion.core.process.progress import Progress
+from image_diffusion.metrics.compute import fixed_subset
+from image_diffusion.metrics.distances.jackknife import Estimate
+from image_diffusion.metrics.features.base import ImageSet
+from image_diffusion.metrics.features.classifier_training import shifted
+
+MULTIPLES = (1, 2, 4)
+"""Numbers of synthetic images for each real one that classifiers are trained on."""
+_SIZE, _BATCH = 32, 64
+_RATE = 0.003
+MOST_IMAGES = 20_000
+"""Real images that classifiers are trained on, and tested on, at most."""
+_LEAST_TESTED = 2
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images and their classes. images: uint8 [N, C, 32, 32]. labels: int64 [N]."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int) -> Labelled:
+        """Return the first images."""
+        return Labelled(self.images[:count], self.labels[:count])
+
+    def __add__(self, other: Labelled) -> Labelled:
+        return Labelled(torch.cat([self.images, other.images]), torch.cat([self.labels, other.labels]))
+
+
+def reduced_set(images: ImageSet, most: int = MOST_IMAGES) -> Labelled:
+    """Return a fixed random subset of at most `most` images, in a random order that is always the same, reduced to 32
+    pixels."""
+    rows = np.random.default_rng(0).permutation(fixed_subset(images.num_samples, most).numpy())
+    parts = [_resized(images.gather(part)) for part in np.array_split(rows, -(-len(rows) // 512))] if len(rows) else []
+    pixels = torch.cat(parts) if parts else torch.empty(0, images.shape[0], _SIZE, _SIZE, dtype=torch.uint8)
+    return Labelled(pixels, torch.from_numpy(np.asarray(images.labels)[rows]))
+
+
+def _resized(images: Tensor) -> Tensor:
+    if images.shape[2:] == (_SIZE, _SIZE):
+        return images
+    pixels = F.interpolate(images.float(), (_SIZE, _SIZE), mode="bilinear", antialias=True, align_corners=False)
+    return pixels.round().clamp(0, 255).to(torch.uint8)
+
+
+def training_sets(real: Labelled, synthetic: Labelled) -> dict[str, Labelled]:
+    """Return what classifiers are trained on, by name: synthetic and real images alone, and real ones with 1, 2 and 4
+    times as many synthetic ones, as far as the set goes; with all of a set that is smaller than the real one."""
+    counts = {f"real_and_{k}x": k * len(real) for k in MULTIPLES if k * len(real) <= len(synthetic)}
+    counts = counts or {"real_and_all": len(synthetic)}
+    return {
+        "synthetic": synthetic.first(MULTIPLES[-1] * len(real)),
+        "real": real,
+        **{name: real + synthetic.first(count) for name, count in counts.items()},
+    }
+
+
+def utility(
+    real: Labelled, synthetic: Labelled, held_out: Labelled, num_classes: int, num_seeds: int, steps: int
+) -> dict[str, Estimate]:
+    """Return the accuracies on held-out images, by what the classifiers were trained on, and the gains: the accuracy
+    with real images and the largest multiple of synthetic ones, less that with real images alone; `gain_rarest` over
+    the rarest quarter of the classes.
+
+    num_seeds: classifiers of each kind, two or more; steps: of each. Intervals are over seeds and held-out images
+    (`crossed_mean`).
+    """
+    sets = training_sets(real, synthetic)
+    cached, right = batches("utility"), dict[str, Tensor]()
+    with Progress("utility", len(sets) * num_seeds, "classifier") as progress:
+        for name, images in sets.items():
+            rows = []
+            for seed in range(num_seeds):
+                answers = cached(f"{name}-{seed}", _answers(images, held_out, num_classes, seed, steps))["right"]
+                rows.append(torch.from_numpy(answers.copy()))
+                progress.advance(1)
+            right[name] = torch.stack(rows).to(torch.float64)  # [seeds, N]
+    gain = right[list(sets)[-1]] - right["real"]
+    rarest = torch.isin(held_out.labels, rarest_classes(real.labels, num_classes))
+    estimates = {name: crossed_mean(rows, 0, 1) for name, rows in right.items()}
+    return estimates | {"gain": crossed_mean(gain), "gain_rarest": crossed_mean(gain[:, rarest])}
+
+
+def _answers(train: Labelled, test: Labelled, num_classes: int, seed: int, steps: int) -> Callable[[], Arrays]:
+    return lambda: {"right": train_and_test(train, test, num_classes, seed, steps).numpy()}
+
+
+def train_and_test(train: Labelled, test: Labelled, num_classes: int, seed: int, steps: int) -> Tensor:
+    """Train a classifier; return whether it recognises each test image, bool [N].
+
+    seed: of its weights, of the order of the images and of their shifts by up to two pixels.
+    """
+    device, rng = best_device(), np.random.default_rng([seed, 5])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = _network(train.images.shape[1], num_classes).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+    for _ in range(steps):
+        rows = torch.from_numpy(rng.integers(0, len(train), _BATCH))
+        pixels = shifted(train.images[rows], torch.from_numpy(rng.integers(-2, 3, (2, _BATCH))))
+        loss = F.cross_entropy(network(_scaled(pixels).to(device)), train.labels[rows].to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    network.eval()
+    with torch.inference_mode():
+        answers = [network(_scaled(part).to(device)).argmax(dim=1).cpu() for part in test.images.split(512)]
+    return torch.cat(answers) == test.labels
+
+
+def _scaled(images: Tensor) -> Tensor:
+    return images.to(torch.float32) / 127.5 - 1
+
+
+def _network(channels: int, num_classes: int) -> nn.Sequential:
+    """Build a classifier of images [B, C, 32, 32] of 50,000 parameters."""
+    layers: list[nn.Module] = []
+    for wider in (24, 48, 96):
+        layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+        channels = wider
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+def rarest_classes(labels: Tensor, num_classes: int) -> Tensor:
+    """Return the quarter of the classes, at least one, that have the fewest images, int64."""
+    counts = torch.bincount(labels, minlength=num_classes)
+    return counts.argsort(stable=True)[: max(1, num_classes // 4)]
+
+
+def crossed_mean(values: Tensor, low: float = -math.inf, high: float = math.inf) -> Estimate:
+    """Return the mean of values [S, N] of S seeds on the same N images, with an interval over other seeds and images.
+
+    The variance is the sum of that of the mean of each seed and that of the mean of each image, which is not below that
+    of the mean of two crossed random effects (Owen 2007, "The pigeonhole bootstrap", section 3), each with its own
+    Student's t: three seeds give a poor estimate of their spread. The latter is taken as if at least one of the images
+    differed by one, since answers that are all the same say little when they are few. low, high: bounds that the
+    interval is cut to.
+    """
+    from scipy.special import stdtrit  # here: loading it would slow the start of every stage
+
+    num_seeds, num_images = values.shape
+    if num_images < _LEAST_TESTED or num_seeds < 2:
+        mean = float(values.mean()) if values.numel() else math.nan
+        return Estimate(mean, num_images, note=f"no interval: {num_seeds} seeds on {num_images} held-out images")
+    value = float(values.mean())
+    over_seeds = float(values.mean(dim=1).var()) / num_seeds
+    over_images = max(float(values.mean(dim=0).var()), 1 / num_images) / num_images
+    of_seeds, of_images = (float(stdtrit(count - 1, 0.975)) for count in values.shape)
+    reach = math.sqrt(of_seeds**2 * over_seeds + of_images**2 * over_images)
+    return Estimate(value, num_images, value, (max(low, value - reach), min(high, value + reach)))

@@ -1,0 +1,83 @@
+"""A data set of a model's images: made once, read by other programs, and kept back where its scores are too low."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from projects import Project, make_project
+
+from image_diffusion.core.files.atomic import read_checksums, sha256_file
+
+pytestmark = pytest.mark.slow
+
+TARGET = "results/micro/synthetic"
+QUICK = {"per_class": 12, "classifier_seeds": 2, "classifier_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose data set was released."""
+    project = make_project(tmp_path_factory.mktemp("released") / "project")
+    set_section(project, **QUICK, require="utility.gain.upper > -1")
+    project.run()
+    return project
+
+
+def set_section(project: Project, **section: Any) -> None:
+    project.edit(lambda experiment: experiment.update(synthesize=section))
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): sha256_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".snakemake_timestamp"
+    }
+
+
+def test_a_released_set_is_whole_tracked_and_made_once(released: Project) -> None:
+    from torchvision.datasets import ImageFolder
+
+    folder = released / "results/micro/synthetic"
+    images = ImageFolder(str(folder / "images"))
+    assert images.classes == ["dark", "light"] and images.targets == [0] * 12 + [1] * 12
+    with np.load(released / "results/micro/samples/samples.npz") as arrays:  # the same seeds and classes
+        assert np.array_equal(np.asarray(images[0][0]), arrays["arr_0"][0])
+    assert read_checksums(folder) == {name: s for name, s in files_of(folder).items() if name != "SHA256SUMS"}
+    scores = json.loads((folder / "scorecard.json").read_text())["scores"]
+    assert scores["utility.gain"]["lower"] <= scores["utility.gain"]["value"] <= scores["utility.gain"]["upper"]
+    assert "12 |" in (folder / "README.md").read_text() and "Released." in (folder / "index.html").read_text()
+    with sqlite3.connect(released / "mlflow.db") as store:
+        keys = {key for (key,) in store.execute("SELECT DISTINCT key FROM metrics")}
+    assert {"utility.gain.lower", "membership.auc", "inpipe_fd"} <= keys
+    assert list(released.folder.glob("mlartifacts/**/index.html")) or list(released.folder.glob("mlruns/**/index.html"))
+    assert released.planned() == set()
+
+
+def test_a_set_that_does_not_reach_its_scores_is_kept_back(released: Project) -> None:
+    released_files = files_of(released / "results/micro/synthetic")
+    set_section(released, **QUICK, require="utility.gain.lower > 1 and copies.upper < 0.01")
+    done = released.snakemake(TARGET)
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if "error: synthesize.require does not hold" in line)
+    assert "utility.gain.lower is " in line and "copies.upper was not measured" in line
+    assert not (released / "results/micro/synthetic").exists()
+    kept = released / "results/micro/quarantine"
+    assert "Not released." in (kept / "index.html").read_text()
+    same = {name for name, sha256 in files_of(kept).items() if released_files[name] == sha256}
+    assert set(released_files) - same == {"index.html", "scorecard.json", "SHA256SUMS"}
+    set_section(released, **QUICK, format="webdataset")
+    assert "batches are reused" in released.run(TARGET)
+    assert (released / "results/micro/synthetic/shard-00000.tar").is_file() and not kept.exists()
+
+
+def test_a_score_that_does_not_exist_is_an_error_before_any_work(fresh: Project) -> None:
+    set_section(fresh, per_class=2, require="copy.upper < 0.01")
+    done = fresh.snakemake()
+    assert done.returncode == 1 and "Unknown score 'copy'. Did you mean copies?" in done.stdout
+    assert not (fresh / "results/datasets/dots-16/crops").exists()
