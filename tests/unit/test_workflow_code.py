@@ -138,7 +138,7 @@ RULES = sorted((Path(__file__).parents[2] / "workflow/rules").glob("*.smk"))
 
 
 def test_every_rule_of_a_stage_that_is_made_again_carries_the_digest_of_its_code() -> None:
-    again = {"sample", "evaluate", "sweep", "ema", "export", "detect", "reference", "datasheet", "track"}
+    again = {"sample", "evaluate", "sweep", "ema", "export", "detect", "reference", "datasheet", "synthesize", "track"}
     commands = []
     for rule in "\n".join(path.read_text() for path in RULES).split("\nrule ")[1:]:
         for stage in again & {*re.findall(r"python -m image_diffusion (\w+) ", rule)}:

@@ -1,8 +1,7 @@
 # a checkpoint of a training, which may go on meanwhile -> images:
 #   snakemake --cores 1 results/EXPERIMENT/checkpoints/latest/grid.png
-# Only checkpoints are read and no file of another rule is written. A codec and small images are no inputs, since the
-# training would not run without the one, and Snakemake would lock whatever makes them: so neither the training nor the
-# Snakemake that runs it notices.
+# Only checkpoints are read and no file of another rule is written. A codec and small images are no inputs: Snakemake
+# would lock whatever makes them, and training does not run without the codec. So the Snakemake that trains goes on.
 
 
 use rule sweep_weights as checkpoint_weights with:

@@ -8,9 +8,8 @@ from image_diffusion.workflow.jobs.live_tracking import Following
 from image_diffusion.workflow.parts import remove_left_parts
 from image_diffusion.workflow.studies import write_partial_pages
 from image_diffusion.workflow.integrity.locks import hold
-from image_diffusion.workflow.jobs.slurm_queue import orphans, settle, tell_of_unseen_jobs
+from image_diffusion.workflow.jobs.slurm_queue import orphans, report_failed_jobs, settle, tell_of_unseen_jobs
 from image_diffusion.workflow.tables import outcome, request
-from image_diffusion.workflow.jobs.slurm_queue import report_failed_jobs
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
 held = []

@@ -1,6 +1,3 @@
-# a trained model -> a data set of its images, scored beside held-out ones
-
-
 rule synthesize:
     "A data set of a model's images with a scorecard; where the requirement does not hold, `quarantine` beside it."
     input:
@@ -9,7 +6,6 @@ rule synthesize:
         sample=files.config("sample"),
         before=files.configs_before("sample"),
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
-        model=f"{results}/{{experiment}}/train/model.json",
         data=files.real_data,
         detector=files.own_detector,
     output:
@@ -30,11 +26,8 @@ rule synthesize:
         devices=machine.devices_option,
         code=code["synthesize"],
         decoder=files.stamps("decoder_files"),
-        data=subpath(input.data, parent=True),
-        detector=subpath(input.detector, parent=True),
-        journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion synthesize --config {input.config:q}"
         " --sample {input.sample:q} --weights {input.weights:q} {params.trained_by:q} {params.codec:q}"
-        " --data {params.data:q} --detector {params.detector:q} {params.own_features:q} --journal {params.journal:q}"
-        " --output {output.folder:q}"
+        " --data {input.data:q} --detector {input.detector:q} {params.own_features:q} --output {output.folder:q}"
+        " --journal {results:q}/{wildcards.experiment:q}/journal"

@@ -10,24 +10,12 @@ report: "../report/workflow.rst"
 configfile: "config/config.yaml"
 
 
-include: "start.smk"
-include: "data.smk"
-include: "detector.smk"
-include: "reference.smk"
-include: "embed.smk"
-include: "doctor.smk"
-include: "train.smk"
-include: "sample.smk"
-include: "evaluate.smk"
-include: "sweep.smk"
-include: "synthesize.smk"
-include: "checkpoint.smk"
-include: "export.smk"
-include: "track.smk"
-include: "follow.smk"
-include: "report.smk"
-include: "study.smk"
-include: "crate.smk"
+for name in (
+    *("start", "data", "detector", "reference", "embed", "doctor", "train", "sample", "evaluate", "sweep"),
+    *("synthesize", "checkpoint", "export", "track", "follow", "report", "study", "crate"),
+):
+
+    include: f"{name}.smk"
 
 
 # `snakemake NAME` makes an experiment, whatever config.yaml lists. One that is called like a rule needs --config.

@@ -1,7 +1,7 @@
 """Make a data set of a trained model's images: drawn, scored beside held-out images, and released if it may be.
 
     python -m image_diffusion synthesize --config synthesize.yaml --sample sample.yaml --weights weights.safetensors \\
-        --data crops --detector detector --output results/x/synthetic
+        --data crops/manifest.json --detector detector/detector.json --output results/x/synthetic
 
 Writes a folder: the images with their classes and seeds in the layout of `synthesize.format`, README.md, the data card,
 croissant.json, scorecard.json, index.html, the page of the scorecard, and provenance.json. Where `synthesize.require`
@@ -55,8 +55,8 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="weights.safetensors that train wrote")
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
-    parser.add_argument("--data", type=Path, required=True, help="folder of the crops that the model was trained on")
-    parser.add_argument("--detector", type=Path, required=True, help="folder that detect wrote")
+    parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops of its training")
+    parser.add_argument("--detector", type=Path, required=True, help="detector.json that detect wrote")
     parser.add_argument("--references", type=Path, nargs="+", default=[], help="folder that reference wrote")
     parser.add_argument("--journal", type=Path, help="folder of this stage's journal")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
@@ -65,7 +65,8 @@ def main() -> None:
     config = load_sections(arguments.config, sections, sections, arguments.changes)["synthesize"]
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
-    train, held_out = open_shards(arguments.data, "train"), open_shards(arguments.data, "validation")
+    crops, detector_folder = arguments.data.parent, arguments.detector.parent
+    train, held_out = open_shards(crops, "train"), open_shards(crops, "validation")
     sample = load_sections(arguments.sample, ["sample"], model.system.sections)["sample"]
     settings = sample.model_copy(update=requested_images(config, train))
     codec = load_codec(model, arguments.codec_weights and arguments.codec_weights.parent, best_device())
@@ -77,12 +78,12 @@ def main() -> None:
     drawn_by = dump(config.model_copy(update={"require": "", "format": "folders"}))
     identity = [described, drawn_by, dump(model.system), model.codec]
     journal = Journal.open(arguments.journal, "synthesize") if arguments.journal else NullJournal()
-    with resumable(output, identity, [arguments.detector, *arguments.references]), journal:
+    with resumable(output, identity, [detector_folder, *arguments.references]), journal:
         journal.params({"synthesize": dump(config), "data": train.digest})
         samples = draw(generator, settings, model, partial_folder(output) / "images.npz")
         real = RealImages(train, held_out)
         pictures = output.with_name(f"{output.name}_pictures")
-        detector = load_detector(arguments.detector, str(best_device()))
+        detector = load_detector(detector_folder, str(best_device()))
         scores = measure_set(samples, real, detector, config, arguments.references, pictures)
         wrong = faults(scores, config.require)
         folder = output.with_name("quarantine") if wrong else output
