@@ -42,6 +42,12 @@ def test_of_evaluate_the_headline_comes_first() -> None:
     assert keys(measured(points, "m8")) == ["evaluate/m0", "evaluate/m1", "evaluate/m8", "preview/m8"]
 
 
+def test_of_synthesize_a_training_shows_three_scores() -> None:
+    names = ("utility.gain", "utility.gain.lower", "copies", "membership.auc", "recall")
+    points = series(**{f"synthesize/{name}": [1.0] for name in names})
+    assert keys(measured(points, "fd")) == ["synthesize/utility.gain", "synthesize/copies", "synthesize/membership.auc"]
+
+
 def test_a_training_has_at_most_thirty_metrics_and_a_child_all_of_its_own(tmp_path: Path) -> None:
     machine = ["cpu_utilization_percentage", "process_cpu_percentage", "memory_usage_percentage", "process_memory_gib"]
     machine += ["gpu_memory_gib", "gpu_utilization_percentage", "gpu_power_usage_watts"]
