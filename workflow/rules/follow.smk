@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from image_diffusion.workflow.environment import package_beside
+from image_diffusion.workflow.gpu_requests import doubt_about, number_of_gpus
 from image_diffusion.workflow.jobs.live_tracking import Following
 from image_diffusion.workflow.parts import remove_left_parts
 from image_diffusion.workflow.studies import write_partial_pages
@@ -27,6 +28,8 @@ onstart:
     sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}
     if machine.queued and (table := request(sent)):
         print(table, file=sys.stderr)
+        if any(map(number_of_gpus, (job.resources for job in sent))) and (doubt := doubt_about(machine.executor())):
+            print(doubt, file=sys.stderr)
     following.start()
 
 

@@ -29,6 +29,7 @@ context = start(
     arguments=sys.argv[1:] if workflow.modifier.is_main_snakefile() else [],
     cores=workflow.global_resources["_cores"].value or 1,
     limit=limit.value if limit else None,
+    executor=lambda: workflow.executor_plugin.name if workflow.executor_plugin else "local",
 )
 results, plans, machine, code = context.results, context.plans, context.machine, context.code
 files, parts = context.files, context.parts

@@ -24,7 +24,7 @@ rule train:
         nodes=machine.nodes,
         tasks=machine.tasks,
         mpi=machine.mpi,
-        gres=machine.gpus,
+        **machine.gpu_resources(machine.gpus),
         devices=machine.training_devices,
         tasks_per_gpu=0,
         cpus_per_task=machine.training_cpus,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import read_json
+from image_diffusion.workflow.gpu_requests import requested_gpus
 from image_diffusion.workflow.plans import Plan, Plans
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
@@ -52,7 +53,7 @@ def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
 
 _COLUMNS = {
     "nodes": "Nodes",
-    "gres": "GPUs",
+    "gpus": "GPUs",
     "cpus_per_task": "Cores",
     "mem_mb": "Memory (MB)",
     "runtime": "Time (min)",
@@ -69,7 +70,7 @@ def request(jobs: Iterable[Any]) -> str:
     Empty where all of them run on this machine.
     """
     lines = Counter(
-        (_stages(job), *(str(job.resources.get(key) or _NONE) for key in _COLUMNS)) for job in jobs if not job.is_local
+        (_stages(job), *(_cell(job.resources, key) for key in _COLUMNS)) for job in jobs if not job.is_local
     )
     if not lines:
         return ""
@@ -80,6 +81,10 @@ def request(jobs: Iterable[Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
     return "\n".join(["Asked of the queue, for each job:", *rows])
+
+
+def _cell(resources: Mapping[str, Any], key: str) -> str:
+    return str((requested_gpus(resources) if key == "gpus" else resources.get(key)) or _NONE)
 
 
 def _stages(job: Any) -> str:

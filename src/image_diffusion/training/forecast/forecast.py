@@ -185,12 +185,14 @@ def _passes(
     precisions for which `reckoned_s` is used, for want of time."""
     seconds: dict[SampledIn | None, float] = {}
     not_measured = []
-    for each in (None, *sampled_in):
+    for precision in (None, *sampled_in):
         if not until.left_s:
-            seconds[each] = reckoned_s
-            not_measured.append(each or "the training's")
+            seconds[precision] = reckoned_s
+            not_measured.append(precision or "the training's")
         else:
-            seconds[each] = _evaluation(trainer, world, until) if each is None else _pass(trainer, world, each, until)
+            seconds[precision] = (
+                _pass(trainer, world, precision, until) if precision else _evaluation(trainer, world, until)
+            )
     return seconds, tuple(not_measured)
 
 
