@@ -240,6 +240,7 @@ def placed(network: N, device: torch.device) -> N:
 def to_uint8(x: Tensor) -> Tensor:
     """Convert pixels in [-1, 1] -> uint8, rounded to nearest: clamp(127.5 x + 128), truncated, as DiT does.
     Contiguous."""
+    # In float32: bf16 has no fractions from 128 on, so truncation would move whole levels.
     return (127.5 * x.float() + 128.0).clamp(0, 255).to(torch.uint8, memory_format=torch.contiguous_format)
 
 

@@ -119,6 +119,7 @@ class Augment(Config):
             grey = x.mean(1, keepdim=True)
             factor = _columns(torch.exp2(self.saturation * draws.saturation)).float()
             changed = (grey + (x - grey) * factor).clamp(-1, 1)
+            # Unchanged samples keep their bits, which grey + (x - grey) would round.
             x = torch.where(_columns(draws.saturation).ne(0), changed, x)
         return x
 

@@ -150,6 +150,7 @@ class TokensSystem(System):
         self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
     ) -> Batch:
         """Return the batch of tokens int64 [B, N], row by row."""
+        # Without classes the network has no embedding table to look labels up in.
         cond = {"label": label} if spec.num_classes else {}
         if pairs is not None:
             cond |= self.condition.training_conditions(pairs, streams)
