@@ -23,7 +23,7 @@ from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
 from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
 from image_diffusion.training.monitor.validation import validation_sums
 from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.optim.precision import Precision, on_hardware
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -103,6 +103,7 @@ def forecast(
     until = until or Deadline(MEASURING_S)
     device = best_device()
     world = World(0, 1, device)
+    own = on_hardware(own, world)
     with switches(own.deterministic, own.tf32, bool(own.compile)):
         try:
             trainer = Trainer(build(world), own, world)
