@@ -34,10 +34,11 @@ def outcome(plans: Plans, results: Path) -> str:
 
 
 def places(plans: Plans, results: Path, uri: str) -> str:
-    """Return a line for each place to look at next, those that there are: samples of the only experiment, the page of
-    all experiments, and MLflow. uri: of MLflow's store."""
-    paths = [results / name / "samples" / "grid.png" for name in plans.by_name] if len(plans.by_name) == 1 else []
-    lines = [f"\n{path}" for path in (*paths, results / "summary.html") if path.is_file()]
+    """Return a line for each existing place to look at next: the samples of the only experiment that has any, the page
+    of all experiments, and MLflow. uri: of MLflow's store."""
+    grids = [path for name in plans.by_name if (path := results / name / "samples" / "grid.png").is_file()]
+    pages = [path for path in [results / "summary.html"] if path.is_file()]
+    lines = [f"\n{path}" for path in (*(grids if len(grids) == 1 else []), *pages)]
     return "".join([*lines, f"\nmlflow ui --backend-store-uri {hidden(uri)}"]) if lines else ""
 
 
