@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,19 @@ def test_the_log_of_a_stage_keeps_what_the_terminal_leaves_out(tmp_path: Path, i
     done = subprocess.run(logged, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert (tmp_path / "logs/x.log").read_text().splitlines() == lines
     assert done.stdout.splitlines() == (lines[2:] if is_brief else lines)
+
+
+def test_progress_is_one_moving_line_on_a_terminal(tmp_path: Path) -> None:
+    main, side = pty.openpty()
+    code = "print('a/train: 4 of 8 steps (50%)'); print('warning: x')"
+    logged = [ROOT / "workflow/scripts/logged", "logs/x.log", sys.executable, "-c", code]
+    subprocess.run(logged, cwd=tmp_path, env=os.environ | {VARIABLE: "1"}, stdout=side, check=True)
+    shown = b""
+    while not shown.endswith(b"\n"):
+        shown += os.read(main, 1000)
+    assert shown == b"\r\x1b[Ka/train: 4 of 8 steps (50%)\r\x1b[Kwarning: x\r\n"
+    os.close(side)
+    os.close(main)
 
 
 def test_a_run_ends_with_places_to_look_at(tmp_path: Path) -> None:
