@@ -22,8 +22,6 @@ help: ## what there is
 
 demo: .venv/.ready ## the whole pipeline on the embedded images, five to nine minutes on two cores
 	snakemake --cores all --config 'experiments=[demo]'
-	@printf '\n%-10s %s\n' Samples results/demo/samples/grid.png Metrics results/demo/metrics.json \
-		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
 
 test: .venv/.ready ## what a change needs first: unit, parity, a small workflow, a kill of each system
 	IMAGE_DIFFUSION_KILLS=1 $(pytest_in_parallel) -m 'smoke or not slow'
@@ -117,7 +115,7 @@ clean: ## delete the environment; results stay
 	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
 	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \
 		&& .venv/bin/uv pip install --compile-bytecode --python .venv/bin/python --require-hashes \
-			--requirement envs/requirements.lock; } \
+			--requirement envs/requirements.lock --quiet; } \
 		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
 	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	.venv/bin/python -m image_diffusion configure --schema workflow/schemas/experiment.schema.json

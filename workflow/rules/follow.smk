@@ -10,7 +10,7 @@ from image_diffusion.workflow.parts import remove_left_parts
 from image_diffusion.workflow.studies import write_partial_pages
 from image_diffusion.workflow.integrity.locks import hold
 from image_diffusion.workflow.jobs.slurm_queue import orphans, settle, tell_of_unseen_jobs
-from image_diffusion.workflow.tables import outcome, request
+from image_diffusion.workflow.tables import outcome, places, request
 from image_diffusion.workflow.jobs.slurm_queue import report_failed_jobs
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
@@ -38,7 +38,8 @@ onsuccess:
     settings = workflow.dag_settings
     if not (set(settings.targets) - plans.by_name.keys() or settings.until or settings.omit_from):
         remove_left_parts(plans, Path(results))
-    print(outcome(plans, Path(results)), file=sys.stderr)
+    next_places = places(plans, Path(results), config["tracking"]["uri"])
+    print(outcome(plans, Path(results)), next_places, sep="", file=sys.stderr)
 
 
 # Snakemake knows one block of each kind.

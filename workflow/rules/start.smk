@@ -1,4 +1,5 @@
 # What happens when Snakemake starts: the experiments become plans, and the rules get to know which files they name.
+import os
 import sys
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.integrity.locks import take_over
 from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
 from image_diffusion.workflow.start import start
+from image_diffusion.workflow import terminal
 
 # One Snakemake at a time in a folder. A workflow that uses this one as a module keeps its own ways.
 if workflow.modifier.is_main_snakefile() and not workflow.remote_exec:
     owner = take_over(Path())
     count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
+    is_brief = terminal.brief(workflow.output_settings)
+else:
+    is_brief = False
+os.environ[terminal.VARIABLE] = "1" if is_brief else ""
 limit = workflow.global_resources.get("devices")
 context = start(
     root,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.process.secrets import hidden
 from image_diffusion.workflow.gpu_requests import requested_gpus
 from image_diffusion.workflow.plans import Plan, Plans
 from image_diffusion.workflow.studies import FOLDER, PAGE
@@ -31,6 +32,15 @@ def outcome(plans: Plans, results: Path) -> str:
     widths = [max(map(len, column)) for column in zip(HEADS, *lines, strict=True)]
     rows = [HEADS, tuple("-" * width for width in widths), *lines]
     return "\n".join(["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + study_lines)
+
+
+def places(plans: Plans, results: Path, uri: str) -> str:
+    """Return a line for each existing place to look at next: the samples of the only experiment that has any, the page
+    of all experiments, and MLflow. uri: of MLflow's store."""
+    grids = [path for name in plans.by_name if (path := results / name / "samples" / "grid.png").is_file()]
+    pages = [path for path in [results / "summary.html"] if path.is_file()]
+    lines = [f"\n{path}" for path in (*(grids if len(grids) == 1 else []), *pages)]
+    return "".join([*lines, f"\nmlflow ui --backend-store-uri {hidden(uri)}"]) if lines else ""
 
 
 def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
