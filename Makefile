@@ -4,6 +4,7 @@ SEED ?= 1
 MINUTES ?= 120
 CLUSTERS ?= 2
 BASE ?= HEAD
+FOR ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 SHELL := bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # Python keeps the bytecode of this project's modules: without it each process of the tests compiles all of them again.
@@ -14,15 +15,13 @@ pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --d
 tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning)
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu test-photographs bench bench-gpu soak test-long mutants unchanged ui lock clean
+.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak test-long mutants unchanged ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
 
 demo: .venv/.ready ## the whole pipeline on the embedded images, five to nine minutes on two cores
 	snakemake --cores all --config 'experiments=[demo]'
-	@printf '\n%-10s %s\n' Samples results/demo/samples/grid.png Metrics results/demo/metrics.json \
-		Report results/demo/report/index.html MLflow 'make ui, then http://127.0.0.1:5000'
 
 test: .venv/.ready ## what a change needs first: unit, parity, a small workflow, a kill of each system
 	IMAGE_DIFFUSION_KILLS=1 $(pytest_in_parallel) -m 'smoke or not slow'
@@ -63,6 +62,12 @@ submit: .venv/.ready ## Snakemake for the cluster as a small job of its own, whi
 
 test-gpu: .venv/.ready ## the tests that need a GPU, in nine minutes at most
 	OMP_NUM_THREADS=1 timeout 540 python -m pytest tests/gpu --numprocesses=4
+
+first-gpu: ## the first hour on a GPU: checks, tests, benchmarks, kills, told after every step: SLICE=1, 2 or 3
+	$(PYTHON) tests/gpu/first_hour.py $(if $(SLICE),--slice $(SLICE))
+
+wheels: .venv/.ready ## packages for a machine without network that has PyTorch: FOR=3.12 HAVE=pip-freeze.txt
+	python workflow/scripts/wheels.py --python $(FOR) $(if $(HAVE),--have $(HAVE)) --output wheels
 
 test-photographs: .venv/.ready ## the tests on photographs that you bring: DATA=folder of imagenet-240.tar, cifar10-20k.tar
 	IMAGE_DIFFUSION_DATA=$(DATA) python -m pytest tests/bench
@@ -110,7 +115,7 @@ clean: ## delete the environment; results stay
 	sed -n '/^uv==/,/[^\\]$$/p' envs/requirements.lock > .venv/uv.txt
 	{ .venv/bin/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt \
 		&& .venv/bin/uv pip install --compile-bytecode --python .venv/bin/python --require-hashes \
-			--requirement envs/requirements.lock; } \
+			--requirement envs/requirements.lock --quiet; } \
 		|| .venv/bin/python -m pip install --require-hashes --requirement envs/requirements.lock
 	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	.venv/bin/python -m image_diffusion configure --schema workflow/schemas/experiment.schema.json

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -42,6 +43,13 @@ class Library(build_ext):
         return f"{Path(*fullname.split('.'))}.compiled"
 
 
+class ForEveryPython(bdist_wheel):
+    """Names the wheel after its platform alone, since no extension depends on the version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 def library(name: str) -> Extension:
     """A file of C beside the modules. Sums that may not wrap are vectorized; products that are not contracted give the
     bits that Pillow and PyTorch give."""
@@ -52,4 +60,5 @@ def library(name: str) -> Extension:
 
 
 LIBRARIES = [library("data/crop/resize"), library("core/random/philox")]
-setup(cmdclass={"build_py": WithWorkflow, "build_ext": Library}, ext_modules=LIBRARIES)
+commands = {"build_py": WithWorkflow, "build_ext": Library, "bdist_wheel": ForEveryPython}
+setup(cmdclass=commands, ext_modules=LIBRARIES)

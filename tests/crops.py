@@ -30,7 +30,7 @@ def crop(data: bytes, resolution: int) -> np.ndarray:
     """Our crop as [H, W, C]."""
     config = DataConfig(name="x", source={"type": "digits"}, resolution=resolution)  # type: ignore[arg-type]
     with quiet_pillow():
-        return crop_image(data, config).squares[0].transpose(1, 2, 0)
+        return crop_image(data, config).crops[0].transpose(1, 2, 0)
 
 
 def crops_of_twelve(tmp_path: Path, num_shards: int = 1) -> Path:

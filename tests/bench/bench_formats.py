@@ -65,7 +65,7 @@ def main() -> None:
             if other is None:
                 continue
             compared += 1
-            change = np.abs(crop_image(other, config).squares[0].astype(int) - crop.squares[0])
+            change = np.abs(crop_image(other, config).crops[0].astype(int) - crop.crops[0])
             if change.max() > DIFFERENT:
                 kind = f"{crop.format} {crop.mode} {' '.join(crop.flags)}".strip()
                 different.append(f"{name} ({kind}): {change.max()} at most, {change.mean():.1f} in the mean")

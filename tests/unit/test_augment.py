@@ -299,5 +299,5 @@ def test_what_is_not_moved_with_the_images_is_refused() -> None:
     with pytest.raises(ValueError, match="the network Linear is not told of it"):
         add_augmentation(torch.nn.Linear(1, 1), NUM_LABELS)
     with pytest.raises(ValueError, match=r"probability is 0\.12, but latents allow the stored mirror image alone"):
-        Augment().check("latents", 3)
-    Augment(probability=0).check("latents", 3)
+        Augment().check("latents", 3, (8, 8))
+    Augment(probability=0).check("latents", 3, (8, 8))

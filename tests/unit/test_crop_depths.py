@@ -96,7 +96,7 @@ STATED = {
 @pytest.mark.parametrize("kind", STATED)
 def test_a_ramp_goes_from_black_to_white(kind: str) -> None:
     found = crop(STATED[kind])
-    assert np.abs(found.squares[0][0].astype(int) - LEVELS).max() <= 1
+    assert np.abs(found.crops[0][0].astype(int) - LEVELS).max() <= 1
     assert found.flags == ["16bit", "gray"]
 
 
@@ -104,9 +104,9 @@ def test_a_ramp_goes_from_black_to_white(kind: str) -> None:
 def test_full_range_is_kept_byte_for_byte(most: int) -> None:
     values = ramp(65535).astype(int)
     expected = ((values * 255 + 32767) // 65535).astype(np.uint8)
-    assert (crop(png(ramp(65535))).squares[0][0] == expected).all()
-    assert (crop(tiff(ramp(65535))).squares[0][0] == expected).all()
-    assert len(np.unique(crop(tiff(ramp(most), t281=most)).squares[0])) == 256
+    assert (crop(png(ramp(65535))).crops[0][0] == expected).all()
+    assert (crop(tiff(ramp(65535))).crops[0][0] == expected).all()
+    assert len(np.unique(crop(tiff(ramp(most), t281=most)).crops[0])) == 256
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_full_range_is_kept_byte_for_byte(most: int) -> None:
     ids=["uint16", "white is 0", "tag", "pgm", "int16", "float32"],
 )
 def test_a_range_that_is_said_becomes_black_and_white(pixels: bytes, said: list[float]) -> None:
-    assert np.abs(crop(pixels, range=said).squares[0][0].astype(int) - LEVELS).max() <= 1
+    assert np.abs(crop(pixels, range=said).crops[0][0].astype(int) - LEVELS).max() <= 1
 
 
 def test_what_lies_outside_a_range_is_clipped_and_8_bits_are_as_they_are() -> None:
-    levels = crop(tiff(ramp(65535)), range=[20000, 40000]).squares[0][0]
+    levels = crop(tiff(ramp(65535)), range=[20000, 40000]).crops[0][0]
     assert (levels.min(), levels.max()) == (0, 255) and (levels == 0).mean() > 0.3 < (levels == 255).mean()
     grey = LEVELS.astype(np.uint8)
-    assert (crop(png(grey), range=[0, 4095]).squares[0][0] == grey).all()
+    assert (crop(png(grey), range=[0, 4095]).crops[0][0] == grey).all()
 
 
 def test_numbers_that_are_not_finite_give_no_crop() -> None:
@@ -210,7 +210,7 @@ def test_smaller_copies_of_a_page_are_no_pages() -> None:
     small = Image.fromarray(LEVELS.astype(np.uint8)).resize((8, 8))
     small.encoderinfo = {"tiffinfo": {254: 1}}  # type: ignore[attr-defined]
     found = crop(pages(Image.fromarray(LEVELS.astype(np.uint8)), small))
-    assert found.flags == ["gray"] and (found.squares[0][0] == LEVELS).all()
+    assert found.flags == ["gray"] and (found.crops[0][0] == LEVELS).all()
 
 
 @pytest.mark.parametrize(("mode", "width"), [("RGB", 720), ("RGB", 540), ("RGB", 54), ("L", 160), ("1", 128)])
@@ -234,8 +234,8 @@ def tga(opacity_bits: int, opacity: int) -> bytes:
 
 def test_a_fourth_byte_that_is_not_opacity_hides_nothing() -> None:
     found = crop(tga(0, 0))
-    assert (found.squares[0][0] == LEVELS).all() and "alpha" not in found.flags
-    assert (crop(tga(8, 255)).squares[0][0] == LEVELS).all()
+    assert (found.crops[0][0] == LEVELS).all() and "alpha" not in found.flags
+    assert (crop(tga(8, 255)).crops[0][0] == LEVELS).all()
 
 
 @pytest.mark.parametrize("background", [None, (1, 2, 3)])

@@ -40,7 +40,7 @@ def config(**changes: Any) -> DataConfig:
 def crop(data: bytes, **changes: Any) -> tuple[np.ndarray, list[str]]:
     with quiet_pillow():
         found = crop_image(data, config(**changes))
-    return found.squares[0].transpose(1, 2, 0), found.flags
+    return found.crops[0].transpose(1, 2, 0), found.flags
 
 
 def turned(orientation: int) -> bytes:

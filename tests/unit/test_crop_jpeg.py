@@ -41,7 +41,7 @@ def test_damage_anywhere_is_a_bad_image_or_an_image() -> None:
             damaged[chance.randrange(len(data))] = chance.randrange(256)
         damaged = damaged[: chance.randrange(len(data))] if chance.random() < 0.2 else damaged
         try:
-            assert crop(bytes(damaged)).squares[0].shape == (3, 16, 16)
+            assert crop(bytes(damaged)).crops[0].shape == (3, 16, 16)
         except BadImage as error:
             assert str(error)
 
@@ -117,7 +117,7 @@ def test_pixels_that_a_decoder_makes_up_are_damage(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_grey_corners_and_zeros_of_a_whole_jpeg_are_none(kind: str) -> None:
-    assert crop(WHOLE[kind]).squares[0].shape == (3, 16, 16)
+    assert crop(WHOLE[kind]).crops[0].shape == (3, 16, 16)
 
 
 def test_some_whole_jpegs_hold_long_runs_of_zeros() -> None:

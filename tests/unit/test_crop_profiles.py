@@ -81,31 +81,31 @@ def converted(image: Image.Image, icc: bytes) -> np.ndarray:
 def test_another_profile_is_a_flag_and_applied_on_request(kind: str) -> None:
     data = encoded(RGB, kind, icc_profile=ADOBE, **({"lossless": True} if kind == "webp" else {}))
     plain = cropped(data)
-    assert plain.flags == ["profile"] and (plain.squares[0] == PIXELS.transpose(2, 0, 1)).all()
+    assert plain.flags == ["profile"] and (plain.crops[0] == PIXELS.transpose(2, 0, 1)).all()
     applied = cropped(data, profile="convert")
-    assert applied.flags == ["profile"] and (applied.squares[0] == converted(RGB, ADOBE)).all()
-    assert np.abs(applied.squares[0].astype(int) - plain.squares[0]).max() > 20
+    assert applied.flags == ["profile"] and (applied.crops[0] == converted(RGB, ADOBE)).all()
+    assert np.abs(applied.crops[0].astype(int) - plain.crops[0]).max() > 20
 
 
 def test_a_jpeg_is_no_exception() -> None:
     data = encoded(RGB, "jpeg", icc_profile=ADOBE)
     assert cropped(data).flags == ["profile"]
     same = cropped(encoded(RGB, "jpeg"))
-    assert (cropped(data).squares[0] == same.squares[0]).all()
-    assert np.abs(cropped(data, profile="convert").squares[0].astype(int) - same.squares[0]).max() > 10
+    assert (cropped(data).crops[0] == same.crops[0]).all()
+    assert np.abs(cropped(data, profile="convert").crops[0].astype(int) - same.crops[0]).max() > 10
 
 
 @pytest.mark.parametrize("icc", [SRGB, b"", b"no profile at all", ADOBE[:200], profile(2.2, space="GRAY")])
 @pytest.mark.parametrize("choice", ["ignore", "convert"])
 def test_srgb_and_what_says_nothing_of_the_image_change_nothing(icc: bytes, choice: str) -> None:
     found = cropped(encoded(RGB, icc_profile=icc), profile=choice)
-    assert found.flags == [] and (found.squares[0] == PIXELS.transpose(2, 0, 1)).all()
+    assert found.flags == [] and (found.crops[0] == PIXELS.transpose(2, 0, 1)).all()
 
 
 def test_grey_of_another_gamma() -> None:
     data = encoded(RGB.convert("L"), icc_profile=profile(1.0, space="GRAY"))
     assert cropped(data).flags == ["gray", "profile"]
-    plain, applied = (cropped(data, channels=1, profile=choice).squares[0] for choice in ("ignore", "convert"))
+    plain, applied = (cropped(data, channels=1, profile=choice).crops[0] for choice in ("ignore", "convert"))
     dark = (plain > 20) & (plain < 100)
     assert (applied[dark] > plain[dark] + 20).all()
 
@@ -113,7 +113,7 @@ def test_grey_of_another_gamma() -> None:
 def test_transparency_stays() -> None:
     image = RGB.copy()
     image.putalpha(Image.fromarray(PIXELS[..., 0]))
-    found = cropped(encoded(image, icc_profile=ADOBE), channels=4, profile="convert").squares[0]
+    found = cropped(encoded(image, icc_profile=ADOBE), channels=4, profile="convert").crops[0]
     assert (found[3] == PIXELS[..., 0]).all() and (found[:3] == converted(RGB, ADOBE)).all()
 
 

@@ -30,7 +30,7 @@ def crop(image: Image.Image, **data: Any) -> np.ndarray:
     image.save(buffer, "png")
     config = DataConfig.model_validate({"name": "x", "source": {"type": "digits"}, "resolution": 32} | data)
     with quiet_pillow():
-        return crop_image(buffer.getvalue(), config).squares[0].transpose(1, 2, 0)
+        return crop_image(buffer.getvalue(), config).crops[0].transpose(1, 2, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from image_diffusion.core.config.base import merged
 from image_diffusion.experiments.experiment import load_experiment, parse_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +39,24 @@ def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
     assert whole
     for experiment in whole:
         parse_experiment(experiment, page)
+
+
+HOW = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/how_do_i.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [(lines, title) for title, body in HOW for lines in re.findall(r"```yaml\n(.*?)```", body, re.DOTALL)],
+)
+def test_lines_of_an_answer_fit_an_experiment(lines: str, name: str) -> None:
+    written = yaml.safe_load((ROOT / "config/experiments/demo.yaml").read_text()) | {"codec": {"type": "rgb"}}
+    written |= {"resources": {}, "data": written["data"] | {"source": {"type": "folder", "path": "images"}}}
+    parse_experiment(merged(written, yaml.safe_load(lines)), name)
+
+
+def test_each_answer_has_lines_or_leads_to_a_page() -> None:
+    assert len(HOW) >= 15
+    assert not [title for title, body in HOW if "```yaml" not in body and "](" not in body]
 
 
 def test_the_page_of_results_has_a_place_for_the_table_of_a_gpu() -> None:

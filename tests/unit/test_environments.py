@@ -2,14 +2,86 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from image_diffusion.core.process import command
+
 ROOT = Path(__file__).parents[2]
 OF_CONDA = {"matplotlib-base": "matplotlib", "pytorch": "torch"}
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+IMPORTED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+BROUGHT = {"pydantic_core": "pydantic", "huggingface_hub": "diffusers", "fsspec": "torch", "triton": "torch"}
+"""Packages that the requirements of others bring."""
+CHOSEN = {"lmdb", "pandas", "peft", "pyarrow", "torch_fidelity", "torchvision", "transformers"}
+"""Packages that an experiment may ask for; where they are missing, a command says so."""
+
+sys.path.insert(0, str(ROOT / "workflow/scripts"))
+import wheels  # noqa: E402 - a script beside the rules
+
+
+def required(*lines: str) -> set[str]:
+    return {Requirement(line).name for line in lines}
+
+
+def test_the_package_requires_what_it_imports() -> None:
+    """Apart from the rules and the tracking, which have an extra."""
+    needed = required(*PROJECT["dependencies"])
+    package = ROOT / "src/image_diffusion"
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] in ("workflow", "tracking"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            for name in {name.partition(".")[0] for name in names} - {"image_diffusion", *sys.stdlib_module_names}:
+                required_as = BROUGHT.get(name, IMPORTED_AS.get(name, name))
+                assert required_as in needed or name in CHOSEN, f"{path}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pyarrow.lib", "The package pyarrow is needed and not installed. Run: python -m pip install pyarrow"),
+        ("image_diffusion.nothing", None),
+        ("json.nothing", None),
+    ],
+)
+def test_a_missing_package_is_told_in_one_line(name: str, told: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    def importing() -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    with pytest.raises(SystemExit):
+        command.run(importing)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [f"error: {told}"] if told else "Traceback" in lines[0]
+
+
+def test_every_place_gives_pytorch_the_same_bounds() -> None:
+    conda = yaml.safe_load((ROOT / "envs/image-diffusion.yaml").read_text())["dependencies"]
+    (bounds,) = [Requirement(line).specifier for line in PROJECT["dependencies"] if Requirement(line).name == "torch"]
+    inputs = (ROOT / "envs/requirements.in").read_text().splitlines()
+    written = [line for line in (*conda, *inputs) if re.match(r"(py)?torch[<>=]", line)]
+    assert [Requirement(line).specifier for line in written] == [bounds, bounds]
+
+
+def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
+    lock = (ROOT / "envs/requirements.lock").read_text()
+    present = wheels.names("numpy==1.26.4\nScikit_Learn==1.4\npillow @ file:///builds/pillow\n# a remark\n")
+    assert present == {"numpy", "scikit-learn", "pillow"}
+    text = "\n".join(wheels.kept(lock, present))
+    names = set(re.findall(r"^([a-z0-9-]+)==", text, re.MULTILINE))
+    assert {"pydantic", "diffusers", "scipy", "nvidia-ml-py"} <= names
+    assert not names & (present | {"torch", "torchvision", "triton", "nvidia-cublas", "cuda-toolkit", "sympy"})
+    assert text.count("==") <= text.count("--hash=sha256:")
 
 
 def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:

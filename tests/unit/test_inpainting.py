@@ -66,7 +66,7 @@ def drawn(*changes: str, num: int = 4) -> tuple[np.ndarray[Any, Any], dict[str, 
 
 def crops() -> np.ndarray[Any, Any]:
     """What the stage `crop` makes of images a, b, c and a again."""
-    squares = [crop_image(Path(f"images/{name}.png").read_bytes(), DATA).squares[0] for name in "abca"]
+    squares = [crop_image(Path(f"images/{name}.png").read_bytes(), DATA).crops[0] for name in "abca"]
     return np.stack(squares).transpose(0, 2, 3, 1)
 
 

@@ -102,6 +102,17 @@ def test_memory_of_a_gpu() -> None:
     )
 
 
+@pytest.mark.parametrize(("free", "told"), [("1.09 GiB", "use 60.0 of its 79.1 GiB"), ("61.10 GiB", None)])
+def test_memory_of_a_gpu_that_other_programs_use(free: str, told: str | None) -> None:
+    error = torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which {free} is "
+        "free. Process 41 has 60.00 GiB memory in use. Including non-PyTorch memory, this process has 18.01 GiB memory "
+        "in use. Of the allocated memory 17.20 GiB is allocated by PyTorch, and 20.00 MiB is reserved."
+    )
+    sentence = sentence_on(error) or ""
+    assert (told in sentence) if told else "Other programs" not in sentence
+
+
 def test_other_errors_are_not_taken_for_it(tmp_path: Path) -> None:
     for error in (RuntimeError("shapes differ"), OSError(errno.EACCES, "no"), ValueError("out of memory")):
         assert sentence_on(error) is None

@@ -115,3 +115,42 @@ def test_the_report_says_which_records_of_the_training_are_lost(scripts: ModuleT
     assert scripts.training(tmp_path / "journal/train", model) is None
     assert scripts.told(None, True) == {"incomplete": "the journal of the training is lost"}
     assert scripts.told(None, False) is None
+
+
+def entry(value: float, floor: float, **changes: object) -> dict[str, object]:
+    return {"value": value, "floor": floor, "n": 300, "note": "", "doubt": None} | changes
+
+
+def test_the_first_screen_compares_with_real_images(scripts: ModuleType) -> None:
+    metrics = {"inpipe_agreement": entry(0.997, 0.987), "copies": entry(0.01, 0.01), "inpipe_fd": entry(1.6, 0.5)}
+    first, second = scripts.comparisons({"metrics": metrics})
+    assert first.startswith("99.7% of the images") and first.endswith("real held-out images: 98.7%.")
+    assert second.startswith("1.0% are nearer")
+    metrics["inpipe_agreement"]["doubt"] = "the judge guesses"
+    assert len(list(scripts.comparisons({"metrics": metrics}))) == 1
+    assert list(scripts.comparisons(None)) == []
+
+
+def test_the_first_screen_proposes_what_is_likeliest_to_help(scripts: ModuleType, tmp_path: Path) -> None:
+    write_json(tmp_path / "train/model.json", {"step": 1000})
+    judged = {
+        "metrics": {"inpipe_agreement": entry(0.9, 1.0), "copies": entry(0.01, 0.01)},
+        "curve": [],
+        "guided": True,
+    }
+    curve = [{"step": 500, "inpipe_kd": 0.2}, {"step": 1000, "inpipe_kd": 0.1}]
+
+    def proposed(judged: dict[str, object], findings: dict[str, int]) -> list[str]:
+        return [lines for _, lines in scripts.proposals(tmp_path, judged, findings)]
+
+    assert proposed(judged, {}) == ["sweep: {guidance_scale: [1, 1.5, 2, 4]}"]
+    assert proposed(judged | {"curve": curve}, {})[0] == "train: {steps: 2000}"
+    assert proposed(judged, {"label conflict": 2})[0] == "data: {duplicates: drop}"
+    metrics = {"copies": entry(0.3, 0.01, note="biased: 300 samples are few")}
+    copying = judged | {"metrics": metrics, "guided": False}
+    assert proposed(copying, {}) == ["train: {steps: 500}", "sample: {num_samples: 3000}"]
+
+
+def test_a_metric_is_named_in_words_with_its_key(scripts: ModuleType) -> None:
+    named = sys.modules["pages"].metric("inpipe_fd")
+    assert ">Fr\u00e9chet distance</abbr>" in named and '<small class="key">inpipe_fd</small>' in named

@@ -152,13 +152,13 @@ def test_noise_that_is_added_again_differs_from_one_repeat_to_the_next() -> None
 def test_one_tile_is_the_image_itself() -> None:
     grid = Discrete().build().grid(4)
     only = toy(grid)
-    assert Tiles(overlap=0.0).joined([only], 4) is only and Tiles().shape(4) == (4, 4)
+    assert Tiles(overlap=0.0).joined([only], (4, 4)) is only and Tiles().shape((4, 4)) == (4, 4)
 
 
 @pytest.mark.parametrize(("overlap", "width"), [(0.0, 16), (0.5, 12), (0.75, 10)])
 def test_tiles_pass_into_each_other_without_a_seam(overlap: float, width: int) -> None:
     tiles = Tiles(rows=1, columns=2, overlap=overlap)
-    assert tiles.shape(8) == (8, width)
+    assert tiles.shape((8, 8)) == (8, width)
 
     def constant(value: float) -> Denoiser:
         def denoiser(x: Tensor, i: int) -> Denoised:
@@ -167,7 +167,7 @@ def test_tiles_pass_into_each_other_without_a_seam(overlap: float, width: int) -
 
         return denoiser
 
-    joined = tiles.joined([constant(0.0), constant(1.0)], 8)(torch.zeros(1, 3, 8, width), 0)
+    joined = tiles.joined([constant(0.0), constant(1.0)], (8, 8))(torch.zeros(1, 3, 8, width), 0)
     steps = joined.x0.diff(dim=3)
     largest = 1.0 if not overlap else 0.25
     assert (steps >= 0).all() and steps.max().item() <= largest
@@ -182,7 +182,7 @@ def test_tiles_of_a_denoiser_that_sees_one_pixel_are_that_denoiser_on_the_whole(
         return Denoised(x.tanh(), (x - grid.alpha[i].item() * x.tanh()) / grid.sigma[i].item(), mean=x, log_variance=-x)
 
     tiles = Tiles(rows=2, columns=3, overlap=0.5)
-    x = torch.randn(2, 3, *tiles.shape(4))
-    whole, joined = pointwise(x, 1), tiles.joined([pointwise] * 6, 4)(x, 1)
+    x = torch.randn(2, 3, *tiles.shape((4, 6)))
+    whole, joined = pointwise(x, 1), tiles.joined([pointwise] * 6, (4, 6))(x, 1)
     for name in ("x0", "eps", "mean", "log_variance"):
         torch.testing.assert_close(getattr(joined, name), getattr(whole, name))

@@ -54,7 +54,7 @@ def test_random_parts_have_the_bytes_of_torchvision(interpolation: Any) -> None:
 
     image, crop = image_of(90, 57), RandomResizedCrop(num_crops=5, interpolation=interpolation)
     draw = np.random.default_rng([0, *hashlib.sha256(b"file").digest()])
-    for found in crop.squares(image, 32, WHITE, b"file"):
+    for found in crop.crops(image, 32, WHITE, b"file"):
         left, top, right, bottom = crop.box(90, 57, draw)
         how = transforms.InterpolationMode(interpolation)
         expected = functional.resized_crop(image, top, left, bottom - top, right - left, [32, 32], how)
@@ -90,7 +90,7 @@ def test_where_no_part_fits_it_is_the_centre() -> None:
 )
 def test_squares_show_the_whole_of_a_long_image(size: tuple[int, int], count: int) -> None:
     image = image_of(*size)
-    found = MultiCrop().squares(image, 32, WHITE, b"")
+    found = MultiCrop().crops(image, 32, WHITE, b"")
     assert [each.shape for each in found] == [(32, 32, 3)] * count
     width, height = MultiCrop().scaled_size(*size, 32)
     halved = image.resize((size[0] // 2, size[1] // 2), Image.Resampling.BOX)

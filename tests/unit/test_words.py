@@ -9,9 +9,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "image_diffusion"
 WORDS = frozenset({"each", "found", "given", "told"})
-MOST = {"data": 1, "stages": 2, "systems": 1, "tracking": 3, "training": 18, "workflow": 1}
-"""Variables of these names that are left in a folder: a number may only fall, and other folders have none. That of
-systems is the key `sample.given`."""
+MOST = {"systems": 1}
+"""Variables of these names by folder; other folders have none. That of systems is the key `sample.given`."""
 
 
 def variables(code: str) -> Iterator[str]:

@@ -35,5 +35,20 @@ def test_stages_that_share_a_job_are_a_line() -> None:
     ]
 
 
+def test_gpus_are_shown_as_the_executor_reads_them() -> None:
+    asked = [job("train", gpu=2, gpu_manufacturer="nvidia"), job("sample", _gpus=1), job("crop", mem_mb=1)]
+    assert [line.split()[:2] for line in request(asked).splitlines()[2:]] == [
+        ["crop", "-"],
+        ["sample", "1"],
+        ["train", "2"],
+    ]
+
+
+def test_a_request_that_an_executor_may_not_read_is_doubted() -> None:
+    gpu, cpu = job("train", gres="gpu:1"), job("crop", mem_mb=1)
+    assert "executor lsf" in request([gpu, cpu], "lsf").splitlines()[-1]
+    assert "lsf" not in request([cpu], "lsf") and "warning" not in request([gpu], "kubernetes")
+
+
 def test_nothing_is_said_where_nothing_is_sent() -> None:
     assert request([job("track", is_local=True)]) == ""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from image_diffusion.core.files.atomic import write_json
+from image_diffusion.workflow.gpu_requests import doubt_about
 from image_diffusion.workflow.resources import ALL_CORES, Machine
 from plans import RESOURCES, a_plan, plans_of
 
@@ -23,18 +24,26 @@ def machine(
     return Machine(plans, config or {}, queued, remote)
 
 
+def requests(asking: Machine) -> dict[str, Any]:
+    """The resources with which a training requests its GPUs."""
+    values = {name: value(ONE) for name, value in asking.gpu_resources(asking.gpus).items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def test_one_node_of_cpus_asks_for_nothing_special() -> None:
     here = machine(processes_per_node=3)
     assert (here.cpus(ONE), here.threads(ONE), here.training_cpus(ONE), here.training_threads(ONE)) == (2, 2, 6, 6)
     assert (here.training_memory_mb(ONE), here.runtime_min(ONE)) == (8000, 60)
     assert (here.nodes(ONE), here.processes(ONE)) == (1, 3)
-    assert [ask(ONE) for ask in (here.gpus, here.one_gpu, here.tasks, here.mpi)] == [None] * 4
+    assert (here.gpus(ONE), here.one_gpu(ONE), here.tasks(ONE), here.mpi(ONE)) == (0, 0, None, None)
+    assert requests(here) == {}
 
 
 def test_several_nodes_start_their_tasks_themselves() -> None:
     cluster = machine(nodes=2, gpus_per_node=8)
     assert (cluster.tasks(ONE), cluster.mpi(ONE)) == (2, "srun")
-    assert (cluster.gpus(ONE), cluster.one_gpu(ONE)) == ("gpu:8", "gpu:1")
+    assert (cluster.gpus(ONE), cluster.one_gpu(ONE)) == (8, 1)
+    assert requests(cluster) == {"gres": "gpu:8"} and cluster.one_process()["gres"](ONE) == "gpu:1"
 
 
 def test_a_stage_of_one_gpu_asks_for_its_share_of_the_memory() -> None:
@@ -45,20 +54,42 @@ def test_a_stage_of_one_gpu_asks_for_its_share_of_the_memory() -> None:
 def test_gpus_that_are_not_spoken_of_are_one_for_each_process_on_a_cluster_alone() -> None:
     asked: dict[str, Any] = {"gpus_per_node": None, "processes_per_node": 2}
     sent, here = machine(queued=True, **asked), machine(**asked)
-    assert (sent.gpus(ONE), sent.one_gpu(ONE)) == ("gpu:2", "gpu:1")
-    assert (here.gpus(ONE), here.one_gpu(ONE), here.threads(ONE)) == (None, None, 2)
-    assert machine({"gpus_per_node": 0}, queued=True, **asked).gpus(ONE) is None
+    assert (sent.gpus(ONE), sent.one_gpu(ONE)) == (2, 1)
+    assert (here.gpus(ONE), here.one_gpu(ONE), here.threads(ONE)) == (0, 0, 2)
+    assert machine({"gpus_per_node": 0}, queued=True, **asked).gpus(ONE) == 0
 
 
 def test_joining_what_several_jobs_have_made_takes_no_gpu() -> None:
     node = machine(gpus_per_node=8)
-    asked = [node.one_gpu_to_begin(ONE, SimpleNamespace(parts=parts)) for parts in ([], ["part-0"])]
+    asked = [node.joining()["gres"](ONE, SimpleNamespace(parts=parts)) for parts in ([], ["part-0"])]
     assert asked == ["gpu:1", None]
 
 
+@pytest.mark.parametrize(
+    ("executor", "expected"),
+    [
+        ("slurm", {"gres": "gpu:2"}),
+        ("kubernetes", {"gpu": 2, "gpu_manufacturer": "nvidia"}),
+        ("aws-batch", {"_gpus": 2}),
+        ("googlebatch", {"nvidia_gpu": 2}),
+        ("lsf", {"gpu": 2, "gres": "gpu:2"}),
+    ],
+)
+def test_every_executor_is_asked_for_gpus_in_its_own_resources(executor: str, expected: dict[str, Any]) -> None:
+    node = replace(machine(queued=True, gpus_per_node=2), executor=lambda: executor)
+    assert requests(node) == expected
+    assert node.devices_option(ONE, expected) == ["--gpus", "2"]
+    assert requests(replace(machine(queued=True, gpus_per_node=0), executor=lambda: executor)) == {}
+    assert (doubt_about(executor) is None) == (executor != "lsf")
+
+
+def test_a_type_of_gpu_of_google_batch_is_one() -> None:
+    assert machine().devices_option(ONE, {"nvidia_gpu": "nvidia-tesla-a100"}) == ["--gpus", "1"]
+
+
 def test_the_type_of_gpu_is_the_sites() -> None:
-    assert machine({"slurm": {"gpu_type": "a100"}}, gpus_per_node=4).gpus(ONE) == "gpu:a100:4"
-    assert machine({"slurm": None}, gpus_per_node=4).gpus(ONE) == "gpu:4"
+    assert requests(machine({"slurm": {"gpu_type": "a100"}}, gpus_per_node=4)) == {"gres": "gpu:a100:4"}
+    assert requests(machine({"slurm": None}, gpus_per_node=4)) == {"gres": "gpu:4"}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +113,8 @@ def test_training_has_the_time_that_slurm_tells_it_before_the_end(slurm: dict[st
 
 def test_the_callers_number_goes_before_the_experiments() -> None:
     given = machine({"nodes": 4, "processes_per_node": 8, "gpus_per_node": 8}, nodes=1)
-    assert (given.nodes(ONE), given.training_cpus(ONE), given.gpus(ONE)) == (4, 16, "gpu:8")
-    assert machine({"gpus_per_node": 0}, gpus_per_node=8).one_gpu(ONE) is None
+    assert (given.nodes(ONE), given.training_cpus(ONE), given.gpus(ONE)) == (4, 16, 8)
+    assert machine({"gpus_per_node": 0}, gpus_per_node=8).one_gpu(ONE) == 0
 
 
 def test_stages_that_share_a_gpu_of_this_machine_run_one_at_a_time() -> None:

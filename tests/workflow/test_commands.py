@@ -42,6 +42,7 @@ OF_OTHERS = {
     "cd": "changes the folder",
     "source": "activates the environment",
     "git": "needs a network",
+    "pip": "installs packages",
     "apt-get": "needs a package registry and root",
     "eval": "sets variables for a cluster that tests/slurm starts",
     "export": "sets a variable",

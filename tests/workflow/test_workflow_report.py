@@ -195,6 +195,13 @@ def test_the_summary_keeps_what_was_made_before_and_compares_two(
     browser.evaluate("document.getElementById('filter').value = 'old'")
     browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
     assert browser.evaluate(rows) == ["older"]
+    cards = "[...document.querySelectorAll('.gallery article')].filter(card => !card.hidden)"
+    assert browser.evaluate(f"{cards}.map(card => card.dataset.name)") == ["older"]
+    browser.evaluate("document.querySelector('.gallery').prepend(document.querySelector('[data-name=older]'))")
+    browser.evaluate("document.getElementById('filter').value = ''")
+    browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
+    browser.evaluate("document.getElementById('order').dispatchEvent(new Event('change'))")
+    assert browser.evaluate(f"{cards}.map(card => card.dataset.name)") == ["micro", "older"]
     assert browser.evaluate("[...document.querySelectorAll('.pair img')].every(img => img.naturalWidth > 0)")
     assert "inpipe_fd" in browser.evaluate("document.getElementById('both').innerText")
     assert browser.complaints == []

@@ -69,9 +69,21 @@ if (charts.length) {
 const filter = document.getElementById("filter");
 if (filter) {
   filter.addEventListener("input", () => {
-    for (const row of document.querySelectorAll("#experiments tbody tr")) {
+    for (const row of document.querySelectorAll("#experiments tbody tr, .gallery article")) {
       row.hidden = !row.textContent.toLowerCase().includes(filter.value.toLowerCase());
     }
+  });
+}
+
+const order = document.getElementById("order");
+if (order) {
+  const gallery = document.querySelector(".gallery");
+  order.addEventListener("change", () => {
+    const key = (card) => card.dataset[order.value];
+    const cards = [...gallery.children];
+    const compare = (a, b) => (order.value === "value" ? a - b : a.localeCompare(b, "en", { numeric: true }));
+    cards.sort((a, b) => !key(a) - !key(b) || compare(key(a), key(b)));
+    gallery.append(...cards);
   });
 }
 

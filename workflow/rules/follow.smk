@@ -1,5 +1,4 @@
-# What stages log goes to MLflow while they run, and a table of what was made ends it all. Snakemake calls these for the
-# workflow it is started with, not for its modules: as a module, the runs are in MLflow when their experiment has ended.
+# Snakemake calls these blocks, one of each kind, for the workflow that it is started with, not for its modules.
 import sys
 from pathlib import Path
 
@@ -9,22 +8,21 @@ from image_diffusion.workflow.parts import remove_left_parts
 from image_diffusion.workflow.studies import write_partial_pages
 from image_diffusion.workflow.integrity.locks import hold
 from image_diffusion.workflow.jobs.slurm_queue import orphans, report_failed_jobs, settle, tell_of_unseen_jobs
-from image_diffusion.workflow.tables import outcome, request
+from image_diffusion.workflow.tables import outcome, places, request
 
 following = Following(config["tracking"], package_beside(root), results, plans.by_name)
 held = []
 
 
 onstart:
-    if too_few := machine.too_few_devices(
-        job.wildcards for job in workflow.dag.needrun_jobs() if job.rule.name.endswith("train")
-    ):
+    trainings = (job.wildcards for job in workflow.dag.needrun_jobs() if job.rule.name.endswith("train"))
+    if too_few := machine.too_few_devices(trainings):
         raise SystemExit(f"error: {too_few}")
     held.append(hold(Path(results)))
     if owner.is_ours and (left := orphans(Path())):
         settle(left, workflow.dag.needrun_jobs(), wait=config.get("orphans", "wait") == "wait")
     sent = {workflow.dag.get_job_group(job) or job for job in workflow.dag.needrun_jobs()}
-    if machine.queued and (table := request(sent)):
+    if machine.queued and (table := request(sent, machine.executor())):
         print(table, file=sys.stderr)
     following.start()
 
@@ -34,10 +32,9 @@ onsuccess:
     settings = workflow.dag_settings
     if not (set(settings.targets) - plans.by_name.keys() or settings.until or settings.omit_from):
         remove_left_parts(plans, Path(results))
-    print(outcome(plans, Path(results)), file=sys.stderr)
+    print(outcome(plans, Path(results)) + places(plans, Path(results), config["tracking"]["uri"]), file=sys.stderr)
 
 
-# Snakemake knows one block of each kind.
 onerror:
     following.end()
     write_partial_pages(results, plans.studies, root / "workflow" / "scripts" / "study.py", package_beside(root))

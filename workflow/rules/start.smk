@@ -14,12 +14,14 @@ from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.integrity.locks import take_over
 from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
 from image_diffusion.workflow.start import start
+from image_diffusion.workflow import terminal
 
 # One Snakemake at a time in a folder. A workflow that uses this one as a module keeps its own ways.
-if workflow.modifier.is_main_snakefile() and not workflow.remote_exec:
+is_head = workflow.modifier.is_main_snakefile() and not workflow.remote_exec
+if is_head:
     owner = take_over(Path())
     count_damaged_as_unfinished(Damage(config["tracking"]["uri"]).among)
-limit = workflow.global_resources.get("devices")
+terminal.begin(workflow.output_settings if is_head else None)
 context = start(
     root,
     config,
@@ -28,7 +30,8 @@ context = start(
     moved=workflow.modifier.path_modifier.replace_prefix,
     arguments=sys.argv[1:] if workflow.modifier.is_main_snakefile() else [],
     cores=workflow.global_resources["_cores"].value or 1,
-    limit=limit.value if limit else None,
+    limit=getattr(workflow.global_resources.get("devices"), "value", None),
+    executor=lambda: workflow.executor_plugin.name if workflow.executor_plugin else "local",
 )
 results, plans, machine, code = context.results, context.plans, context.machine, context.code
 files, parts = context.files, context.parts

@@ -21,10 +21,10 @@ rule train:
         "../../envs/image-diffusion.yaml"
     threads: machine.training_threads
     resources:
+        **machine.gpu_resources(machine.gpus),
         nodes=machine.nodes,
         tasks=machine.tasks,
         mpi=machine.mpi,
-        gres=machine.gpus,
         devices=machine.training_devices,
         tasks_per_gpu=0,
         cpus_per_task=machine.training_cpus,

@@ -67,14 +67,16 @@ def interval(bounds: Sequence[float] | None) -> str:
 
 
 def metric(name: str) -> Markup:
-    """The name of a metric with the arrow of what is better; what it means shows when one points at it."""
+    """A metric in words with the arrow of what is better, and its key; what it means shows when one points at it."""
     definition = definition_of(name)
     if definition is None:
         return escape(name)
     arrow = ARROWS.get(definition.better, "")
     aim = f" Better: {definition.better}." if definition.better else ""
     title = f"{definition.meaning.replace('`', '')}.{aim} From: {definition.source}."
-    return Markup('<abbr tabindex="0" title="{}">{}</abbr>{}').format(title, name, f" {arrow}" if arrow else "")
+    return Markup('<abbr tabindex="0" title="{}">{}</abbr>{} <small class="key">{}</small>').format(
+        title, definition.title, f" {arrow}" if arrow else "", name
+    )
 
 
 def bar(value: float, bounds: Sequence[float] | None, floor: float | None) -> Markup:

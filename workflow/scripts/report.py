@@ -26,6 +26,10 @@ from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
 from image_diffusion.tracking.run_note import headline_of, sentence
 
+MOST_PROPOSALS = 2
+MOST_COPIES = 0.03
+STILL_BETTER = 0.1
+"""Share by which the last preview is better than the one before, for a training that could go on."""
 QUARANTINED = 50
 CLASSES = "evaluation/classes.png"
 MOST_CLASSES = 100
@@ -61,8 +65,11 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         name=experiment.name,
         sentence=sentence(experiment, plan.get("dataset")).replace("`", ""),
         headline=headline_of(experiment, plan.get("headline", "")),
-        facts=facts(judged, history, benchmarks / experiment.name),
+        facts=facts(history, benchmarks / experiment.name),
         command=f"snakemake --cores all {shlex.quote(experiment.name)}",
+        real=source_of(data.parent / "crops" / "sheet.png"),
+        comparisons=list(comparisons(judged)),
+        proposals=list(proposals(experiment, judged, read_findings(data.parent / "datasheet")))[:MOST_PROPOSALS],
         pictures=list(pictures(experiment, data)),
         judged=judged,
         beside=beside(judged),
@@ -79,12 +86,63 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
     )
 
 
-def facts(judged: dict[str, Any] | None, history: History | None, benchmarks: Path) -> dict[str, object]:
+def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
+    """A sentence for each metric that says how good the samples are, beside what real images have."""
+    for name, entry in (judged or {"metrics": {}})["metrics"].items():
+        definition = definition_of(name)
+        if definition is None or entry["value"] is None or entry.get("doubt"):
+            continue
+        if name.endswith("agreement") and entry["floor"] is not None:
+            yield (
+                f"{entry['value']:.1%} of the images are recognised as the class that was requested; "
+                f"real held-out images: {entry['floor']:.1%}."
+            )
+        elif name.endswith("_c2st") and entry["floor"] is not None:
+            yield (
+                f"A classifier separates them from real images with an accuracy of {entry['value']:.0%}, where 50% is "
+                f"chance; real held-out images: {entry['floor']:.0%}."
+            )
+        elif name == "copies":
+            yield f"{entry['value']:.1%} are nearer to a training image than real images are; expected: 1.0%."
+
+
+def proposals(
+    experiment: Path, judged: dict[str, Any] | None, findings: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """What is likeliest to help, first what matters most: a reason, and the lines of YAML.
+
+    findings: how often the data sheet has each.
+    """
+    if judged is None:
+        return
+    model = experiment / "train" / "model.json"
+    steps = read_json(model)["step"] if model.is_file() else 0
+    metrics = judged["metrics"]
+    copies = (metrics.get("copies") or {}).get("value") or 0
+    if copies > MOST_COPIES:
+        yield f"{copies:.0%} of the samples are close to a training image.", f"train: {{steps: {max(1, steps // 2)}}}"
+    if conflicts := findings.get("label conflict"):
+        yield f"{conflicts} pairs of equal images have two classes: correct the labels.", "data: {duplicates: drop}"
+    curve = judged["curve"]
+    kernel = next((name for point in curve for name in point if name.endswith("_kd")), None)
+    if kernel and len(curve) > 1 and curve[-1][kernel] < (1 - STILL_BETTER) * curve[-2][kernel]:
+        yield "The previews were still improving at the end.", f"train: {{steps: {2 * steps}}}"
+    if not (experiment / "sweep").is_dir() and judged["guided"]:
+        yield "Other settings of sampling were not tried.", "sweep: {guidance_scale: [1, 1.5, 2, 4]}"
+    few = [entry["n"] for entry in metrics.values() if str(entry["note"]).startswith(("biased", "no interval"))]
+    if few:
+        yield f"{min(few):,} samples are few for these metrics.", f"sample: {{num_samples: {10 * min(few)}}}"
+
+
+def read_findings(datasheet: Path) -> dict[str, int]:
+    """How often each finding of a data sheet occurs."""
+    path = datasheet / "datasheet.json"
+    return {row["kind"]: row["count"] for row in read_json(path)["findings"]} if path.is_file() else {}
+
+
+def facts(history: History | None, benchmarks: Path) -> dict[str, object]:
     """What stands on the card beside the headline."""
     values: dict[str, object] = {}
-    for name, entry in (judged or {"metrics": {}})["metrics"].items():
-        if name.endswith("agreement") and entry["value"] is not None and not entry.get("doubt"):
-            values[name] = f"{100 * entry['value']:.1f} %"
     if history is not None:
         power = history.series("system/gpu_power_usage_watts")[1]
         if power and history.ended:
@@ -139,6 +197,8 @@ def metrics(path: Path) -> dict[str, Any] | None:
         "metrics": entries,
         "published": result.get("published", []),
         "self_test": result.get("self_test", {}),
+        "curve": result.get("curve", []),
+        "guided": (result["protocol"].get("samples") or {}).get("settings", {}).get("guidance") is not None,
         "protocol": flat(result["protocol"]),
     }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""All experiments that there are in one table: a page, and lines for the terminal for those that were asked for.
+"""All experiments that there are, as cards and in a table: a page, and lines for those that were asked for.
 
 python workflow/scripts/summary.py --results results --benchmarks benchmarks --experiments a b --output summary.html
 """
@@ -37,6 +37,7 @@ class Line:
     time: str
     report: str
     grid: str | None
+    reconstructions: str | None
     metrics: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,6 +65,7 @@ def line(name: str, results: Path, benchmarks: Path) -> Line:
         time=trained_for(benchmarks / name),
         report=f"{name}/report/index.html",
         grid=source_of(folder / "samples" / "grid.png"),
+        reconstructions=source_of(folder / "evaluation" / "reconstructions.png"),
         metrics=shown,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import divided, resolution_of, shown
 from image_diffusion.core.types import DataSpec
 
 _PIXELS_AT_ONCE = 2**20
@@ -211,12 +212,13 @@ class CodecSettings(Config, ABC):
 def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
     """Return the shapes that the data fix once images are latents. Raises ValueError when the resolution cannot be
     divided."""
-    if images.resolution % downsampling:
+    size = divided(images.resolution, downsampling)
+    if size is None:
         raise ValueError(
-            f"data.resolution is {images.resolution}, but the codec divides each edge by {downsampling}. "
-            f"Choose a multiple of {downsampling}."
+            f"data.resolution is {shown(images.resolution)}, but the codec divides each edge by {downsampling}. "
+            f"Choose multiples of {downsampling}."
         )
-    return DataSpec(channels=channels, resolution=images.resolution // downsampling, num_classes=images.num_classes)
+    return DataSpec(channels=channels, resolution=resolution_of(*size), num_classes=images.num_classes)
 
 
 def in_slices(decode: Callable[[Tensor], Tensor], latent: Tensor, pixels: int) -> Tensor:
@@ -240,6 +242,7 @@ def placed(network: N, device: torch.device) -> N:
 def to_uint8(x: Tensor) -> Tensor:
     """Convert pixels in [-1, 1] -> uint8, rounded to nearest: clamp(127.5 x + 128), truncated, as DiT does.
     Contiguous."""
+    # In float32: bf16 has no fractions from 128 on, so truncation would move whole levels.
     return (127.5 * x.float() + 128.0).clamp(0, 255).to(torch.uint8, memory_format=torch.contiguous_format)
 
 

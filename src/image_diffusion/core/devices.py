@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,27 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from image_diffusion.core.process.errors import log_line
+
 REQUESTED = "IMAGE_DIFFUSION_GPUS"
 """The environment variable with the number of GPUs that the stage has asked for; unset or empty: the CPU will do."""
 
-_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER = Path("/sys/module/nvidia/version")
+_FITTING_BUILD = "Install a build that fits (uv pip install --torch-backend=auto torch)"
+_BUILT_FOR = re.compile(r"(sm|compute)_(\d+)[af]?$")
 
 Arriving = Callable[[], Tensor]
 """Tensor that is being copied: the call waits for the copy and returns it."""
 
 
 def best_device() -> torch.device:
-    """Return the GPU of this process, or the CPU: torchrun's LOCAL_RANK chooses among several GPUs."""
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+    """Return the GPU of this process, which one line describes, or the CPU. Raises ValueError as `has_gpu` and
+    `check_kernels` do."""
+    if not has_gpu():
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    _introduce(device)
+    return device
 
 
 def has_gpu() -> bool:
@@ -42,19 +52,53 @@ def has_gpu() -> bool:
             reason = "it sees no device"
         except (RuntimeError, AssertionError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
-        reason = f"PyTorch {torch.__version__} for CUDA {torch.version.cuda} says: {reason}; {_driver()}"
+        loaded = f"the driver is {driver()}" if driver() else "no NVIDIA driver is loaded"
+        reason = f"PyTorch {torch.__version__} for CUDA {torch.version.cuda} says: {reason}; {loaded}"
     raise ValueError(
         f"{number} GPU{'s' * (number != '1')} requested (resources.gpus_per_node), and PyTorch can use none. {reason}. "
-        "Install a build for this driver (uv pip install --torch-backend=auto torch), or train on the CPU with "
-        "--config gpus_per_node=0."
+        f"{_FITTING_BUILD}, or train on the CPU with --config gpus_per_node=0."
     )
 
 
-def _driver() -> str:
+def check_kernels(device: torch.device) -> None:
+    """Raise ValueError if this build of PyTorch has no kernels for the GPU. CUDA's binaries of a capability run on its
+    later minor versions, and its PTX on every later capability (CUDA C++ Programming Guide, 3.1.2 and 3.1.3)."""
+    if torch.version.hip is not None:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    built = [match.groups() for name in torch.cuda.get_arch_list() if (match := _BUILT_FOR.match(name))]
+    fits = [
+        (kind == "compute" or int(number) // 10 == major) and int(number) <= 10 * major + minor
+        for kind, number in built
+    ]
+    if built and not any(fits):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has the compute capability {major}.{minor}, and PyTorch "
+            f"{torch.__version__} is built for {' '.join(torch.cuda.get_arch_list())}. {_FITTING_BUILD}, or take "
+            "another GPU (CUDA_VISIBLE_DEVICES)."
+        )
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return False if the device is this process's GPU and only emulates bfloat16, as those before Ampere (2020) do."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver, empty without one."""
     with suppress(OSError):
-        if match := re.search(r"Kernel Module\D*([\d.]+)", _DRIVER.read_text()):
-            return f"the driver is {match[1]}"
-    return "no NVIDIA driver is loaded"
+        return _DRIVER.read_text().strip()
+    return ""
+
+
+@cache
+def _introduce(device: torch.device) -> None:
+    """Check a GPU and describe it in one line, once in a process: memory that is not free, other programs use."""
+    check_kernels(device)
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    version = f" (driver {driver()})" if driver() else ""
+    name = torch.cuda.get_device_name(device)
+    log_line(f"{name}{version}: {free:.1f} of {total:.1f} GiB of memory are free.")
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import Resolution, height_width
 
 TEXT = "text"
 """Name of a caption among the conditions of a network: its embedding and its tokens, [1 + L, dim]."""
@@ -37,8 +38,8 @@ class DataSpec(Config):
 
     channels: int
     """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding; the size of a codebook."""
-    resolution: int
-    """Height and width of x, in its own pixels; 1 for embeddings."""
+    resolution: Resolution
+    """Side of x, or its height and width, in its own pixels; 1 for embeddings."""
     num_classes: int = 0
     """Number of classes; 0 for unconditional data."""
     conditions: dict[str, tuple[int, ...]] = Field({})
@@ -46,6 +47,11 @@ class DataSpec(Config):
     features: tuple[int, int, int] | None = None
     """Shape [D, h, w] of the reference features of an image from a teacher, with which training is aligned; unset:
     there is none."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the height and the width of x."""
+        return height_width(self.resolution)
 
     @model_serializer(mode="wrap")
     def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

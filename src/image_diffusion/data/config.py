@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Resolution, height_width, shown
 from image_diffusion.data.crop import AnyCrop
 from image_diffusion.data.crop.adm import AdmCrop
 from image_diffusion.data.crop.filter_expression import parse_rule
@@ -25,12 +26,12 @@ class DataConfig(Config):
     """Name of the data set, the start of its folder's name: letters, digits, dots and underscores."""
     source: Source
     """Source of the images."""
-    resolution: int = Field(ge=1, le=4096)
-    """Side of a crop in pixels."""
+    resolution: Resolution
+    """Side of a crop in pixels; or [height, width]."""
     channels: Literal[1, 2, 3, 4] = 3
     """Channels of a crop: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha."""
     crop: AnyCrop = AdmCrop()
-    """Method that makes an image a square."""
+    """Method that gives an image the shape of a crop."""
     background: tuple[int, int, int] | None = None
     """RGB colour, 0 to 255, of bars, and of the background of transparent pixels when the crops have no alpha channel.
     Unset: white, and an error when every image has an alpha channel."""
@@ -118,7 +119,13 @@ class DataConfig(Config):
     @property
     def folder(self) -> str:
         """Name of the data set's folder under results/datasets."""
-        return f"{self.name}-{self.resolution}"
+        side = self.resolution if isinstance(self.resolution, int) else shown(self.resolution).replace(" ", "")
+        return f"{self.name}-{side}"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the height and the width of a crop in pixels."""
+        return height_width(self.resolution)
 
     def crop_identity(self) -> dict[str, Any]:
         """Return everything that decides the pixels of a crop. Crops of another identity are never mixed with these."""
@@ -130,7 +137,7 @@ class DataConfig(Config):
         return {
             **self.crop.identity(),
             "version": 1,
-            "resolution": self.resolution,
+            "resolution": self.resolution if isinstance(self.resolution, int) else list(self.resolution),
             "channels": self.channels,
             "resize": "exact",
             "background": list(self.background or WHITE),

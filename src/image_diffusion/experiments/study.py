@@ -225,7 +225,7 @@ def operations_of(experiment: Experiment, codec: Experiment | None = None) -> in
         coder: Any = KlCodec({}, _never, 1.0)
     else:
         coder = experiment.codec.build(None, None, torch.device("cpu"), torch.float32)
-    grid = (spec.resolution, spec.resolution)
+    grid = spec.size
     moments = (2, spec.channels, *grid)
     system: Any = experiment.system
 

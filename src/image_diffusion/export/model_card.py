@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from image_diffusion.core.resolution import shown
 from image_diffusion.systems.base import Model
 
 
@@ -52,7 +53,7 @@ def model_card(
         "System": model.system.type,
         "Parameters": f"{parameters:,}",
         "Data": data,
-        "Works on": f"{model.spec.channels} x {model.spec.resolution} x {model.spec.resolution} values an image",
+        "Works on": f"{model.spec.channels} x {shown(model.spec.resolution)} values an image",
         "Classes": ", ".join(model.classes) or "none",
         "Trained for": f"{model.step:,} steps, {model.examples_seen:,} examples",
         "SHA-256 of the weights": f"`{model.sha256}`",

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import divided, shown
 from image_diffusion.core.types import DataSpec
 
 
@@ -35,16 +36,16 @@ class AutoencoderConfig(Config):
                 f"block_channels {list(self.block_channels)} must be multiples of norm_groups {self.norm_groups}. "
                 f"Change one of them."
             )
-        if spec.resolution % self.downsampling:
+        if divided(spec.resolution, self.downsampling) is None:
             raise ValueError(
-                f"The resolution is {spec.resolution}, but {len(self.block_channels)} blocks divide each edge by "
-                f"{self.downsampling}. Choose a multiple of {self.downsampling}, or fewer block_channels."
+                f"The resolution is {shown(spec.resolution)}, but {len(self.block_channels)} blocks divide each edge "
+                f"by {self.downsampling}. Choose a multiple of {self.downsampling}, or fewer block_channels."
             )
 
     def latent_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Return the shape [c, h, w] of the latent of an image of `spec`."""
-        edge = spec.resolution // self.downsampling
-        return self.latent_channels, edge, edge
+        height, width = spec.size
+        return self.latent_channels, height // self.downsampling, width // self.downsampling
 
     @property
     def downsampling(self) -> int:
@@ -60,7 +61,7 @@ class Autoencoder(nn.Module):
         from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
         num_blocks = len(config.block_channels)
-        self.image_shape = (spec.channels, spec.resolution, spec.resolution)
+        self.image_shape = (spec.channels, *spec.size)
         self.vae: Any = AutoencoderKL(
             in_channels=spec.channels,
             out_channels=spec.channels,
@@ -70,7 +71,7 @@ class Autoencoder(nn.Module):
             layers_per_block=config.layers_per_block,
             latent_channels=config.latent_channels,
             norm_num_groups=config.norm_groups,
-            sample_size=spec.resolution,
+            sample_size=spec.resolution if isinstance(spec.resolution, int) else list(spec.resolution),
             scaling_factor=1.0,
         )
 

@@ -29,7 +29,7 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
-from image_diffusion.nn.inputs import check_inputs, patchify, unpatchify
+from image_diffusion.nn.inputs import check_inputs, grid_of, patchify, unpatchify
 from image_diffusion.nn.linear import Linear, linear
 from image_diffusion.nn.positions import grid_positions, rotary_angles, sinusoid
 from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu
@@ -173,19 +173,15 @@ class DiT(nn.Module):
     ) -> None:
         super().__init__()
         depth, width, _, patch = config.shape
-        if spec.resolution % patch:
-            raise ValueError(
-                f"x of {spec.resolution} x {spec.resolution} pixels cannot be cut into patches of {patch} x {patch}. "
-                f"Set network.patch to a divisor of {spec.resolution}, or change the resolution of the data."
-            )
+        self.grid_size = grid_of(spec, patch)
         if config.class_tokens and not spec.num_classes:
             raise ValueError(
                 f"network.class_tokens is {config.class_tokens}, but the data have no classes. Leave it out."
             )
         self.config, self.spec, self.learned_variance = config, spec, learned_variance
-        self.patch, self.grid_size = patch, spec.resolution // patch
+        self.patch = patch
         out_channels = spec.channels * (2 if learned_variance else 1)
-        self.pos_embed = nn.Parameter(grid_positions(width, spec.resolution // patch)[None], requires_grad=False)
+        self.pos_embed = nn.Parameter(grid_positions(width, self.grid_size)[None], requires_grad=False)
         self.x_embedder = PatchEmbedder(spec.channels, width, patch, config.patch_bottleneck)
         self.t_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
         if interval:
@@ -259,7 +255,7 @@ class DiT(nn.Module):
                 else block(tokens, c, *inputs)
             )  # [B, M + N, D]
             if number + 1 == tokens_of:
-                patch_tokens = tokens[:, -(self.grid_size**2) :]
+                patch_tokens = tokens[:, -self.pos_embed.shape[1] :]
         patches = self.final_layer(tokens[:, num_class_tokens:], c)  # [B, N, p · p · C_out]
         prediction = unpatchify(patches, self.patch, x.shape[2], x.shape[3])  # [B, C_out, H, W]
         return prediction if tokens_of is None else (prediction, patch_tokens)
@@ -272,8 +268,7 @@ class DiT(nn.Module):
     def _angles(self, tokens: Tensor) -> Tensor:
         """Return the angles by which the channels of a head turn at each token: computed anew, so that no copy is
         kept."""
-        _, width, num_heads, patch = self.config.shape
-        return rotary_angles(width // num_heads, self.spec.resolution // patch, tokens.device)
+        return rotary_angles(self.config.shape.width // self.config.shape.num_heads, self.grid_size, tokens.device)
 
     def _initialise(self) -> None:
         """Initialise every Linear by Xavier, time and class tokens by N(0, 0.02), and the last layer of every residual

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import divided, shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.networks.quantizers import FiniteScalars, VectorQuantiser, VectorQuantiserConfig
 from image_diffusion.networks.weights import openai_dvae
@@ -87,16 +88,21 @@ class DVAEConfig(Config):
 
     def build(self, spec: DataSpec) -> DVAE:
         """Build the network for images of `spec`. Raises ValueError when the sizes do not fit."""
-        resolution = spec.resolution
-        if resolution & (resolution - 1):
+        shorter = min(spec.size)
+        if isinstance(spec.resolution, int) and shorter & (shorter - 1):
             raise ValueError(
-                f"The resolution is {resolution}, but a discrete VAE needs a power of two. "
-                f"Set data.resolution to {2 ** (resolution.bit_length() - 1)} or {2 ** resolution.bit_length()}."
+                f"The resolution is {shorter}, but a discrete VAE needs a power of two. "
+                f"Set data.resolution to {2 ** (shorter.bit_length() - 1)} or {2 ** shorter.bit_length()}."
             )
-        if resolution < self.downsampling:
+        if shorter < self.downsampling:
             raise ValueError(
-                f"The resolution is {resolution}, too small for num_layers = {self.num_layers}, which divide each edge "
-                f"by {self.downsampling}. Use at most {resolution.bit_length() - 1} layers, or larger images."
+                f"The resolution is {shorter}, too small for num_layers = {self.num_layers}, which divide each edge "
+                f"by {self.downsampling}. Use at most {shorter.bit_length() - 1} layers, or larger images."
+            )
+        if divided(spec.resolution, self.downsampling) is None:
+            raise ValueError(
+                f"The resolution is {shown(spec.resolution)}, but num_layers = {self.num_layers} divides each edge by "
+                f"{self.downsampling}. Set data.resolution to multiples of that."
             )
         if self.layout == "openai" and not self.num_resnet_blocks:
             raise ValueError("layout openai is made of residual blocks. Set num_resnet_blocks to 1 or more.")
@@ -113,8 +119,8 @@ class DVAEConfig(Config):
 
     def logits_shape(self, spec: DataSpec) -> tuple[int, int, int]:
         """Return the shape [num_tokens, h, w] of the logits of an image of `spec`."""
-        edge = spec.resolution // self.downsampling
-        return self.num_tokens, edge, edge
+        height, width = spec.size
+        return self.num_tokens, height // self.downsampling, width // self.downsampling
 
     @property
     def latent_channels(self) -> int:
@@ -152,7 +158,7 @@ class DVAE(nn.Module):
         super().__init__()
         self.config, self.spec = config, spec
         self.estimator: Estimator = config.estimator
-        self.image_shape = (spec.channels, spec.resolution, spec.resolution)
+        self.image_shape = (spec.channels, *spec.size)
         if config.layout == "openai":
             sizes = (config.hidden_dim, config.num_layers + 1, config.num_resnet_blocks)
             self.encoder = openai_dvae.encoder(spec.channels, self.encoded_channels, *sizes)

@@ -9,7 +9,7 @@ positions, linear attention among the patches, and self-conditioning of the imag
 from __future__ import annotations
 
 import math
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
-from image_diffusion.nn.inputs import check_inputs
+from image_diffusion.nn.inputs import check_inputs, grid_of
 
 
 class RinConfig(Config):
@@ -70,15 +71,9 @@ class Rin(nn.Module):
 
     def __init__(self, config: RinConfig, spec: DataSpec) -> None:
         super().__init__()
-        if spec.resolution % config.patch:
-            raise ValueError(
-                f"x of {spec.resolution} x {spec.resolution} pixels cannot be cut into patches of {config.patch} x "
-                f"{config.patch}. Set network.patch to a divisor of {spec.resolution}, or change the resolution of "
-                f"the data."
-            )
         width, latent_width = config.width, config.latent_width or config.width
         self.config, self.spec = config, spec
-        self.grid_size = spec.resolution // config.patch
+        self.grid_size = grid_of(spec, config.patch)
         condition_width = self.condition_width
         patch_values = spec.channels * config.patch**2
 
@@ -162,8 +157,9 @@ class Rin(nn.Module):
 
     def _positions(self) -> Tensor:
         """Return the positions [(H/p)(W/p), width], row by row."""
-        line = torch.linspace(0, 1, self.grid_size, device=self.latents.device, dtype=self.latents.dtype)[:, None]
-        rows, columns = self.axial_pos_emb_height_mlp(line), self.axial_pos_emb_width_mlp(line)  # [H/p, width] each
+        options: Any = {"device": self.latents.device, "dtype": self.latents.dtype}
+        lines = (torch.linspace(0, 1, side, **options)[:, None] for side in self.grid_size)
+        rows, columns = self.axial_pos_emb_height_mlp(next(lines)), self.axial_pos_emb_width_mlp(next(lines))
         return cast("Tensor", (rows[:, None] + columns[None, :]).flatten(0, 1))
 
 
@@ -190,7 +186,7 @@ class Block(nn.Module):
         self.latent_final_norm = Norm(latent_width)
 
     def forward(
-        self, patches: Tensor, latents: Tensor, condition: Tensor, grid_size: int
+        self, patches: Tensor, latents: Tensor, condition: Tensor, grid_size: Size
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Patches [B, P, width], row by row, latents [B, N, D], condition [B, E] -> patches, latents, and the latents
         after their last normalisation."""
@@ -295,9 +291,9 @@ class DepthwiseConv(nn.Module):
         super().__init__()
         self.ds_conv = nn.Conv2d(width, width, kernel_size=3, padding=1, groups=width)
 
-    def forward(self, x: Tensor, grid_size: int) -> Tensor:
-        """[B, grid_size², width] -> the same shape."""
-        image = x.transpose(1, 2).unflatten(2, (grid_size, grid_size))  # [B, width, rows, columns]
+    def forward(self, x: Tensor, grid_size: Size) -> Tensor:
+        """[B, rows · columns, width] -> the same shape."""
+        image = x.transpose(1, 2).unflatten(2, grid_size)  # [B, width, rows, columns]
         return cast("Tensor", self.ds_conv(image)).flatten(2).transpose(1, 2)
 
 
@@ -379,8 +375,8 @@ def _cut(x: Tensor, patch: int) -> Tensor:
     return x.reshape(B, (H // patch) * (W // patch), C * patch * patch)
 
 
-def _join(patches: Tensor, patch: int, grid_size: int) -> Tensor:
-    """Join [B, grid_size², C · p · p] -> [B, C, H, W]: the inverse of `_cut`."""
-    B = len(patches)
-    x = patches.reshape(B, grid_size, grid_size, -1, patch, patch).permute(0, 3, 1, 4, 2, 5)  # [B, C, H/p, p, W/p, p]
-    return x.reshape(B, -1, grid_size * patch, grid_size * patch)
+def _join(patches: Tensor, patch: int, grid_size: Size) -> Tensor:
+    """Join [B, rows · columns, C · p · p] -> [B, C, H, W]: the inverse of `_cut`."""
+    B, (rows, columns) = len(patches), grid_size
+    x = patches.reshape(B, rows, columns, -1, patch, patch).permute(0, 3, 1, 4, 2, 5)  # [B, C, H/p, p, W/p, p]
+    return x.reshape(B, -1, rows * patch, columns * patch)

@@ -8,6 +8,7 @@ and MLP, as in DALL-E; the last layer begins at zero, so that all tokens are equ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.networks.dit import LabelEmbedder, TextEmbedder
 from image_diffusion.nn.linear import Linear
@@ -76,7 +78,7 @@ class TokenTransformer(nn.Module):
         self.config, self.spec, self.causal = config, spec, causal
         self.hidden = spec.channels
         self.x_embedder = nn.Embedding(spec.channels + (not causal), width)
-        self.pos_embed = nn.Parameter(torch.empty(1, spec.resolution**2, width))
+        self.pos_embed = nn.Parameter(torch.empty(1, math.prod(spec.size), width))
         if TEXT in spec.conditions:
             self.text_embedder = TextEmbedder(spec.conditions[TEXT][-1], width)
         elif spec.num_classes:
@@ -129,10 +131,11 @@ class TokenTransformer(nn.Module):
         return self._logits(x[:, -1])
 
     def _check(self, tokens: Tensor, label: Tensor | None, text: Tensor | None) -> None:
-        if tokens.ndim != 2 or tokens.shape[1] != self.spec.resolution**2:
+        count = math.prod(self.spec.size)
+        if tokens.ndim != 2 or tokens.shape[1] != count:
             raise ValueError(
-                f"Tokens are {list(tokens.shape)}, but the network was built for {self.spec.resolution} x "
-                f"{self.spec.resolution} of them, [B, {self.spec.resolution**2}]. Use tokens of its own codec."
+                f"Tokens are {list(tokens.shape)}, but the network was built for {shown(self.spec.resolution)} of "
+                f"them, [B, {count}]. Use tokens of its own codec."
             )
         expected = {"text": hasattr(self, "text_embedder"), "label": hasattr(self, "y_embedder")}
         for (name, is_wanted), condition in zip(expected.items(), (text, label), strict=True):
@@ -159,7 +162,7 @@ class TokenTransformer(nn.Module):
         `end`."""
         if not self.config.rope:
             return None
-        all_ = rotary_angles(self.config.width // self.config.num_heads, self.spec.resolution, self.pos_embed.device)
+        all_ = rotary_angles(self.config.width // self.config.num_heads, self.spec.size, self.pos_embed.device)
         return F.pad(all_[first:end], (0, 0, prefix, 0))
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import divided, shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
@@ -50,7 +51,8 @@ class UNetConfig(Config):
     num_res_blocks: int = Field(2, gt=0)
     """Residual blocks of a level on the way down; there is one more on the way up."""
     attention_resolutions: tuple[int, ...] = (16, 8)
-    """Resolutions with attention after each residual block. The coarsest point in the middle always has it."""
+    """Resolutions with attention after each residual block; of rectangles the shorter side. The coarsest point in the
+    middle always has it."""
     num_heads: int = Field(4, gt=0)
     """Attention heads."""
     num_heads_upsample: int | None = Field(None, gt=0)
@@ -85,24 +87,25 @@ class UNetConfig(Config):
         return UNet(self, spec, learned_variance, null_label)
 
     def levels(self, spec: DataSpec) -> dict[int, int]:
-        """Return channels by resolution, from the finest level to the coarsest. Raises ValueError when the data do not
-        fit."""
-        multipliers = self.multipliers or MULTIPLIERS.get(spec.resolution)
+        """Return channels by resolution (of rectangles the shorter side), from the finest level to the coarsest. Raises
+        ValueError when the data do not fit."""
+        shorter = min(spec.size)
+        multipliers = self.multipliers or MULTIPLIERS.get(shorter)
         if multipliers is None:
             raise ValueError(
-                f"There are no published multipliers for images of {spec.resolution} x {spec.resolution} pixels, only "
+                f"There are no published multipliers for images of {shown(spec.resolution)} pixels, only "
                 f"for {', '.join(map(str, MULTIPLIERS))}. Set network.multipliers, or use one of these."
             )
         coarsest = 2 ** (len(multipliers) - 1)
-        if spec.resolution % coarsest:
+        if divided(spec.resolution, coarsest) is None:
             raise ValueError(
-                f"Images of {spec.resolution} x {spec.resolution} pixels cannot be halved {len(multipliers) - 1} "
+                f"Images of {shown(spec.resolution)} pixels cannot be halved {len(multipliers) - 1} "
                 f"times, as {len(multipliers)} multipliers require. Use fewer, or a multiple of {coarsest} pixels."
             )
-        levels = {spec.resolution >> i: int(multiplier * self.channels) for i, multiplier in enumerate(multipliers)}
+        levels = {shorter >> i: int(multiplier * self.channels) for i, multiplier in enumerate(multipliers)}
         self._check_widths([self.stem_channels(levels), *levels.values()])
         self._check_attention(levels)
-        self._check_low_resolution(spec.resolution)
+        self._check_low_resolution(spec)
         return levels
 
     def stem_channels(self, levels: dict[int, int]) -> int:
@@ -139,9 +142,14 @@ class UNetConfig(Config):
                     f"{name} {divisor} does not divide the {odd} channels of a level with attention. Use a divisor."
                 )
 
-    def _check_low_resolution(self, resolution: int) -> None:
-        low = self.low_resolution
-        if low is not None and (low >= resolution or resolution % low):
+    def _check_low_resolution(self, spec: DataSpec) -> None:
+        low, resolution = self.low_resolution, spec.resolution
+        if low is not None and not isinstance(resolution, int):
+            raise ValueError(
+                f"low_resolution is {low}, but the images are rectangles, {shown(resolution)}, and only squares are "
+                f"enlarged. Leave it out."
+            )
+        if low is not None and isinstance(resolution, int) and (low >= resolution or resolution % low):
             raise ValueError(
                 f"low_resolution {low} does not divide the resolution of the images, {resolution}. "
                 f"Use a smaller divisor of it, such as {resolution // 4 or 1}."

@@ -3,6 +3,8 @@ matrices."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,7 +67,10 @@ def compile_by_block(network: nn.Module, records: bool = False) -> None:
     so that compiling takes the time of one of them. Shapes are taken as they come: a microbatch of another size is
     compiled anew. Dropout leaves out what it leaves out without compiling, from PyTorch's own generator, though it is
     then a kernel of its own: a training may be compiled from one start to the next.
+
+    Raises ValueError if there is no compiler that torch.compile could use.
     """
+    check_compiler(next(network.parameters()).device)
     from torch._inductor import config as inductor
 
     inductor.fallback_random = True
@@ -76,6 +81,16 @@ def compile_by_block(network: nn.Module, records: bool = False) -> None:
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 4 * limit)
     for part in parts:
         part.compile(dynamic=False, mode="reduce-overhead" if records else None)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError without a compiler for what calls kernels: of C for a GPU (Triton), of C++ for a CPU."""
+    variable, names = ("CXX", ["g++", "clang++"]) if device.type == "cpu" else ("CC", ["gcc", "clang"])
+    if not any(shutil.which(name) for name in (os.environ.get(variable, "").split()[:1] or names)):
+        raise ValueError(
+            f"compile needs a compiler, and there is none: neither {' nor '.join(names)} is on PATH, and {variable} "
+            "names none. Install one, or set compile to false."
+        )
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

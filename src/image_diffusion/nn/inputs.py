@@ -5,8 +5,11 @@ A patch is flattened as (row, column, channel).
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
+from image_diffusion.core.resolution import Size, divided, shown
 from image_diffusion.core.types import DataSpec
 
 
@@ -15,7 +18,7 @@ def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: 
 
     spec: what it was built for; a network without classes takes no label, one with classes needs it.
     """
-    image_shape = (spec.channels, spec.resolution, spec.resolution)
+    image_shape = (spec.channels, *spec.size)
     if tuple(x.shape[1:]) != image_shape:
         raise ValueError(
             f"x has {size_of(x.shape[1:])} (channels x height x width) but the network was built for "
@@ -43,6 +46,17 @@ def _shapes_in_words(shapes: dict[str, tuple[int, ...]]) -> str:
 def size_of(shape: tuple[int, ...]) -> str:
     """Return a shape as text: 3 x 32 x 32."""
     return " x ".join(str(number) for number in shape)
+
+
+def grid_of(spec: DataSpec, patch: int) -> Size:
+    """Return the rows and columns of the patches of x. Raises ValueError when the patch does not divide its sides."""
+    grid = divided(spec.resolution, patch)
+    if grid is None:
+        raise ValueError(
+            f"x of {shown(spec.resolution)} pixels cannot be cut into patches of {patch} x {patch}. Set network.patch "
+            f"to a divisor of {math.gcd(*spec.size)}, or change the resolution of the data."
+        )
+    return grid
 
 
 def patchify(x: Tensor, patch: int) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -28,17 +27,18 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _WORTH_IT = 2**22  # multiplications: with fewer, what a gradient written in Python costs is more than what is saved
 
 
-_PLAIN = ContextVar("plain", default=False)
+_plain = False  # a ContextVar could not be read in what PyTorch 2.11 compiles
 
 
 @contextmanager
 def plain_products() -> Iterator[None]:
     """Use PyTorch's own products inside the context, which have every kind of derivative."""
-    before = _PLAIN.set(True)
+    global _plain
+    before, _plain = _plain, True
     try:
         yield
     finally:
-        _PLAIN.reset(before)
+        _plain = before
 
 
 class Linear(nn.Linear):
@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def is_plain(x: Tensor) -> bool:
     """True if x is computed by PyTorch alone: elsewhere than in float32 on a CPU, in other precision, or where
     PyTorch's own operations are asked for."""
-    return _PLAIN.get() or not _is_float32_on_cpu(x)
+    return _plain or not _is_float32_on_cpu(x)
 
 
 @cache

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from image_diffusion.core.resolution import Size, height_width
+
 
 def sinusoid(t: Tensor, dim: int, max_period: float = 10_000.0, endpoint: bool = False) -> Tensor:
     """Times [B] -> float32 [B, dim]: [cos(t ω) | sin(t ω)], and a column of zeros when `dim` is odd.
@@ -31,8 +33,9 @@ def sinusoid(t: Tensor, dim: int, max_period: float = 10_000.0, endpoint: bool =
     return F.pad(embedding, (0, dim - 2 * half))
 
 
-def grid_positions(dim: int, size: int, max_period: float = 10_000.0) -> Tensor:
-    """Float32 [size², dim]: where each cell of a square grid is, row by row. `dim` is divisible by 4.
+def grid_positions(dim: int, size: int | Size, max_period: float = 10_000.0) -> Tensor:
+    """Return the place of each cell of a grid, row by row, float32 [H · W, dim]. size: H and W; one number
+    for both. `dim` is divisible by 4.
 
     The first half of the channels tells the column, the second the row; each is [sin(p ω) | cos(p ω)] with
     ω_i = max_period^(-i / (dim / 4)) (He et al. 2022, "Masked autoencoders", as DiT uses it). Computed in float64, on
@@ -40,21 +43,24 @@ def grid_positions(dim: int, size: int, max_period: float = 10_000.0) -> Tensor:
     """
     quarter = dim // 4
     omega = max_period ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)  # [dim / 4]
-    angle = torch.arange(size, dtype=torch.float64, device="cpu")[:, None] * omega  # [size, dim / 4]
-    line = torch.cat([torch.sin(angle), torch.cos(angle)], dim=1)  # [size, dim / 2]
-    column = line[None, :, :].expand(size, size, -1)
-    row = line[:, None, :].expand(size, size, -1)
-    return torch.cat([column, row], dim=2).reshape(size * size, dim).float()
+    rows, columns = height_width(size)
+    angle = torch.arange(max(rows, columns), dtype=torch.float64, device="cpu")[:, None] * omega  # [max(H, W), dim / 4]
+    line = torch.cat([torch.sin(angle), torch.cos(angle)], dim=1)  # [max(H, W), dim / 2]
+    column = line[None, :columns].expand(rows, columns, -1)
+    row = line[:rows, None].expand(rows, columns, -1)
+    return torch.cat([column, row], dim=2).flatten(0, 1).float()
 
 
-def rotary_angles(head_width: int, size: int, device: torch.device, max_period: float = 10_000.0) -> Tensor:
-    """Float32 [size², head_width / 2]: by how much each pair of channels turns in each cell of a square grid, row by
-    row, in radians. head_width is divisible by 4; pair i of a half turns by p max_period^(-4 i / head_width)."""
+def rotary_angles(head_width: int, size: int | Size, device: torch.device, max_period: float = 10_000.0) -> Tensor:
+    """Return the angle by which each pair of channels turns in each cell of a grid, row by row, in radians, float32
+    [H · W, head_width / 2]. size: H and W. head_width is divisible by 4; pair i of a half turns by
+    p max_period^(-4 i / head_width)."""
     quarter = head_width // 4
     omega = max_period ** (-torch.arange(quarter, dtype=torch.float32, device=device) / quarter)  # [d / 4]
-    line = torch.arange(size, dtype=torch.float32, device=device)[:, None] * omega  # [size, d / 4]
-    row = line[:, None, :].expand(size, size, -1)
-    column = line[None, :, :].expand(size, size, -1)
+    rows, columns = height_width(size)
+    line = torch.arange(max(rows, columns), dtype=torch.float32, device=device)[:, None] * omega  # [max(H, W), d / 4]
+    row = line[:rows, None].expand(rows, columns, -1)
+    column = line[None, :columns].expand(rows, columns, -1)
     return torch.cat([row, column], dim=2).flatten(0, 1)
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from image_diffusion.core.devices import has_bf16
+from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.types import Network
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -37,7 +39,11 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def computes_in(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let networks compute in a precision inside the context."""
+    """Let networks compute in a precision inside the context; in float32, which one line says, where a GPU has no
+    bf16."""
+    if precision == "bf16" and not has_bf16(device):
+        log_line_once(f"{torch.cuda.get_device_name(device)} has no bf16: networks compute in float32.")
+        precision = "tf32"
     with tf32(precision != "float32"), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
         yield
 

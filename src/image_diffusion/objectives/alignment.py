@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import Batch, Losses, Objective
 
 PROJECTOR = "alignment"
@@ -91,7 +92,7 @@ class Aligned(Objective):
 
         losses = self._objective(watched, batch)
         grid = network.grid_size
-        projected = network.get_submodule(PROJECTOR)(tokens[0].unflatten(1, (grid, grid)))
+        projected = network.get_submodule(PROJECTOR)(tokens[0].unflatten(1, grid))
         goal = target(batch.features, grid, config.spatial_norm)
         part = -config.weight * F.cosine_similarity(projected.float(), goal, dim=-1).mean((1, 2))
         return Losses(losses.loss + part, losses.parts | {"alignment": part.detach()}, losses.time)
@@ -122,12 +123,12 @@ class Projector(nn.Module):
         return cast("Tensor", self.layers(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
 
 
-def target(features: Tensor, grid: int, spatial_norm: float | None) -> Tensor:
-    """Return features [B, D, h, w] on the grid of the tokens, float32 [B, grid, grid, D]: interpolated where the
+def target(features: Tensor, grid: Size, spatial_norm: float | None) -> Tensor:
+    """Return features [B, D, h, w] on the grid of the tokens, float32 [B, rows, columns, D]: interpolated where the
     teacher's is another, then without a share of their mean over the positions, and of deviation 1."""
     x = features.float()
-    if x.shape[2:] != (grid, grid):
-        x = F.interpolate(x, (grid, grid), mode="bilinear", antialias=True, align_corners=False)
+    if x.shape[2:] != grid:
+        x = F.interpolate(x, grid, mode="bilinear", antialias=True, align_corners=False)
     if spatial_norm is not None:
         x = (x - spatial_norm * x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-6)
     return x.permute(0, 2, 3, 1)

@@ -165,5 +165,6 @@ class ContinuousProcess:
 
     def _to_clean(self, times: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = self.levels(times)
+        # Not `scale`: the sampler divides its result by the last alpha.
         alpha[-1], sigma[-1] = 1, 0
         return alpha, sigma

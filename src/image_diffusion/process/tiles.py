@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size
 from image_diffusion.process.grid import Denoised, Denoiser
 
 
@@ -32,20 +33,23 @@ class Tiles(Config):
         """Return the number of tiles."""
         return self.rows * self.columns
 
-    def shape(self, side: int) -> tuple[int, int]:
-        """Return the height and width of a picture of tiles of some side."""
-        step = self._step(side)
-        return side + (self.rows - 1) * step, side + (self.columns - 1) * step
+    def shape(self, size: Size) -> Size:
+        """Return the height and width of a picture. size: of a tile."""
+        height, width = size
+        return height + (self.rows - 1) * self._step(height), width + (self.columns - 1) * self._step(width)
 
-    def joined(self, denoisers: Sequence[Denoiser], side: int) -> Denoiser:
-        """Return the denoiser of whole pictures. denoisers: of each tile, row by row. side: of a tile."""
+    def joined(self, denoisers: Sequence[Denoiser], size: Size) -> Denoiser:
+        """Return the denoiser of whole pictures. denoisers: of each tile, row by row. size: of a tile."""
         if self.number == 1:
             return denoisers[0]
-        step = self._step(side)
-        corners = [(row * step, column * step) for row in range(self.rows) for column in range(self.columns)]
-        tiles = [(..., slice(top, top + side), slice(left, left + side)) for top, left in corners]
-        along = self._weights(side)
-        weights = along[:, None] * along
+        height, width = size
+        corners = [
+            (row * self._step(height), column * self._step(width))
+            for row in range(self.rows)
+            for column in range(self.columns)
+        ]
+        tiles = [(..., slice(top, top + height), slice(left, left + width)) for top, left in corners]
+        weights = self._weights(height)[:, None] * self._weights(width)
 
         def mean(parts: Sequence[Tensor | None], x: Tensor) -> Tensor | None:
             total, sum_of_weights = torch.zeros_like(x), torch.zeros_like(x)

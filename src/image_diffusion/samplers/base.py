@@ -98,6 +98,7 @@ class SamplerConfig(Config):
     def fitted(self, variance: Variance, bounded: bool) -> Self:
         """Return the sampler with what is unset taken from the model: the variance it was trained with, whether its x
         lies in [-1, 1]."""
+        # Latents are unbounded: clamping them would change every image.
         clip = bounded if self.clip_denoised is None else self.clip_denoised
         return self.model_copy(update={"clip_denoised": clip})
 

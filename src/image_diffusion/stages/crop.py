@@ -1,4 +1,4 @@
-"""Crop images to squares, and write them as shards.
+"""Crop images to one size, and write them as shards.
 
     python -m image_diffusion crop --config data.yaml --source source.json --output crops/manifest.json --processes 8
 

@@ -90,6 +90,7 @@ def main() -> None:
     sample_s = sampling_seconds(samples, sampling, cost, decode_s or 0.0)
     side_by_side = sample_s / arguments.sample_jobs
     on_gpu = torch.cuda.is_available()
+    # A GPU belongs to one process; processes on CPUs share the memory of their machine.
     together = cost.memory_gib * (1 if on_gpu else per_node)
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
     save_s = seconds_to_save(round(cost.checkpoint_gib * GIB), arguments.output.parent)

@@ -35,10 +35,10 @@ def main() -> None:
     journal_of = Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal()
     with resumable(arguments.output, dump(stage)), journal_of as journal:
         journal.params(dump(stage))
-        given = PairInputs(
+        inputs = PairInputs(
             crops, stage.source, stage.num_shards, arguments.detector, best_device(), arguments.output.parent
         )
-        pairs = stage.pairs.build(given)
+        pairs = stage.pairs.build(inputs)
         splits = stage.pairs.splits
         manifest, written = write_pairs(
             pairs, stage.name, splits, stage.pairs.dtype, arguments.output.parent, stage.max_bad_fraction

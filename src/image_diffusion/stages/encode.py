@@ -28,6 +28,7 @@ from image_diffusion.data.quality.contact_sheets import reconstruction_sheet
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.experiments.experiment import EncodeStage
 from image_diffusion.metrics.images.reconstruction import codebook_use
+from image_diffusion.nn.blocks import check_compiler
 
 _SHOWN = 16
 
@@ -49,6 +50,7 @@ def main() -> None:
     weights = arguments.codec_weights.parent if arguments.codec_weights else None
     codec = stage.build(weights, device)
     if stage.encode.compile:
+        check_compiler(device)
         codec.compile_encoder()
     crops, output = arguments.data.parent, arguments.output.parent
     imported = import_of(stage, codec, output)

@@ -69,6 +69,7 @@ def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) 
             "system": dump(foreign.system),
             "spec": dump(foreign.spec),
             "codec": {"config": dump(foreign.codec), "identity": foreign.identity, "scale": None},
+            # Foreign files carry no class names.
             "classes": [str(number) for number in range(foreign.spec.num_classes)],
             "step": 0,
             "examples_seen": 0,

@@ -204,7 +204,7 @@ def write_part(
 ) -> None:
     """Write the samples of part i of n, (i, n)."""
     rows = rows_of_part(settings.num_samples, settings.batch_size, part)
-    count = sum(each.stop - each.start for each in rows)
+    count = sum(batch.stop - batch.start for batch in rows)
     with Progress("sample", count, kind.one) as progress:
         stream_samples(output, with_progress(cached_batches(generator, rows), progress), count, None)
     print(f"sample: part {part[0]} of {part[1]} is done, {count:,} {kind.kind}")

@@ -6,7 +6,7 @@
 Writes a folder: the images with their classes and seeds in the layout of `synthesize.format`, README.md, the data card,
 croissant.json, scorecard.json, index.html, the page of the scorecard, and provenance.json. Where `synthesize.require`
 does not hold, the folder is called `quarantine` instead and the command fails. The same command resumes one that was
-stopped, and draws no image again when only `require` or `format` has changed.
+stopped. After a set that was kept back, another `require` or `format` draws no image again.
 """
 
 from __future__ import annotations

@@ -129,6 +129,7 @@ def prepare_training(
             f"to 0."
         )
     scale = stage.codec.scale_of(training.manifest.get("statistics"))
+    # On the CPU and undecoded: training reads stored latents, and only previews need the decoder.
     codec = codec_of(stage, scale, training, codec_weights)
     spec = system.spec(training)
 

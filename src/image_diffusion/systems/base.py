@@ -17,6 +17,7 @@ from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec, LatentShape
 from image_diffusion.core.devices import best_device, shapes_only
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import resolution_of
 from image_diffusion.core.types import Batch, DataSpec, Objective
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
@@ -110,7 +111,8 @@ class System(Adaptable, ABC):
 
     def spec(self, data: Shards) -> DataSpec:
         """Return the shapes that the stored samples fix for a network: crops are [C, H, W], latents [2, c, h, w]."""
-        return DataSpec(channels=data.shape[-3], resolution=data.shape[-1], num_classes=data.num_classes)
+        channels, *size = data.shape[-3:]
+        return DataSpec(channels=channels, resolution=resolution_of(*size), num_classes=data.num_classes)
 
     @abstractmethod
     def build_network(self, spec: DataSpec) -> nn.Module:
@@ -154,7 +156,7 @@ def check_augment(experiment: Sections) -> None:
         raise ValueError(
             f"train.augment is set, but the network of a system of type {system.type} is not told of it. Leave it out."
         )
-    augment.check(experiment.codec.stores, experiment.data.channels)
+    augment.check(experiment.codec.stores, experiment.data.channels, experiment.data.size)
 
 
 def _check_start(system: System, spec: DataSpec, start: Sections, codec: Sections | None) -> None:

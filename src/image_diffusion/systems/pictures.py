@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import load
+from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import WHITE, DataConfig
 from image_diffusion.data.crop.image import BadImage, Undecided, crop_image, quiet_pillow
@@ -87,12 +88,12 @@ def read_pictures(
         )
     data = load(DataConfig, crop)
     check_crop(data)
-    if data.resolution % spec.resolution:
+    factor, key = data.size[0] // spec.size[0], "sample.start.images"
+    if data.size != (factor * spec.size[0], factor * spec.size[1]):
         raise ValueError(
-            f"{crop} makes crops of {data.resolution} x {data.resolution}, but the network was trained on "
-            f"{spec.resolution} x {spec.resolution}. Name the crop.yaml of its data set."
+            f"{crop} makes crops of {shown(data.resolution)}, but the network was trained on {shown(spec.resolution)}. "
+            f"Name the crop.yaml of its data set."
         )
-    factor, key = data.resolution // spec.resolution, "sample.start.images"
     known, mask = (None, None) if inpainting is None else _known_part(inpainting, data, factor)
     return Pictures(
         start=None if start is None else _read(key, _files(key, start.images), data)[0],
@@ -105,10 +106,10 @@ def read_pictures(
 
 
 def check_crop(data: DataConfig) -> None:
-    """Raise ValueError for a way of cropping that makes several squares of an image, or one at random."""
+    """Raise ValueError for a way of cropping that makes several crops of an image, or one at random."""
     if data.crop.type in ("multi", "random_resized"):
         raise ValueError(
-            f"sample.given and sample.start need the one square that an image is cropped to, but data.crop.type is "
+            f"sample.given and sample.start need the one crop that an image gives, but data.crop.type is "
             f"{data.crop.type}. Leave them out, or train on crops of another type."
         )
 
@@ -174,7 +175,7 @@ def _read(key: str, files: Iterable[Path], data: DataConfig) -> tuple[Tensor, li
                 crops.append(crop_image(read_image(path), data))
             except (BadImage, Undecided, OSError) as error:
                 raise ValueError(f"{key}: {path} cannot be read: {error}. Remove it, or replace it.") from None
-    return torch.stack([torch.from_numpy(crop.squares[0]) for crop in crops]), [crop.size for crop in crops]
+    return torch.stack([torch.from_numpy(crop.crops[0]) for crop in crops]), [crop.size for crop in crops]
 
 
 def _by(size: tuple[int, int]) -> str:

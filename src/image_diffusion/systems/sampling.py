@@ -274,7 +274,7 @@ class Sampling:
 
     def decoder_input(self, spec: DataSpec, count: int) -> Tensor:
         """Return any tensor in the form of the decoder's input for `count` images, for timing it."""
-        return torch.randn(count, spec.channels, spec.resolution, spec.resolution)
+        return torch.randn(count, spec.channels, *spec.size)
 
     def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
         """Return the inputs and outputs of the served model; None: seeds or images alone give nothing. embeds: whether

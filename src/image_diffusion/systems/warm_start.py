@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config, differing_keys, dump
+from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import DataSpec
 
 
@@ -20,7 +21,7 @@ class WarmStart:
     """Tensors of a system's network that change with other classes or another resolution.
 
     class_rows: with a row for each class, and perhaps one more for none: other classes get other rows. positions:
-    [1, N, D], with a row for each place of a square grid: interpolated for another one. new_layers: prefixes of the
+    [1, N, D], with a row for each place of a grid: interpolated for another one. new_layers: prefixes of the
     names of tensors that the weights may lack: they start as in a new network, where they have no effect yet.
     scaled_by: keys of the system that define how stored values become x, which must be equal.
     """
@@ -82,6 +83,13 @@ def fitted(
         )
         changes.append(Change(name, shape, source_shape, effect))
 
+    def moved(name: str, tensor: Tensor) -> bool:
+        """Return True for positions whose grid has other sides, even if it has as many cells."""
+        grids = (
+            _grid(tensor.shape[1], trained.spec.size) for trained in (source, target) if name in differing.positions
+        )
+        return len({*grids}) > 1
+
     for name, tensor in initial.items():
         loaded = tensors.get(name)
         if name in differing.class_rows and loaded is None:
@@ -92,10 +100,10 @@ def fitted(
             weights[name], effect = _rows(loaded, tensor, target, source)
             if effect:
                 differs(name, effect)
-        elif loaded is not None and loaded.shape == tensor.shape:
+        elif loaded is not None and loaded.shape == tensor.shape and not moved(name, tensor):
             weights[name] = loaded
         elif loaded is not None and name in differing.positions and loaded.shape[2:] == tensor.shape[2:]:
-            weights[name] = _interpolated(loaded, tensor.shape[1])
+            weights[name] = _interpolated(loaded, source.spec.size, tensor.shape[1], target.spec.size)
             differs(name, "interpolated to the other resolution")
         else:
             wrong.append(
@@ -167,12 +175,17 @@ def _rows(loaded: Tensor, own: Tensor, target: Trained, source: Trained) -> tupl
     return joined, f"{by_name} of {count} classes by name, the others near the mean row"
 
 
-def _interpolated(positions: Tensor, count: int) -> Tensor:
-    """Interpolate [1, n, D] over a square grid -> [1, count, D] over another."""
-    source_side, side = math.isqrt(positions.shape[1]), math.isqrt(count)
-    grid = _with_numbers(positions).view(1, source_side, source_side, -1).permute(0, 3, 1, 2)
-    resized = F.interpolate(grid.float(), (side, side), mode="bicubic", align_corners=False)
-    return resized.permute(0, 2, 3, 1).reshape(1, count, -1).to(positions.dtype)
+def _interpolated(positions: Tensor, size: Size, new_count: int, new_size: Size) -> Tensor:
+    """Interpolate [1, n, D] over a grid on images of a size -> [1, new_count, D] over that on images of another."""
+    grid = _with_numbers(positions).unflatten(1, _grid(positions.shape[1], size)).permute(0, 3, 1, 2)
+    resized = F.interpolate(grid.float(), _grid(new_count, new_size), mode="bicubic", align_corners=False)
+    return resized.permute(0, 2, 3, 1).reshape(1, new_count, -1).to(positions.dtype)
+
+
+def _grid(count: int, size: Size) -> Size:
+    """Return the rows and columns of a number of square cells on an image of a size."""
+    rows = math.isqrt(count * size[0] // size[1])
+    return rows, count // rows
 
 
 def _with_numbers(tensor: Tensor) -> Tensor:

@@ -188,6 +188,7 @@ def main() -> None:
         raise ValueError("--inputs names no manifest.json. Add that of the images' shards.")
     folder: Path = arguments.experiment
     copies = folder / "crate"
+    # RO-Crate refers to files inside its own folder only, so the workflow and inputs from outside are copied.
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir(parents=True)
     inputs = {}

@@ -63,7 +63,7 @@ class Tracker:
         for variant in plan["variants"]:
             for seed, run in zip(plan["seeds"], variant["runs"], strict=True):
                 sent += self.send(request_of(results, run))["runs"]
-                trained = next(each for each in reversed(sent) if each["stage"] == PARENT)
+                trained = next(record for record in reversed(sent) if record["stage"] == PARENT)
                 tags = {"study": name, "variant": variant["name"], "seed": str(seed)}
                 self._runs.send_tags(trained["run_id"], tags | {f"study.{name}": variant["name"]})
         key, made = f"study/{name}/{plan['variants'][0]['runs'][0]}", (folder / "plan.json").stat().st_mtime_ns // 10**6
@@ -71,11 +71,11 @@ class Tracker:
         wrong = self._runs.remove_damaged(run_id)
         rule = f"Its runs: `tags.study.{name} != ''`, or group by the tags `study` and `variant`.\n\n"
         self._runs.send_note(run_id, rule + (folder / "study.md").read_text(encoding="utf-8"))
-        for path in (folder / each for each in ("index.html", "study.csv", "study.md")):
+        for path in (folder / page for page in ("index.html", "study.csv", "study.md")):
             self._runs.send_file(run_id, path, path.name, sha256_file(path))
         self._runs.note_sent(run_id, wrong)
         self._runs.send_end(run_id, "FINISHED", made)
-        return self._describe_runs(list({each["run_id"]: each for each in sent}.values()))
+        return self._describe_runs(list({record["run_id"]: record for record in sent}.values()))
 
     def _describe_runs(self, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         page = f"/#/experiments/{self._connection.experiment_id}/runs"

@@ -28,7 +28,7 @@ from image_diffusion.training.finetune.lora import plain_name
 from image_diffusion.training.loop import train
 from image_diffusion.training.monitor.reports import Reports
 from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import dtype_of, faster_in_bf16
+from image_diffusion.training.optim.precision import dtype_of, faster_in_bf16, on_hardware
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.world import HANG_S, World, join
 from image_diffusion.training.trainer import Task, Trainer
@@ -60,6 +60,8 @@ def run(
         world = stack.enter_context(join(hang_s))
         stop = stack.enter_context(Stop(world, config.max_hours, config.checkpoint.every_seconds))
         stack.enter_context(switches(config.deterministic, config.tf32, bool(config.compile)))
+        identity = config.identity()
+        config = on_hardware(config, world)
         preflight.check(world, dtype_of(config.precision))
 
         torch.manual_seed(config.seed)
@@ -73,8 +75,8 @@ def run(
         book: Journal | NullJournal = NullJournal()
         checkpoint = None
         if world.is_main:
-            identity = _identity(config.identity(), model, data, start)
-            state = State(output / "state", identity, config.checkpoint, config.steps, hang_s)
+            described = _identity(identity, model, data, start)
+            state = State(output / "state", described, config.checkpoint, config.steps, hang_s)
             state.claim()
             checkpoint = state.load()
             state.check_previews()

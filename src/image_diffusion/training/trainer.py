@@ -358,7 +358,7 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
             f"Set it to optimizer, or to none."
         )
     if config.augment is not None:
-        config.augment.check(task.data.manifest["kind"], task.data.shape[-3])
+        config.augment.check(task.data.manifest["kind"], task.data.shape[-3], task.data.shape[-2:])
     if task.objective.pairs_samples:
         check_pairs(config, world)
 

@@ -107,6 +107,7 @@ class _Modules:
             code = _read(path.read_bytes())
             digests[name] = code.digest
             digests |= {f"{name}: {file}": sha256 for file, sha256 in self._companions(path, code).items()}
+            # Importing a.b.c also runs the __init__.py of a.b and a.
             waiting += [*code.imported, *(name.rpartition(".")[:1] if "." in name else ())]
         return digest(digests)
 

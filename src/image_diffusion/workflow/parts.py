@@ -120,6 +120,7 @@ class Parts:
 
     def _crop_parts(self, plan: Plan) -> list[str]:
         """Return the names of the parts that jobs crop a data set in, with a fixed number of images each."""
+        # Not by the cores of this machine: another number of parts would make all of them again.
         return _named_parts(min(_MOST_JOBS, plan.num_shards, self._num_images(plan) // IMAGES_A_CROP_JOB))
 
     def _num_images(self, plan: Plan) -> int:

@@ -6,12 +6,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import read_json
+from image_diffusion.workflow.gpu_requests import NAMES, gpu_request, number_of_gpus
 from image_diffusion.workflow.jobs.slurm_queue import count_out_of_memory
 from image_diffusion.workflow.plans import Plan, Plans, Wildcards
 
@@ -47,6 +49,8 @@ class Machine:
     """The GPUs of this machine, where it has several and no queue gives them: each stage that uses one has its own."""
     limit: int | None = None
     """Number of these GPUs that may be used at once, if --resources devices= says so."""
+    executor: Callable[[], str] = lambda: "local"
+    """Return the name of Snakemake's executor, which is known when jobs are planned."""
     since: float = field(default_factory=time.time)
     """When Snakemake started, in seconds since 1970."""
 
@@ -72,13 +76,9 @@ class Machine:
             return self._share() if self.devices else ALL_CORES
         return self.cpus(wildcards)
 
-    def one_gpu(self, wildcards: Wildcards) -> str | None:
-        """Return one GPU, if the experiment uses any."""
-        return self._gpus(min(1, self._requested("gpus_per_node", wildcards)))
-
-    def one_gpu_to_begin(self, wildcards: Wildcards, input: Any) -> str | None:
-        """Return one GPU, unless several jobs have made the parts: joining them takes none."""
-        return None if input.parts else self.one_gpu(wildcards)
+    def one_gpu(self, wildcards: Wildcards) -> int:
+        """Return 1 if the experiment uses GPUs, 0 otherwise."""
+        return min(1, self.gpus(wildcards))
 
     def one_device(self, wildcards: Wildcards) -> int | None:
         """Return one of several GPUs of this machine, if the experiment asks for any."""
@@ -91,9 +91,9 @@ class Machine:
     def devices_option(self, wildcards: Wildcards, resources: Any) -> list[str]:
         """Return the options of `logged` that say how many GPUs a stage asks for, and how many of several are to be its
         own. A function of the resources does not belong to the parameters for which Snakemake makes results again."""
-        requested, devices = resources.get("gres"), resources.get("devices")
+        gpus, devices = number_of_gpus(resources), resources.get("devices")
         return [
-            *(["--gpus", requested.rpartition(":")[2]] if requested else []),
+            *(["--gpus", str(gpus)] if gpus else []),
             *(["--devices", str(devices)] if devices else []),
         ]
 
@@ -108,7 +108,7 @@ class Machine:
     def one_process(self, **other: Any) -> dict[str, Any]:
         """Return the resources of a stage of one process. other: resources in place of these."""
         usual = {
-            "gres": self.one_gpu,
+            **self.gpu_resources(self.one_gpu),
             "devices": self.one_device,
             "cpus_per_task": self.cpus,
             "mem_mb": self.memory_mb,
@@ -118,7 +118,16 @@ class Machine:
 
     def joining(self, **other: Any) -> dict[str, Any]:
         """Return the same of a stage that takes no GPU where several jobs have made its parts."""
-        return self.one_process(gres=self.one_gpu_to_begin, devices=self.one_device_to_begin, **other)
+
+        def request(name: str, wildcards: Wildcards, input: Any) -> str | int | None:
+            return None if input.parts else self._gpu_request(name, self.one_gpu, wildcards)
+
+        gpus = {name: partial(request, name) for name in NAMES}
+        return self.one_process(**gpus, devices=self.one_device_to_begin, **other)
+
+    def gpu_resources(self, number: Callable[[Wildcards], int]) -> dict[str, Callable[[Wildcards], str | int | None]]:
+        """Return the resources that request GPUs, of which a job has those that its executor reads. number: of GPUs."""
+        return {name: partial(self._gpu_request, name, number) for name in NAMES}
 
     def one_core(self) -> dict[str, Any]:
         """Return the resources of a stage that reads and writes weights."""
@@ -178,9 +187,9 @@ class Machine:
             short = min(attempt - 1, MOST_OUT_OF_MEMORY, count_out_of_memory(logs, self.since))
         return round(self._requested("memory_mb", wildcards) * MORE_MEMORY**short)
 
-    def gpus(self, wildcards: Wildcards) -> str | None:
-        """Return the GPUs of each node; none on CPUs."""
-        return self._gpus(self._requested("gpus_per_node", wildcards))
+    def gpus(self, wildcards: Wildcards) -> int:
+        """Return the number of GPUs of each node; 0 on CPUs."""
+        return self._requested("gpus_per_node", wildcards)
 
     def tasks(self, wildcards: Wildcards) -> int | None:
         """Tasks of a job on several nodes, one on each; a job on one node has no such resource."""
@@ -274,7 +283,6 @@ class Machine:
     def _alone(self, wildcards: Wildcards) -> bool:
         return self._requested("gpus_per_node", wildcards) > 0 and not self.remote
 
-    def _gpus(self, number: int) -> str | None:
-        """Return a number of GPUs in Slurm's syntax: gpu:a100:8."""
+    def _gpu_request(self, name: str, number: Callable[[Wildcards], int], wildcards: Wildcards) -> str | int | None:
         kind = (self.config.get("slurm") or {}).get("gpu_type")
-        return ":".join(["gpu", *([kind] if kind else []), str(number)]) if number else None
+        return gpu_request(name, self.executor(), number(wildcards), kind)

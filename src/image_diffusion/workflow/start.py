@@ -52,14 +52,16 @@ def start(
     arguments: Sequence[str] = (),
     cores: int = 1,
     limit: int | None = None,
+    executor: Callable[[], str] = lambda: "local",
 ) -> WorkflowContext:
     """Read everything once, where Snakemake was started; jobs on other machines take what it found.
 
     root: the folder of the workflow. config: its configuration. queued: True if jobs are sent to a queue. remote: True
     if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
     line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
-    caller says so. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its
-    environment. A mistake ends Snakemake with one clear line.
+    caller says so. executor: returns the name of Snakemake's executor once jobs are planned. What Snakemake starts on
+    this machine ends when it does, and finds MLflow's store in its environment. A mistake ends Snakemake with one clear
+    line.
     """
     os.environ["PATH"] = search_path(root, os.environ.get("PATH", os.defpath))
     announce(os.environ, queued=remote)
@@ -85,7 +87,7 @@ def start(
                 print(sentence, file=sys.stderr)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {sentence_on(error) or error}") from None
-    machine = Machine(plans, config, queued, remote, cores)
+    machine = Machine(plans, config, queued, remote, cores, executor=executor)
     if machine.uses_gpus and len(devices := devices_here(os.environ)) > 1:
         os.environ[VARIABLE] = ",".join(devices)
         machine = replace(machine, devices=devices, limit=limit)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import read_json
+from image_diffusion.core.process.secrets import hidden
+from image_diffusion.workflow.gpu_requests import doubt_about, requested_gpus
 from image_diffusion.workflow.plans import Plan, Plans
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
@@ -32,6 +34,15 @@ def outcome(plans: Plans, results: Path) -> str:
     return "\n".join(["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] + study_lines)
 
 
+def places(plans: Plans, results: Path, uri: str) -> str:
+    """Return a line for each existing place to look at next: the samples of the only experiment that has any, the page
+    of all experiments, and MLflow. uri: of MLflow's store."""
+    grids = [path for name in plans.by_name if (path := results / name / "samples" / "grid.png").is_file()]
+    pages = [path for path in [results / "summary.html"] if path.is_file()]
+    lines = [f"\n{path}" for path in (*(grids if len(grids) == 1 else []), *pages)]
+    return "".join([*lines, f"\nmlflow ui --backend-store-uri {hidden(uri)}"]) if lines else ""
+
+
 def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
     path, page = folder / "metrics.json", folder / "report" / "index.html"
     try:
@@ -52,7 +63,7 @@ def _line(plan: Plan, folder: Path) -> tuple[str, ...] | None:
 
 _COLUMNS = {
     "nodes": "Nodes",
-    "gres": "GPUs",
+    "gpus": "GPUs",
     "cpus_per_task": "Cores",
     "mem_mb": "Memory (MB)",
     "runtime": "Time (min)",
@@ -62,14 +73,14 @@ _COLUMNS = {
 _NONE = "-"
 
 
-def request(jobs: Iterable[Any]) -> str:
+def request(jobs: Iterable[Any], executor: str = "slurm") -> str:
     """Return a line for the jobs of a rule, or of rules that share one, that ask for the same on each node. jobs:
-    Snakemake's, those that will run.
+    Snakemake's, those that will run. executor: Snakemake's; a warning follows if its request for GPUs is not known.
 
     Empty where all of them run on this machine.
     """
     lines = Counter(
-        (_stages(job), *(str(job.resources.get(key) or _NONE) for key in _COLUMNS)) for job in jobs if not job.is_local
+        (_stages(job), *(_cell(job.resources, key) for key in _COLUMNS)) for job in jobs if not job.is_local
     )
     if not lines:
         return ""
@@ -79,7 +90,13 @@ def request(jobs: Iterable[Any]) -> str:
     table += [[*(line[place] for place in used), str(number)] for line, number in sorted(lines.items())]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
-    return "\n".join(["Asked of the queue, for each job:", *rows])
+    uses_gpus = any(line[1 + list(_COLUMNS).index("gpus")] != _NONE for line in lines)
+    doubt = doubt_about(executor) if uses_gpus else None
+    return "\n".join(["Asked of the queue, for each job:", *rows, *([doubt] if doubt else [])])
+
+
+def _cell(resources: Mapping[str, Any], key: str) -> str:
+    return str((requested_gpus(resources) if key == "gpus" else resources.get(key)) or _NONE)
 
 
 def _stages(job: Any) -> str:

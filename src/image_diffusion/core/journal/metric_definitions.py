@@ -24,13 +24,15 @@ _DECODED = re.compile(r"_(mean|soft|hard)$")
 @dataclass(frozen=True)
 class Definition:
     """Metrics of one meaning. names: those of metrics.json, without a detector's, a space between two. better:
-    "higher", "lower", "nearer to …", "not above …", or nothing where it is not a merit. source: paper and equation."""
+    "higher", "lower", "nearer to …", "not above …", or nothing where it is not a merit. source: paper and equation.
+    title: in words."""
 
     judged: str
     names: str
     meaning: str
     better: str
     source: str
+    title: str
 
     @property
     def is_share(self) -> bool:

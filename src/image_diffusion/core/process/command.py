@@ -73,7 +73,7 @@ def part_of(text: str) -> tuple[int, int]:
 def run(main: Callable[[], None], *smaller: str) -> None:
     """Call `main` and end the process: 0 when it returns, 75 when it was stopped and can resume, 1 for a mistake.
 
-    ValueError, OSError, and what a full disk or too little memory raises, are reported in one line;
+    ValueError, OSError, a missing package, and what a full disk or too little memory raises, are reported in one line;
     IMAGE_DIFFUSION_TRACEBACK=1 shows where they came from. Any other exception is a defect of this program and keeps
     its traceback. smaller: the keys of an experiment that make this command need less memory when they are smaller.
     """
@@ -90,7 +90,7 @@ def run(main: Callable[[], None], *smaller: str) -> None:
         log_line("stopped: interrupted. Run the same command again to resume.")
         sys.exit(130)
     except Exception as error:
-        sentence = sentence_on(error, smaller)
+        sentence = sentence_on(error, smaller) or _on_package(error)
         is_expected = sentence is not None or isinstance(error, ValueError | OSError)
         if not is_expected or os.environ.get("IMAGE_DIFFUSION_TRACEBACK") == "1":
             log_line(hidden(traceback.format_exc()))
@@ -98,3 +98,11 @@ def run(main: Callable[[], None], *smaller: str) -> None:
             log_line(hidden(f"error: {sentence or error}"))
         note(ending_of(error), hidden(f"{sentence or error or type(error).__name__}"))
         sys.exit(1)
+
+
+def _on_package(error: Exception) -> str | None:
+    """Return a sentence on a package that is not installed; None for any other error."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in ("", "image_diffusion") or package in sys.stdlib_module_names:
+        return None
+    return f"The package {package} is needed and not installed. Run: python -m pip install {package}"

@@ -19,6 +19,9 @@ _DISK = {
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CUT_OFF = re.compile(r"\d+ requested and \d+ written")
 _MEMORY_WORDS = re.compile(r"out of memory|(can't|cannot|unable to) allocate|bad_alloc|ALLOC_FAILED", re.IGNORECASE)
+_OF_OTHERS = re.compile(
+    r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free\.(?s:.*)this process has ([\d.]+ \w+) memory in use"
+)
 _REQUESTED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 
 
@@ -90,4 +93,18 @@ def _on_memory(error: BaseException, settings: Sequence[str]) -> str:
         f"Set {' or '.join(settings)} to a smaller number: results change by rounding at most. " if settings else ""
     )
     more = "Use a GPU with more memory" if on_gpu else "Raise resources.memory_mb, on a machine that has as much"
-    return f"Out of {'GPU ' if on_gpu else ''}memory{request}. {smaller}{more}."
+    return f"Out of {'GPU ' if on_gpu else ''}memory{request}. {smaller}{more}.{_on_others(str(error))}"
+
+
+def _on_others(message: str) -> str:
+    """Return a sentence on the memory that other programs use of a GPU, if they use a GiB or more of it."""
+    if (match := _OF_OTHERS.search(message)) is None:
+        return ""
+    total, free, own = (_gib(size) for size in match.groups())
+    used = total - free - own
+    return f" Other programs use {used:.1f} of its {total:.1f} GiB: choose another GPU." if used >= 1 else ""
+
+
+def _gib(size: str) -> float:
+    number, unit = size.split()
+    return float(number) / {"bytes": 2**30, "KiB": 2**20, "MiB": 2**10, "GiB": 1}[unit]

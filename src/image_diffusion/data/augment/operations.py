@@ -18,6 +18,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import Size, shown
 from image_diffusion.core.types import Batch
 from image_diffusion.data.augment.warp import Affine, warp
 from image_diffusion.data.shards.loader import mirrored
@@ -54,13 +55,17 @@ class Augment(Config):
     saturation: float = Field(0.0, ge=0)
     """Standard deviation of the binary logarithm of the factor of the difference from grey: 1 in ADA. RGB."""
 
-    def check(self, stored: str, channels: int) -> None:
-        """Raise ValueError for operations that the data do not allow. stored: crops, latents, …; channels: of a
+    def check(self, stored: str, channels: int, size: Size) -> None:
+        """Raise ValueError for operations that the data do not allow. stored: crops, latents, …; channels, size: of a
         crop."""
         if stored != "crops" and self.probability > 0:
             raise ValueError(
                 f"train.augment.probability is {self.probability:g}, but {stored} allow the stored mirror image alone. "
                 f"Set it to 0, leave train.augment out, or train on pixels."
+            )
+        if self.transpose and size[0] != size[1]:
+            raise ValueError(
+                f"train.augment.transpose is true, but the images are rectangles, {shown(size)}. Leave it out."
             )
         for name in _COLORS:
             allowed = (3,) if name == "saturation" else (1, 3)
@@ -96,7 +101,7 @@ class Augment(Config):
         )
 
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return pixels [B, C, N, N] in [-1, 1] after their operations. They come with their horizontal flip."""
+        """Return pixels [B, C, H, W] in [-1, 1] after their operations. They come with their horizontal flip."""
         if self.vertical_flip:
             x = torch.where(_columns(draws.vertical_flip), x.flip(2), x)
         if self.transpose:
@@ -119,6 +124,7 @@ class Augment(Config):
             grey = x.mean(1, keepdim=True)
             factor = _columns(torch.exp2(self.saturation * draws.saturation)).float()
             changed = (grey + (x - grey) * factor).clamp(-1, 1)
+            # Unchanged samples keep their bits, which grey + (x - grey) would round.
             x = torch.where(_columns(draws.saturation).ne(0), changed, x)
         return x
 

@@ -1,4 +1,4 @@
-"""Affine maps of square images: one matrix for each image, and one resampling for all that the matrix stands for."""
+"""Affine maps of images: one matrix for each image, and one resampling for all that the matrix stands for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Affine:
     """Affine maps of images about their centre, float64 [B] each. They are applied in the order of the fields.
 
     log2_scale: of the factor by which the image grows. rotation: in radians. log2_stretch: of the factor by which it
-    grows along `direction`, an angle in radians, and shrinks across. shift_x, shift_y: as shares of the side.
+    grows along `direction`, an angle in radians, and shrinks across. shift_x, shift_y: as shares of width and height.
     """
 
     log2_scale: Tensor
@@ -39,17 +39,25 @@ class Affine:
 
 
 def warp(x: Tensor, maps: Affine) -> Tensor:
-    """Return images [B, C, N, N] after their maps: bicubic, mirrored at the edges, and held to [-1, 1]. An image that
+    """Return images [B, C, H, W] after their maps: bicubic, mirrored at the edges, and held to [-1, 1]. An image that
     stays in its place keeps its bits. The batch around an image changes no bit of it.
     """
-    size = x.shape[-1]
+    height, width = x.shape[-2:]
+    ratio = width / height
     inverse = maps.inverse()[:, :, :, None, None]  # [B, 2, 2, 1, 1]
-    places = (2 * torch.arange(size, dtype=torch.float64, device=x.device) + 1) / size - 1  # the centres of the pixels
-    column = (places[None, None, :] - 2 * maps.shift_x[:, None, None]).expand(-1, size, -1)  # [B, N, N]
-    row = (places[None, :, None] - 2 * maps.shift_y[:, None, None]).expand(-1, -1, size)
-    grid = torch.stack([inverse[:, i, 0] * column + inverse[:, i, 1] * row for i in range(2)], -1)  # [B, N, N, 2]
+    columns, rows = (_centres(side, x.device) for side in (width, height))
+    # In units of half the height along both axes: a rotation by another unit would shear a rectangle.
+    column = ((columns[None, None, :] - 2 * maps.shift_x[:, None, None]) * ratio).expand(-1, height, -1)  # [B, H, W]
+    row = (rows[None, :, None] - 2 * maps.shift_y[:, None, None]).expand(-1, -1, width)
+    along_x, along_y = (inverse[:, i, 0] * column + inverse[:, i, 1] * row for i in range(2))
+    grid = torch.stack([along_x / ratio, along_y], -1)  # [B, H, W, 2]
     moved = F.grid_sample(x, grid.to(x.dtype), mode="bicubic", padding_mode="reflection", align_corners=False)
     return torch.where(maps.moves[:, None, None, None], moved.clamp(-1, 1), x)
+
+
+def _centres(side: int, device: torch.device) -> Tensor:
+    """Return the centres of the pixels along a side, from -1 to 1. Float64 [side]."""
+    return (2 * torch.arange(side, dtype=torch.float64, device=device) + 1) / side - 1
 
 
 def _turn(angle: Tensor) -> Tensor:

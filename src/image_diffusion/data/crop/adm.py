@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,15 +24,15 @@ class AdmCrop(Config):
         """Return the plain data that decide the pixels."""
         return {"method": "adm-centre-crop"}
 
-    def squares(
-        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    def crops(
+        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
         """Return the centre of an image, [H, W] or [H, W, C] of its own mode."""
         from image_diffusion.data.crop.centre_crop import centre_crop  # Pillow is not for those who only plan
 
         return [centre_crop(image, resolution)]
 
-    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+    def scaled_size(self, width: int, height: int, resolution: int | Size) -> tuple[int, int]:
         """Return the size (width, height) that an image has before anything is cut off."""
         from image_diffusion.data.crop.centre_crop import scaled_size
 

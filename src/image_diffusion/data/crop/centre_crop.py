@@ -1,7 +1,8 @@
-"""The ADM centre crop: any image -> a square of a stated resolution.
+"""The ADM centre crop: any image -> a crop of a stated size.
 
 Dhariwal and Nichol 2021 (guided-diffusion, also DiT and EDM2): halve with a box filter while the shorter side is at
-least twice the target, scale bicubically so that the shorter side equals the target, cut out the centre.
+least twice the target, scale bicubically so that the shorter side equals the target, cut out the centre. Of a rectangle
+"the shorter side" is the one that is shorter as a multiple of the target's.
 """
 
 from __future__ import annotations
@@ -13,29 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from image_diffusion.core.resolution import Size, height_width
 from image_diffusion.data.crop import native_resize
 
 Resampling = Image.Resampling
 
 
-def scaled_size(width: int, height: int, resolution: int) -> tuple[int, int]:
+def scaled_size(width: int, height: int, resolution: int | Size) -> tuple[int, int]:
     """Return the size (width, height) an image is scaled to before its centre is cut out, halvings included."""
-    while min(width, height) >= 2 * resolution:
+    rows, columns = height_width(resolution)
+    while _is_twice(width, height, rows, columns):
         width, height = width // 2, height // 2
-    scale = resolution / min(width, height)
+    scale = max(rows / height, columns / width)
     return round(width * scale), round(height * scale)
 
 
-def halve(image: Image.Image, resolution: int) -> Image.Image:
-    """Halve the image with a box filter until its shorter side is less than twice the resolution."""
-    while min(image.size) >= 2 * resolution:
+def _is_twice(width: int, height: int, rows: int, columns: int) -> bool:
+    return height >= 2 * rows and width >= 2 * columns
+
+
+def halve(image: Image.Image, resolution: int | Size) -> Image.Image:
+    """Halve the image with a box filter while both its sides are at least twice those of the crop."""
+    rows, columns = height_width(resolution)
+    while _is_twice(*image.size, rows, columns):
         image = image.resize((image.width // 2, image.height // 2), resample=Resampling.BOX)
     return image
 
 
-def centre_crop(image: Image.Image, resolution: int) -> NDArray[np.uint8]:
-    """Return the centre of the image, [resolution, resolution], or [resolution, resolution, C] of a mode with several
-    bands.
+def centre_crop(image: Image.Image, resolution: int | Size) -> NDArray[np.uint8]:
+    """Return the centre of the image, [H, W], or [H, W, C] of a mode with several bands.
 
     The bytes of the original formula. Pillow makes them where the compiled resize cannot: where it was not compiled or
     is not that of the Pillow at hand, for an image in several blocks of memory, and for one with alpha, by which Pillow
@@ -48,29 +55,31 @@ def centre_crop(image: Image.Image, resolution: int) -> NDArray[np.uint8]:
     return np.asarray(pillow_crop(image, resolution))
 
 
-def pillow_crop(image: Image.Image, resolution: int) -> Image.Image:
+def pillow_crop(image: Image.Image, resolution: int | Size) -> Image.Image:
     """Compute the crop by Pillow, with less work on wide images: Pillow scales these along the rows first, so the
     columns that the crop throws away are cut off before they are scaled along the columns. (Pillow 13 scales tall
     images the other way round, and multiplies by alpha around a whole resize: both are left to it.)"""
+    rows, columns = height_width(resolution)
     image = halve(image, resolution)
     width, height = scaled_size(*image.size, resolution)
-    left, top = (width - resolution) // 2, (height - resolution) // 2
-    if width > resolution and image.mode not in ("LA", "RGBA"):
+    left, top = (width - columns) // 2, (height - rows) // 2
+    if width > columns and image.mode not in ("LA", "RGBA"):
         image = image.resize((width, image.height), resample=Resampling.BICUBIC)
-        image = image.crop((left, 0, left + resolution, image.height))
-        return image.resize((resolution, resolution), resample=Resampling.BICUBIC)
+        image = image.crop((left, 0, left + columns, image.height))
+        left, width = 0, columns
     image = image.resize((width, height), resample=Resampling.BICUBIC)
-    return image.crop((left, top, left + resolution, top + resolution))
+    return image.crop((left, top, left + columns, top + rows))
 
 
-def compiled_crop(pixels: native_resize.Pixels, resolution: int) -> NDArray[np.uint8]:
+def compiled_crop(pixels: native_resize.Pixels, resolution: int | Size) -> NDArray[np.uint8]:
     """Compute the crop by the compiled resize."""
-    while min(pixels.size) >= 2 * resolution:
+    rows, columns = height_width(resolution)
+    while _is_twice(*pixels.size, rows, columns):
         half = pixels.size[0] // 2, pixels.size[1] // 2
         pixels.resize(half, is_bicubic=False, box=(0, 0, *half))
     width, height = scaled_size(*pixels.size, resolution)
-    left, top = (width - resolution) // 2, (height - resolution) // 2
-    return pixels.resize((width, height), is_bicubic=True, box=(left, top, resolution, resolution))
+    left, top = (width - columns) // 2, (height - rows) // 2
+    return pixels.resize((width, height), is_bicubic=True, box=(left, top, columns, rows))
 
 
 @cache

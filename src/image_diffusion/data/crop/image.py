@@ -57,10 +57,10 @@ class Undecided(ValueError):  # noqa: N818 - likewise
 
 @dataclass(frozen=True)
 class Crop:
-    """squares: uint8 [C, resolution, resolution] each, one or more. size: (width, height) of the upright image. flags:
+    """crops: uint8 [C, H, W] each, one or more. size: (width, height) of the upright image. flags:
     sorted. format, mode: of the file, by Pillow's names. values: `Stored.values` of the file."""
 
-    squares: list[NDArray[np.uint8]]
+    crops: list[NDArray[np.uint8]]
     size: tuple[int, int]
     flags: list[str]
     format: str
@@ -102,10 +102,10 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
         raise BadImage(_not_read(data)) from None
     except Exception as error:  # decoders raise nearly anything when they are fed damaged files
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
-    squares = config.crop.squares(upright, config.resolution, config.background or WHITE, data)
-    channels_last = [square[:, :, None] if square.ndim == 2 else square for square in squares]
-    squares = [np.ascontiguousarray(square.transpose(2, 0, 1)) for square in channels_last]
-    return Crop(squares, upright.size, sorted(flags), *kind, values)
+    crops = config.crop.crops(upright, config.size, config.background or WHITE, data)
+    channels_last = [crop[:, :, None] if crop.ndim == 2 else crop for crop in crops]
+    crops = [np.ascontiguousarray(crop.transpose(2, 0, 1)) for crop in channels_last]
+    return Crop(crops, upright.size, sorted(flags), *kind, values)
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:
@@ -115,8 +115,8 @@ def _check_size(size: tuple[int, int], config: DataConfig) -> None:
         raise BadImage(f"too large: {width} x {height} pixels, more than max_pixels = {config.max_pixels}")
     if min(size) < config.min_side:
         raise BadImage(f"too small: {width} x {height} pixels, less than min_side = {config.min_side}")
-    scaled = config.crop.scaled_size(width, height, config.resolution)
-    if scaled[0] * scaled[1] > max(config.max_pixels, config.resolution**2):
+    scaled = config.crop.scaled_size(width, height, config.size)
+    if scaled[0] * scaled[1] > max(config.max_pixels, config.size[0] * config.size[1]):
         raise BadImage(f"too thin: {width} x {height} pixels would be scaled to {scaled[0]} x {scaled[1]}")
 
 

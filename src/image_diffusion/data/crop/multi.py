@@ -1,4 +1,4 @@
-"""Cut an image into as many squares as it is long: nothing of a wide or tall image is thrown away."""
+"""Cut an image into as many crops as it is long: nothing of a wide or tall image is thrown away."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size, height_width
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,22 +20,23 @@ _NEARLY = 0.1
 
 
 class MultiCrop(Config):
-    """Scale as ADM's crop does, then cut out squares spread evenly over the longer side, from one end to the other:
-    one of a square image, two of one of 3 : 2, three of a panorama of 3 : 1. All of them are in one split."""
+    """Scale as ADM's crop does, then cut out crops spread evenly over the longer side, from one end to the other:
+    for square crops one of a square image, two of one of 3 : 2, three of a panorama of 3 : 1. All of them are in one
+    split."""
 
     type: Literal["multi"] = "multi"
-    """Several squares along the longer side of an image."""
+    """Several crops along the longer side of an image."""
     max_crops: int = Field(4, ge=2, le=64)
-    """Squares of an image at most; of a longer one parts between them are lost."""
+    """Crops of an image at most; of a longer one parts between them are lost."""
 
     def identity(self) -> dict[str, Any]:
         """Return the plain data that decide the pixels."""
         return {"method": "multi-crop", "max_crops": self.max_crops, "cuts": False}
 
-    def squares(
-        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    def crops(
+        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
-        """Return the squares of an image from left to right or top to bottom, each [H, W] or [H, W, C] of its own
+        """Return the crops of an image from left to right or top to bottom, each [H, W] or [H, W, C] of its own
         mode."""
         import numpy as np  # neither is for those who only plan
         from PIL.Image import Resampling
@@ -43,15 +45,18 @@ class MultiCrop(Config):
 
         width, height = self.scaled_size(*image.size, resolution)
         pixels = np.asarray(halve(image, resolution).resize((width, height), Resampling.BICUBIC))
-        spare = max(width, height) - resolution
-        count = max(1, min(self.max_crops, math.ceil(max(width, height) / resolution - _NEARLY)))
+        rows, columns = height_width(resolution)
+        is_tall = height - rows > width - columns
+        length, side = (height, rows) if is_tall else (width, columns)
+        count = max(1, min(self.max_crops, math.ceil(length / side - _NEARLY)))
+        spare = length - side
         starts = [round(spare * number / (count - 1)) for number in range(count)] if count > 1 else [spare // 2]
-        if height > width:
-            return [pixels[start : start + resolution] for start in starts]
-        return [pixels[:, start : start + resolution] for start in starts]
+        if is_tall:
+            return [pixels[start : start + rows, :columns] for start in starts]
+        return [pixels[:rows, start : start + columns] for start in starts]
 
-    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
-        """Return the size (width, height) that an image has before squares are cut out."""
+    def scaled_size(self, width: int, height: int, resolution: int | Size) -> tuple[int, int]:
+        """Return the size (width, height) that an image has before crops are cut out."""
         from image_diffusion.data.crop.centre_crop import scaled_size
 
         return scaled_size(width, height, resolution)

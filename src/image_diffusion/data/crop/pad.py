@@ -1,10 +1,11 @@
-"""Keep the whole image, with bars where it is not a square."""
+"""Keep the whole image, with bars where it has another shape than the crop."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size, height_width
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Pad(Config):
-    """Scale bicubically, so that the longer side equals the resolution, and fill up with `data.background`, or with
+    """Scale bicubically, so that the whole image just fits into the crop, and fill up with `data.background`, or with
     nothing where the crops have an alpha channel. Nothing is cut off, and a model learns the bars."""
 
     type: Literal["pad"] = "pad"
@@ -23,8 +24,8 @@ class Pad(Config):
         """Return the plain data that decide the pixels."""
         return {"method": "pad", "cuts": False}
 
-    def squares(
-        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    def crops(
+        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
         """Return the whole of an image, [H, W] or [H, W, C] of its own mode."""
         import numpy as np
@@ -34,13 +35,15 @@ class Pad(Config):
         width, height = self.scaled_size(*image.size, resolution)
         opacity = "00" if image.mode.endswith("A") else ""
         colour = ImageColor.getcolor(f"#{bytes(background).hex()}{opacity}", image.mode)
-        square = Pillow.new(image.mode, (resolution, resolution), colour)
+        rows, columns = height_width(resolution)
+        whole = Pillow.new(image.mode, (columns, rows), colour)
         scaled = image.resize((width, height), Pillow.Resampling.BICUBIC)
-        square.paste(scaled, (round((resolution - width) / 2), round((resolution - height) / 2)))
-        return [np.asarray(square)]
+        whole.paste(scaled, (round((columns - width) / 2), round((rows - height) / 2)))
+        return [np.asarray(whole)]
 
-    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+    def scaled_size(self, width: int, height: int, resolution: int | Size) -> tuple[int, int]:
         """Return the size (width, height) that an image has before bars are added, one pixel at least."""
-        if width >= height:
-            return resolution, max(1, round(height / width * resolution))
-        return max(1, round(width / height * resolution)), resolution
+        rows, columns = height_width(resolution)
+        if width * rows >= height * columns:
+            return columns, max(1, round(height / width * columns))
+        return max(1, round(width / height * rows)), rows

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, field_validator
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size, height_width
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +33,7 @@ class RandomResizedCrop(Config):
     scale: Range = (0.08, 1.0)
     """Smallest and largest area of a part, as a share of the image's."""
     ratio: Range = (3 / 4, 4 / 3)
-    """Narrowest and widest part, width over height, before it becomes a square."""
+    """Narrowest and widest part, width over height, before it takes the shape of the crop."""
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = "bilinear"
     """The filter, by torchvision's name."""
     seed: int = Field(0, ge=0)
@@ -56,8 +57,8 @@ class RandomResizedCrop(Config):
         """Return the plain data that decide the pixels."""
         return {"method": "random-resized-crop", **self.model_dump(mode="json", exclude={"type"})}
 
-    def squares(
-        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    def crops(
+        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
         """Return parts of an image, each [H, W] or [H, W, C] of its own mode. data: its file, which they are drawn
         from."""
@@ -66,8 +67,9 @@ class RandomResizedCrop(Config):
 
         draw = np.random.default_rng([self.seed, *hashlib.sha256(data).digest()])
         filter_ = Resampling[self.interpolation.upper()]
+        rows, columns = height_width(resolution)
         parts = (image.crop(self.box(*image.size, draw)) for _ in range(self.num_crops))
-        return [np.asarray(part.resize((resolution, resolution), filter_)) for part in parts]
+        return [np.asarray(part.resize((columns, rows), filter_)) for part in parts]
 
     def box(self, width: int, height: int, draw: np.random.Generator) -> tuple[int, int, int, int]:
         """Return the left, top, right and bottom of a part, in pixels.
@@ -87,6 +89,7 @@ class RandomResizedCrop(Config):
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
-    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+    def scaled_size(self, width: int, height: int, resolution: int | Size) -> tuple[int, int]:
         """Return the size (width, height) that a part is scaled to."""
-        return resolution, resolution
+        rows, columns = height_width(resolution)
+        return columns, rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.resolution import Size, height_width
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +27,8 @@ class ResizeCrop(Config):
         """Return the plain data that decide the pixels."""
         return {"method": "resize-centre-crop", "interpolation": self.interpolation}
 
-    def squares(
-        self, image: Image, resolution: int, background: tuple[int, int, int], data: bytes
+    def crops(
+        self, image: Image, resolution: int | Size, background: tuple[int, int, int], data: bytes
     ) -> list[NDArray[np.uint8]]:
         """Return the centre of an image, [H, W] or [H, W, C] of its own mode."""
         import numpy as np
@@ -36,11 +37,13 @@ class ResizeCrop(Config):
         width, height = self.scaled_size(*image.size, resolution)
         if image.size != (width, height):
             image = image.resize((width, height), Resampling[self.interpolation.upper()])
-        left, top = round((width - resolution) / 2), round((height - resolution) / 2)
-        return [np.asarray(image.crop((left, top, left + resolution, top + resolution)))]
+        rows, columns = height_width(resolution)
+        left, top = round((width - columns) / 2), round((height - rows) / 2)
+        return [np.asarray(image.crop((left, top, left + columns, top + rows)))]
 
-    def scaled_size(self, width: int, height: int, resolution: int) -> tuple[int, int]:
+    def scaled_size(self, width: int, height: int, resolution: int | Size) -> tuple[int, int]:
         """Return the size (width, height) that an image has before anything is cut off."""
-        if width <= height:
-            return resolution, int(resolution * height / width)
-        return int(resolution * width / height), resolution
+        rows, columns = height_width(resolution)
+        if width * rows <= height * columns:
+            return columns, int(columns * height / width)
+        return int(rows * width / height), rows

@@ -122,7 +122,7 @@ def crop_dataset(
 
 
 def _cropper(config: DataConfig, plan: CropPlan, output: Path) -> ShardCropper:
-    shape = config.channels, config.resolution, config.resolution
+    shape = config.channels, *config.size
     layout = Layout(("npy",), shape, "uint8", labelled=bool(plan.listing.classes))
     return ShardCropper(config.source, partial(crop_image, config=config), config.crop_identity(), layout, output)
 

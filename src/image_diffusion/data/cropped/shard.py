@@ -75,7 +75,7 @@ class ShardCropper:
                     except _RejectedError as error:
                         bad.append(error.row)
                         continue
-                    for view, pixels in enumerate(crop.squares):
+                    for view, pixels in enumerate(crop.crops):
                         key = "" if image.name in (drop or ()) else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
                         about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(pixels)
                         sample = Sample(key, image.name, sha256, image.label, *about, view=view, values=crop.values)

@@ -87,6 +87,7 @@ class BesideCaptions(Config):
         assert source is not None
         known = _caption_columns(source, several(self.column))
         return [
+            # Tables name files with their suffix, webdataset's members without it.
             known.get(sample.path) or known.get(PurePosixPath(sample.path).with_suffix("").as_posix()) or []
             for sample in samples
         ]

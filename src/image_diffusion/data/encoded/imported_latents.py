@@ -64,8 +64,7 @@ class Import:
     @property
     def layout(self) -> Layout:
         """Return the layout of a shard: the places of a latent, and of that of its mirror image."""
-        edge = self.spec.resolution
-        shape = self.source.num_moments, self.spec.channels, edge, edge
+        shape = self.source.num_moments, self.spec.channels, *self.spec.size
         members = ("npy", "flip.npy") if self.source.has_mirror_images else ("npy",)
         return Layout(members, shape, self.settings.dtype, labelled=bool(self.listing.classes))
 

@@ -182,8 +182,8 @@ def finish(
         counts = np.sum([part["token_counts"] for part in statistics], axis=0)
         summary = {"num_tokens": codec.num_tokens, "token_counts": counts.tolist()}
     else:
-        given = {"declared": codec.declared()} if isinstance(codec, Declares) else {}
-        summary = {"statistics": merge_statistics(statistics) | given}
+        declared = {"declared": codec.declared()} if isinstance(codec, Declares) else {}
+        summary = {"statistics": merge_statistics(statistics) | declared}
     manifest = {
         "format": FORMAT,
         "kind": "tokens" if isinstance(codec, Tokenizer) else "latents",

@@ -48,7 +48,10 @@ def describe_images(
     image, by its path or by that without its extension; None where the source has none.
     """
     sizes = np.array([sample.size for sample in samples], dtype=np.float64).reshape(-1, 2)
-    short, long = sizes.min(1, initial=np.inf), sizes.max(1, initial=0)
+    # Sides in units of the crop's, both times its area, so that the ratios of square crops are those of the pixels.
+    rows, columns = manifest["shape"][-2:]
+    sides = sizes * (rows, columns)
+    short, long = sides.min(1, initial=np.inf), sides.max(1, initial=0)
     is_cut = manifest["crop"].get("cuts", True)
     seen = {
         "brightness": np.array([sample.brightness for sample in samples]),
@@ -88,9 +91,8 @@ def describe_images(
     findings.where(
         "blurred", "crops have less than an eighth of the usual detail", (detail < BLURRED * typical) & ~plain
     )
-    resolution = manifest["shape"][-1]
     fitted = short if is_cut else long
-    findings.where("enlarged", f"images were enlarged {ENLARGED:g} times or more", fitted * ENLARGED <= resolution)
+    findings.where("enlarged", f"images were enlarged {ENLARGED:g} times or more", fitted * ENLARGED <= rows * columns)
     findings.where("cut", "images lose more than half of themselves to the crop", measures["share cut away"] > CUT)
     for flag in sorted(_UNUSUAL):
         findings.where(

@@ -134,6 +134,7 @@ class _Staging:
             buffer = torch.empty((len(samples) + 1, *dataset.shape), dtype=dataset.dtype, pin_memory=True)
             self._buffers.append((buffer, torch.cuda.Event()))
         buffer, copied = self._buffers[turn]
+        # The copy of this buffer's last content must be done; with prefetch + 1 buffers it nearly always is.
         copied.synchronize()
         if len(buffer) < len(samples):
             buffer = torch.empty((len(samples), *dataset.shape), dtype=dataset.dtype, pin_memory=True)
@@ -149,6 +150,7 @@ class _Staging:
         moved, copied = item
         current = torch.cuda.current_stream(self._device)
         current.wait_event(copied)
+        # Allocated on the copying stream: without this its memory could be reused while the caller still reads it.
         for tensor in moved:
             tensor.record_stream(current)
         return _examples(moved)

@@ -138,6 +138,7 @@ def reusable_record(folder: Path, shard: int, made_from: str) -> ShardRecord | N
     try:
         record = read_record(folder, shard)
         path = tar_path(folder, shard)
+        # Size before content: hashing a shard of several gigabytes takes seconds.
         if record.made_from != made_from or path.stat().st_size != record.bytes:
             return None
         return record if sha256_file(path) == record.sha256 else None
@@ -202,6 +203,7 @@ def describe_shards(layout: Layout, records: Sequence[ShardRecord]) -> dict[str,
 def content_digest(manifest: dict[str, Any]) -> str:
     """Return a digest that changes when any sample, its order or its split does, and with nothing else."""
     names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
+    # Absent keys are left out, so that manifests from before these keys keep their digest.
     chosen = {name: manifest[name] for name in ("not_held_out", "held_out") if manifest.get(name)}
     return digest({name: manifest[name] for name in names if name in manifest} | chosen)
 

@@ -86,6 +86,7 @@ class ImageTables(RowSource):
     def _class_names(self) -> dict[str, int] | None:
         """Return the number of each class that the files name; None where none does. Raises ValueError."""
         assert self.label_column is not None
+        # Joined by name: files of one set may number the same classes in different orders.
         files = {table.path: table.class_names(self.label_column) for table, _, _ in self.tables()}
         named = [path for path, names in files.items() if names]
         unnamed = [path for path, names in files.items() if not names]

@@ -67,6 +67,7 @@ def level_of(classes: str | Level, path: str, inside: Inside, is_archive: bool =
     level = 1 + bool(above)
     splits = sorted(name for name in names if name.lower() in _SPLITS)
     within = [inside("/".join(filter(None, (above, name)))) for name in splits]
+    # All folders are splits, or two of them hold folders of the same name: classes named "test" alone are accepted.
     if splits and (len(splits) == len(names) or any(a & b for i, a in enumerate(within) for b in within[:i])):
         train = next((name for name in splits if _SPLITS[name.lower()] == "train"), splits[0])
         one = f"{'Unpack it and set' if is_archive else 'Set'} data.source.path to {here}/{train} to read that one"

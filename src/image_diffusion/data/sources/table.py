@@ -44,6 +44,7 @@ class PathTable(RowSource):
     def listing(self) -> Listing:
         """Return every row as an image, sorted by path. Raises ValueError for a table that is missing, empty or
         unfit."""
+        # Sorted by path, so that reordering the table changes no shard.
         rows = sorted(self._labels(), key=lambda row: row[0])
         numbers = number_labels((label for _, label in rows if label), self.path)
         items: dict[str, Item] = {}
@@ -77,6 +78,7 @@ class PathTable(RowSource):
         except OSError as error:
             log_line_once(f"note: {self.path} names files that cannot be read. Relative paths begin in {folder}.")
             reason = error.strerror or str(error)
+            # Results record `strerror`, which must not contain a path of this machine; the log gets the whole path.
             unread = OSError(f"{reason}: {folder / str(item.address[0])}")
             unread.strerror = reason
             raise unread from None

@@ -30,7 +30,7 @@ class Classifier(nn.Module):
     """Classifier of uint8 [B, C, H, W] of any size -> features [B, 128] and logits [B, K]. About 0.35 million
     parameters.
 
-    Images are resized to 32, 64, 128 or 256 pixels, whichever is the next above their own resolution (bilinear,
+    Images are resized to 32, 64, 128 or 256 pixels, whichever is the next above their longer side (bilinear,
     antialiased when reducing); the first convolution brings any of them to 16 x 16, so that all cost about the same.
     """
 

@@ -55,16 +55,14 @@ def train_detector(
     held_out: the images for the accuracy; None or empty: a tenth of `train` is held out. The weights are those of the
     round (an eighth of the training) with the highest held-out accuracy.
     """
-    if len(train.shape) != 3 or train.shape[1] != train.shape[2]:
-        raise ValueError(
-            f"The detector is trained on square crops [C, R, R]; got samples of shape {list(train.shape)}."
-        )
+    if len(train.shape) != 3:
+        raise ValueError(f"The detector is trained on crops [C, H, W]; got samples of shape {list(train.shape)}.")
     if train.num_samples < 10:
         raise ValueError(f"The detector needs at least 10 training images; got {train.num_samples}.")
     task = _Task(train, held_out, settings.seed, device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        network = Classifier(train.shape[0], task.num_outputs, train.shape[1]).to(device)
+        network = Classifier(train.shape[0], task.num_outputs, max(train.shape[1:])).to(device)
     accuracy, examples_seen = _fit(network, task, settings)
     weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
     write_bytes(folder / "detector.safetensors", save(weights))
@@ -77,7 +75,7 @@ def train_detector(
         "chance": round(task.chance, 6),
         "examples_seen": examples_seen,
         "channels": train.shape[0],
-        "resolution": train.shape[1],
+        "resolution": max(train.shape[1:]),
         "num_outputs": task.num_outputs,
         "data": train.digest,
         "training": settings.model_dump(mode="json"),
@@ -149,7 +147,7 @@ class _Task:
         return float(counts.max() / counts.sum())
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return images [B, C, R, R], shifted by up to a sixteenth of their size, and their targets [B]."""
+        """Return images [B, C, H, W], shifted by up to a sixteenth of their size, and their targets [B]."""
         positions = np.arange(step * size, (step + 1) * size)
         indices = np.concatenate(
             [self._order(epoch, positions) for epoch in np.unique(positions // self._epoch_length)]
@@ -182,12 +180,15 @@ class _Task:
         self, images: ImageSet, indices: NDArray[np.int64], rng: np.random.Generator, shift: int | None = None
     ) -> tuple[Tensor, Tensor]:
         pixels = images.gather(indices)
-        reach = pixels.shape[2] // 16 if shift is None else shift
+        reach = min(pixels.shape[2:]) // 16 if shift is None else shift
         pixels = shifted(pixels, torch.from_numpy(rng.integers(-reach, reach + 1, (2, len(indices)))))
         if self.labels == "classes":
             targets = torch.from_numpy(images.labels[indices])
         else:
             targets = torch.from_numpy(rng.integers(0, _ROTATIONS, len(indices)))
+            if pixels.shape[2] != pixels.shape[3]:  # a turned rectangle has another shape; the network takes squares
+                side = max(pixels.shape[2:])
+                pixels = F.interpolate(pixels, (side, side), mode="bilinear", antialias=True)
             for turns in range(1, _ROTATIONS):
                 pixels[targets == turns] = torch.rot90(pixels[targets == turns], turns, (2, 3))
         return pixels.to(self._device), targets.to(self._device)
@@ -195,9 +196,8 @@ class _Task:
 
 def shifted(images: Tensor, offset: Tensor) -> Tensor:
     """Move each image by its own whole number of pixels down and right (offset: int64 [2, B]), the border mirrored."""
-    size = images.shape[2]
-    grid = torch.arange(size)
-    rows, columns = (_mirrored(grid - offset[axis].unsqueeze(1), size) for axis in (0, 1))
+    sides = images.shape[2:]
+    rows, columns = (_mirrored(torch.arange(side) - offset[i].unsqueeze(1), side) for i, side in enumerate(sides))
     batch = torch.arange(len(images)).view(-1, 1, 1, 1)
     channel = torch.arange(images.shape[1]).view(1, -1, 1, 1)
     return images[batch, channel, rows[:, None, :, None], columns[:, None, None, :]]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.files.atomic import atomic_folder
+from image_diffusion.core.resolution import shown
 from image_diffusion.networks.dit import TIME_CHANNELS, DiT
 from image_diffusion.networks.weights.dit import diffusers_names
 from image_diffusion.nn.positions import grid_positions, sinusoid
@@ -65,7 +66,12 @@ def to_diffusers_transformer(network: DiT, num_timesteps: int = 1000) -> DiTTran
             f"Set export.format to pipeline."
         )
     depth, width, num_heads, patch = config.shape
-    if not torch.allclose(network.pos_embed.cpu(), grid_positions(width, spec.resolution // patch)[None], atol=1e-5):
+    if not isinstance(spec.resolution, int):
+        raise ValueError(
+            f"The network works on {shown(spec.resolution)} values, but diffusers' DiT takes squares alone. Set "
+            "export.format to pipeline."
+        )
+    if not torch.allclose(network.pos_embed.cpu(), grid_positions(width, network.grid_size)[None], atol=1e-5):
         raise ValueError(
             "The network's positions were interpolated from another resolution (train.init_from), but diffusers' DiT "
             "computes its own. Set export.format to pipeline."

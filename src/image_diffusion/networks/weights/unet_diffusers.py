@@ -59,13 +59,13 @@ def to_diffusers_unet(network: UNet, times: Tensor) -> UNet2DModel:
     config, spec = network.config, network.spec
     check_unet(config, spec, spec.num_classes)
     levels = config.levels(spec)
-    attends = [resolution in config.attention_resolutions for resolution in levels]
+    attends = [side in config.attention_resolutions for side in levels]
     middle = network.middle_block[1]
     assert isinstance(middle, Attention)
     plain = torch.equal(times, torch.arange(len(times)).float())
     tensors = {name: tensor.detach().cpu().float() for name, tensor in network.state_dict().items()}
     unet = UNet2DModel(
-        sample_size=spec.resolution,
+        sample_size=spec.resolution if isinstance(spec.resolution, int) else list(spec.resolution),
         in_channels=spec.channels,
         out_channels=len(tensors["out.2.bias"]),
         time_embedding_type="positional" if plain else "learned",

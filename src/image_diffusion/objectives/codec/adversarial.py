@@ -40,7 +40,7 @@ class Adversarial(Config):
     x 16."""
 
     def check(self, resolution: int) -> None:
-        """Raise ValueError for images that are too small for the layers."""
+        """Raise ValueError for images that are too small for the layers. resolution: the shorter side."""
         if resolution < 2 ** (self.num_layers + 2):
             raise ValueError(
                 f"system.adversarial.num_layers is {self.num_layers}, too many for images of {resolution} pixels. "

@@ -42,7 +42,7 @@ class CodecSystem(System):
         if self.perceptual is not None:
             self.perceptual.check(spec)
         if self.adversarial is not None:
-            self.adversarial.check(spec.resolution)
+            self.adversarial.check(min(spec.size))
 
     def build_objective(self, spec: DataSpec) -> Objective:
         """Build the objective for images of `spec`, with the additional terms."""

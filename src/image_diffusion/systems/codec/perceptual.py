@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.metrics.images.lpips import SMALLEST, LpipsConfig
 
@@ -21,10 +22,10 @@ class PerceptualConfig(LpipsConfig):
 
     def check(self, spec: DataSpec) -> None:
         """Raise ValueError where a file is missing, or the images do not fit."""
-        if spec.channels not in (1, 3) or spec.resolution < SMALLEST:
+        if spec.channels not in (1, 3) or min(spec.size) < SMALLEST:
             raise ValueError(
                 f"{_KEY} is set, but LPIPS compares grey or RGB images of at least {SMALLEST} pixels; these have "
-                f"{spec.channels} channels and {spec.resolution} pixels. Leave it out."
+                f"{spec.channels} channels and {shown(spec.resolution)} pixels. Leave it out."
             )
         for name, path in (("backbone", self.backbone), ("heads", self.heads)):
             if not path.is_file():

@@ -110,7 +110,7 @@ class CodecSampling(Sampling):
         return draw
 
     def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served:
-        return Served(images=(spec.resolution, spec.resolution, spec.channels))
+        return Served(images=(*spec.size, spec.channels))
 
     def predictor(
         self,

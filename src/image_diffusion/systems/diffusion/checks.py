@@ -7,6 +7,7 @@ from typing import Any
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.objectives import Objective
@@ -186,8 +187,8 @@ def _check_against(experiment: Sections, others: Others) -> None:
     own, other = ((section.data.channels, section.data.resolution) for section in (experiment, others.against))
     if own != other:
         raise ValueError(
-            f"evaluate.against.experiment makes images of {other[0]} x {other[1]} x {other[1]}, this one of "
-            f"{own[0]} x {own[1]} x {own[1]}. Compare images of one size."
+            f"evaluate.against.experiment makes images of {other[0]} x {shown(other[1])}, this one of {own[0]} x "
+            f"{shown(own[1])}. Compare images of one size."
         )
 
 
@@ -235,7 +236,7 @@ def check_small_images(side: int | None, experiment: Sections, others: Others) -
             raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
         if (base.data.resolution, base.data.channels) != (side, data.channels):
             raise ValueError(
-                f"sample.small_images.experiment makes images of {base.data.resolution} x {base.data.resolution} with "
+                f"sample.small_images.experiment makes images of {shown(base.data.resolution)} with "
                 f"{base.data.channels} channels, but the network enlarges {side} x {side} with {data.channels}. Name "
                 f"one that fits, or change system.network.low_resolution."
             )

@@ -112,8 +112,8 @@ def _likelihood(
     if model is None or reading is None:
         raise ValueError("evaluate.likelihood needs the network. Name it: --weights weights.safetensors.")
     spec, shape, num_classes = model.spec, data.train.shape, len(data.train.classes)
-    trained_on = f"The network was trained on images of {[spec.channels, spec.resolution, spec.resolution]}"
-    if shape != (spec.channels, spec.resolution, spec.resolution):
+    trained_on = f"The network was trained on images of {[spec.channels, *spec.size]}"
+    if shape != (spec.channels, *spec.size):
         raise ValueError(f"{trained_on}, but --data holds {list(shape)}. Name images of that size.")
     label = likelihood_label(model, reading.drops_labels, settings.label)
     if label is None and spec.num_classes not in (0, num_classes):

@@ -237,14 +237,14 @@ class Generator:
         self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None, conditions: Mapping[str, Tensor]
     ) -> tuple[Denoiser, Tensor, Streams]:
         streams = image_streams(seeds.to(self._device), self._seed)
-        side = self._spec.resolution
-        noise = initial_noise(streams, (self._spec.channels, *self._tiles.shape(side)))
+        size = self._spec.size
+        noise = initial_noise(streams, (self._spec.channels, *self._tiles.shape(size)))
         inputs = {"label": labels, "low_res": low_res, **conditions}
         cond = {name: value.to(self._device) for name, value in inputs.items() if value is not None}
         denoisers = [
             self._reading.denoiser(self._network, self._grid, cond, self._guide) for _ in range(self._tiles.number)
         ]
-        return self._tiles.joined(denoisers, side), noise, streams
+        return self._tiles.joined(denoisers, size), noise, streams
 
 
 def requested_labels(

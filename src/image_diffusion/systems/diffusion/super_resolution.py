@@ -86,10 +86,10 @@ def small_images(
 
 def _small_crops(folder: Path, side: int, spec: DataSpec, seeds: Tensor) -> SmallImages:
     held_out = open_shards(folder, "validation")
-    if held_out.shape != (spec.channels, spec.resolution, spec.resolution):
+    if held_out.shape != (spec.channels, *spec.size):
         raise ValueError(
             f"The crops in {folder} have shape {list(held_out.shape)}, but the network makes images of "
-            f"{[spec.channels, spec.resolution, spec.resolution]}. Name the crops it was trained on."
+            f"{[spec.channels, *spec.size]}. Name the crops it was trained on."
         )
     images, labels = small_held_out(held_out, side, seeds)
     return SmallImages(images, labels, {"side": side, "split": "validation", "data": held_out.digest})

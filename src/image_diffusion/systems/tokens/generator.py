@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -87,7 +88,7 @@ def check_made(
     try:
         sampler = fitted(settings, reading.causal).sampler
         if isinstance(sampler, Masked):
-            hidden_counts(spec.resolution**2, sampler.num_steps)
+            hidden_counts(math.prod(spec.size), sampler.num_steps)
     except ValueError as error:
         raise ValueError(f"{section}.sampler: {error}") from None
     _check_guidance(section, settings, reading.drops_labels, classes != [])
@@ -164,14 +165,13 @@ class TokenGenerator:
         predictor = Predictor(self._network, cond, self._nothing, self.settings.guidance.guidance_scale, len(seeds))
         assert self.settings.sampler is not None
         with computes_in(self.settings.precision, self._device):
-            yield from self.settings.sampler.steps(predictor, streams, self._spec.resolution**2)
+            yield from self.settings.sampler.steps(predictor, streams, math.prod(self._spec.size))
 
     def _decode(self, tokens: Tensor) -> Tensor:
-        side = self._spec.resolution
-        return self._codec.decode(tokens.view(-1, side, side)).cpu()
+        return self._codec.decode(tokens.view(-1, *self._spec.size)).cpu()
 
     def _with_gaps(self, tokens: Tensor) -> Tensor:
-        side, hidden = self._spec.resolution, tokens == self._spec.channels
+        hidden = tokens == self._spec.channels
         images = self._decode(tokens.masked_fill(hidden, 0))
-        gaps = F.interpolate(hidden.view(-1, 1, side, side).float(), size=images.shape[2:]).bool().cpu()
+        gaps = F.interpolate(hidden.view(-1, 1, *self._spec.size).float(), size=images.shape[2:]).bool().cpu()
         return images.masked_fill(gaps, _GREY)

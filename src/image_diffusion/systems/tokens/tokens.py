@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.tokens import TokensOf
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import resolution_of
 from image_diffusion.core.types import Batch, DataSpec, Objective
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.data.shards.reader import Shards
@@ -71,7 +72,7 @@ class TokenSampling(ImageSampling):
         return sampler.calls * (1 + (settings.guidance.guidance_scale != 1))
 
     def decoder_input(self, spec: DataSpec, count: int) -> Tensor:
-        return torch.zeros(count, spec.resolution, spec.resolution, dtype=torch.int64)
+        return torch.zeros(count, *spec.size, dtype=torch.int64)
 
 
 class TokensSystem(System):
@@ -127,7 +128,8 @@ class TokensSystem(System):
     def spec(self, data: Shards) -> DataSpec:
         """Return the shapes that the data fix: tokens are stored as [h, w], and have as many channels as there are
         different tokens."""
-        spec = DataSpec(channels=data.manifest["num_tokens"], resolution=data.shape[-1], num_classes=data.num_classes)
+        resolution = resolution_of(*data.shape[-2:])
+        spec = DataSpec(channels=data.manifest["num_tokens"], resolution=resolution, num_classes=data.num_classes)
         return self.condition.spec(spec, data.beside)
 
     @property
@@ -150,6 +152,7 @@ class TokensSystem(System):
         self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
     ) -> Batch:
         """Return the batch of tokens int64 [B, N], row by row."""
+        # Without classes the network has no embedding table to look labels up in.
         cond = {"label": label} if spec.num_classes else {}
         if pairs is not None:
             cond |= self.condition.training_conditions(pairs, streams)

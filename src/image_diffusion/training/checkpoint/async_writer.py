@@ -91,8 +91,8 @@ def _on_host(checkpoint: Checkpoint) -> tuple[Checkpoint, torch.cuda.Event | Non
         )
 
     groups, rows = (
-        {key: {name: copy(tensor) for name, tensor in group.items()} for key, group in each.items()}
-        for each in (checkpoint.groups, checkpoint.rows)
+        {key: {name: copy(tensor) for name, tensor in group.items()} for key, group in tensors.items()}
+        for tensors in (checkpoint.groups, checkpoint.rows)
     )
     copied = None
     if on_gpu:

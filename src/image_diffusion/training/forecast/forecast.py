@@ -23,7 +23,7 @@ from image_diffusion.training.monitor.reports import VALIDATION_CHUNK, Reports
 from image_diffusion.training.monitor.throughput import flops_per_example, product_rate
 from image_diffusion.training.monitor.validation import validation_sums
 from image_diffusion.training.optim.determinism import switches
-from image_diffusion.training.optim.precision import Precision
+from image_diffusion.training.optim.precision import Precision, on_hardware
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -103,6 +103,7 @@ def forecast(
     until = until or Deadline(MEASURING_S)
     device = best_device()
     world = World(0, 1, device)
+    own = on_hardware(own, world)
     with switches(own.deterministic, own.tf32, bool(own.compile)):
         try:
             trainer = Trainer(build(world), own, world)
@@ -185,12 +186,14 @@ def _passes(
     precisions for which `reckoned_s` is used, for want of time."""
     seconds: dict[SampledIn | None, float] = {}
     not_measured = []
-    for each in (None, *sampled_in):
+    for precision in (None, *sampled_in):
         if not until.left_s:
-            seconds[each] = reckoned_s
-            not_measured.append(each or "the training's")
+            seconds[precision] = reckoned_s
+            not_measured.append(precision or "the training's")
         else:
-            seconds[each] = _evaluation(trainer, world, until) if each is None else _pass(trainer, world, each, until)
+            seconds[precision] = (
+                _pass(trainer, world, precision, until) if precision else _evaluation(trainer, world, until)
+            )
     return seconds, tuple(not_measured)
 
 

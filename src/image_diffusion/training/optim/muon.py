@@ -103,7 +103,7 @@ class _Whole(torch.optim.Muon):
         states: dict[Tensor, Any] = {}
         for slot, factor in matrices:
             parts = _parts(
-                [_rows(each, slot) for each in (flat.values, flat.gradient, momentum)], flat.inner[slot.name]
+                [_rows(vector, slot) for vector in (flat.values, flat.gradient, momentum)], flat.inner[slot.name]
             )
             groups.append({"params": list(parts), "factor": factor})
             states |= parts
@@ -127,8 +127,8 @@ class _Shared(torch.optim.Optimizer):
         flat = self._flat
         for group in self.param_groups:
             slot = group["slot"]
-            whole = [flat.gathered(each, slot) for each in (flat.values, flat.gradient, self._momentum)]
-            parts = _parts([each.flatten(1) for each in whole], flat.inner[slot.name])
+            whole = [flat.gathered(vector, slot) for vector in (flat.values, flat.gradient, self._momentum)]
+            parts = _parts([matrix.flatten(1) for matrix in whole], flat.inner[slot.name])
             muon = torch.optim.Muon(list(parts), lr=group["lr"], **_settings(self._config))
             muon.state.update(parts)
             muon.step()
@@ -148,12 +148,12 @@ def _settings(config: Muon) -> dict[str, Any]:
 def _parts(matrices: Sequence[Tensor], count: int) -> dict[Tensor, dict[str, Tensor]]:
     """Return the parts of a matrix that are maps of their own, each with its gradient, and their momentum as Muon keeps
     it. matrices: values, gradient and momentum, with a row an output."""
-    found: dict[Tensor, dict[str, Tensor]] = {}
-    for values, gradient, momentum in zip(*(each.chunk(count) for each in matrices), strict=True):
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for values, gradient, momentum in zip(*(matrix.chunk(count) for matrix in matrices), strict=True):
         part = nn.Parameter(values)
         part.grad = gradient
-        found[part] = {"momentum_buffer": momentum}
-    return found
+        states[part] = {"momentum_buffer": momentum}
+    return states
 
 
 def _rows(vector: Tensor, slot: Slot) -> Tensor:
@@ -172,9 +172,9 @@ class _Both(torch.optim.Optimizer):
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         self._members = members
-        super().__init__([group for each in members for group in each.param_groups], {})
+        super().__init__([group for member in members for group in member.param_groups], {})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """A step of each."""
-        for each in self._members:
-            each.step()
+        """Take a step of both."""
+        for member in self._members:
+            member.step()

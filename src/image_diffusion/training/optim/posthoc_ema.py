@@ -59,7 +59,7 @@ def coefficients(steps: Sequence[int], gammas: Sequence[float], step: int, gamma
 
 def kept_averages(state: Path) -> list[KeptAverage]:
     """Return the averages in the checkpoints of a run's state folder. Raises ValueError if it holds none to combine."""
-    found = []
+    averages = []
     for folder in sorted(state.glob("step-*")):
         with _undamaged(folder):
             record = read_record(folder)
@@ -69,12 +69,12 @@ def kept_averages(state: Path) -> list[KeptAverage]:
                 f"{state} was trained with train.ema of type {ema['type']}. Only power can be combined; one that was "
                 "kept is had with --average."
             )
-        found += [KeptAverage(folder, record, average_name(width), power_of_width(width)) for width in ema["widths"]]
-    if not found:
+        averages += [KeptAverage(folder, record, average_name(width), power_of_width(width)) for width in ema["widths"]]
+    if not averages:
         raise ValueError(
             f"{state} holds no checkpoint. Give the folder of one run: results/x/train/state/<fingerprint>."
         )
-    return found
+    return averages
 
 
 def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
@@ -83,17 +83,17 @@ def reconstruct(state: Path, width: float) -> tuple[dict[str, Tensor], int]:
     Float64 sums over one average at a time. Raises ValueError as `kept_averages` does.
     """
     kept = kept_averages(state)
-    steps = [int(each.record["step"]) for each in kept]
+    steps = [int(average.record["step"]) for average in kept]
     last = max(steps)
     factors = coefficients(steps, [k.gamma for k in kept], last, power_of_width(width))
-    newest = max(kept, key=lambda each: each.folder)
+    newest = max(kept, key=lambda average: average.folder)
     with _undamaged(newest.folder):
         network = read_group(newest.folder, newest.record, "network")
     sums: dict[str, Tensor] = {}
-    for factor, each in zip(factors.tolist(), kept, strict=True):
-        with _undamaged(each.folder):
-            average = read_group(each.folder, each.record, each.name)
-        for name, tensor in average.items():
+    for factor, average in zip(factors.tolist(), kept, strict=True):
+        with _undamaged(average.folder):
+            weights = read_group(average.folder, average.record, average.name)
+        for name, tensor in weights.items():
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + factor * tensor.double()
     averaged = {name: tensor.to(network[name].dtype) for name, tensor in sums.items()}
     return written(network | averaged, lora_of(newest.record["identity"])), last

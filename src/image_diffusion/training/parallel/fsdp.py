@@ -106,12 +106,14 @@ class ShardedFlat(Shares, Flat):
         root = fully_shard(network, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
         self._groups: list[FSDPModule] = [*self._blocks, root]
         for group in self._groups:
+            # Sums, not FSDP's means: each loss is already divided by the global batch.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
         self._network, self._root, self._products = network, root, products
         self._sums_each = reduce != torch.float32
         self.parameters = trainable(network)
         self._rows = {name: shape[0] for name, shape in shapes.items()}
+        # Meta tensors: only the shapes are needed, and the whole parameters may not fit into memory again.
         shares = {name: torch.empty(-(-n // world.size), *rest, device="meta") for name, (n, *rest) in shapes.items()}
         self._lay_out(shares, world.device)
         for value, own in zip(self._all_own(self.values), self._shards(), strict=True):

@@ -153,10 +153,10 @@ class Ordered:
 def joined(losses: list[Losses]) -> Losses:
     """Losses of parts of a batch -> of the batch, detached."""
     return Losses(
-        loss=torch.cat([each.loss.detach() for each in losses]),
-        parts={key: torch.cat([each.parts[key] for each in losses]) for key in losses[0].parts},
-        time=None if losses[0].time is None else torch.cat([each.time for each in losses if each.time is not None]),
-        seen={key: torch.cat([each.seen[key] for each in losses]) for key in losses[0].seen},
+        loss=torch.cat([part.loss.detach() for part in losses]),
+        parts={key: torch.cat([part.parts[key] for part in losses]) for key in losses[0].parts},
+        time=None if losses[0].time is None else torch.cat([part.time for part in losses if part.time is not None]),
+        seen={key: torch.cat([part.seen[key] for part in losses]) for key in losses[0].seen},
     )
 
 

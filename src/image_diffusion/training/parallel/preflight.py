@@ -10,13 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median_low
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from image_diffusion.core.devices import driver
 from image_diffusion.nn.linear import linear
 from image_diffusion.training.monitor.throughput import seconds_of
 from image_diffusion.training.parallel.world import World
@@ -25,7 +25,6 @@ _SLOW = 2.0
 """Times the median from which on a process is called slow."""
 _LENGTH, _PERIOD = 256, 64  # a sum of 256 numbers of size 1 is exact in bf16, and so is every part of it
 _SIDES, _AT_ONCE = {"cuda": 4096, "cpu": 256}, {"cuda": 20, "cpu": 1}
-_DRIVER = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ def _try(world: World, dtype: torch.dtype) -> Tried:
     sum_is_right = torch.equal(total, numbers * sum(shares))
     index = "" if device.index is None else f"GPU {device.index}, "
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    driver = _DRIVER.read_text().strip() if device.type == "cuda" and _DRIVER.exists() else ""
-    return Tried(world.hosts[world.rank], f"{index}{kind}", driver, is_right, sum_is_right, seconds)
+    version = driver() if device.type == "cuda" else ""
+    return Tried(world.hosts[world.rank], f"{index}{kind}", version, is_right, sum_is_right, seconds)
 
 
 def _exact_product(side: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

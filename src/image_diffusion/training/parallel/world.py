@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from image_diffusion.core.devices import has_gpu
+from image_diffusion.core.devices import check_kernels, has_gpu
 
 HANG_S = 600.0
 """Seconds that a process waits for another, unless set otherwise."""
@@ -100,7 +100,7 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
 
     Each process gets a CUDA device if the machine has one, else the CPU. timeout_s: how long a process waits for
     another one before it gives up. Raises ValueError if torchrun starts more processes on a machine than it has
-    GPUs, or if the stage has asked for GPUs and PyTorch can use none.
+    GPUs, if the stage has asked for GPUs and PyTorch can use none, or if it has no kernels for this one.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -114,6 +114,7 @@ def join(timeout_s: float = HANG_S) -> Iterator[World]:
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
         torch.cuda.set_device(device)
+        check_kernels(device)
     if size == 1:
         yield World(0, 1, device, hosts=(host,))
         return

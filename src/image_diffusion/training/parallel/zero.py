@@ -55,6 +55,7 @@ class SlicedFlat(Flat):
         self.parameters, self.inner, self._reduce = trainable(network), inner_matrices(network), reduce
         self._world, n = world, world.size
         Layout.__init__(self, self.parameters, ALIGN if exact else ALIGN * n)
+        # Exact sums run over the unpadded length, so that their order does not depend on the number of processes.
         self._end = self.size if exact else None
         self.size = -(-self.size // (ALIGN * n)) * ALIGN * n
         if self.matrices_end == self._end:
@@ -90,6 +91,7 @@ class SlicedFlat(Flat):
             self._untouched.remove(slot.name)
         else:
             slot.within(self.local).add_(parameter.grad)
+        # Freed at once: the network never holds more than one parameter's gradient beside `local`.
         parameter.grad = None
 
     def finish(self) -> None:

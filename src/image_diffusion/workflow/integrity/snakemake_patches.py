@@ -52,13 +52,9 @@ def _persistence_class() -> Any:
     from snakemake import persistence
 
     # One class in older versions, later the base of one for files and one for databases.
-    found = getattr(persistence, "PersistenceBase", None) or getattr(persistence, "Persistence", None)
-    if (
-        found is not None
-        and hasattr(found, "_input_changed")
-        and iscoroutinefunction(getattr(found, "incomplete", None))
-    ):
-        return found
+    base = getattr(persistence, "PersistenceBase", None) or getattr(persistence, "Persistence", None)
+    if base is not None and hasattr(base, "_input_changed") and iscoroutinefunction(getattr(base, "incomplete", None)):
+        return base
     raise SystemExit(
         f"error: Snakemake {version('snakemake')} keeps its records in another way than those that this workflow works "
         f"with. Run: python -m pip install 'snakemake{TESTED}'"

@@ -65,6 +65,7 @@ class ZipArchive(FewFiles):
         folders = _Folders(names)
         level = level_of(self.classes, self.path, folders.inside, is_archive=True)
         listing = by_folder(((plain_text(name), name) for name in names), level)
+        # A folder around all others is common in zips made by file managers; say so instead of making it the class.
         looked_through = level > 1 and not isinstance(self.classes, Level)
         around = next(iter(folders.inside("")), "")
         notices = (f"{self.path}: the classes are the folders in {around}, which holds all others",)

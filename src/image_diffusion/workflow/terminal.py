@@ -1,0 +1,97 @@
+"""The terminal of a run: a line where a job begins and one where it ends, in place of Snakemake's blocks.
+
+Snakemake's own log file keeps everything, and logs/ what the stages print. `--verbose` prints all of it. A profile can
+name a logger plugin, but Snakemake refuses a profile whose plugin is not installed. So the handler of the terminal is
+replaced once the workflow is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+VARIABLE = "IMAGE_DIFFUSION_BRIEF"
+"""The environment variable by which `logged` keeps the output of stages, but for messages, from the terminal."""
+
+_HIDDEN_EVENTS = frozenset({"PROGRESS", "WORKFLOW_STARTED", "RESOURCES_INFO", "JOB_STARTED"})
+_HIDDEN = (
+    *("Building DAG of jobs", "Using shell:", "Provided cores:", "Provided cluster nodes:", "Provided remote nodes:"),
+    *("Rules claiming more threads", "Conda environments: ignored", "Singularity containers: ignored"),
+    *("Select jobs to execute", "Execute ", "Elapsed time:", "Job stats:"),
+)
+"""Beginnings of Snakemake's messages about itself."""
+
+
+class BriefHandler(logging.Handler):
+    """Print a line for the begin and the end of each job; leave warnings, errors and other messages to Snakemake's
+    handler.
+
+    full: that handler, which has the stream.
+    """
+
+    def __init__(self, full: logging.StreamHandler[Any]) -> None:
+        super().__init__(full.level)
+        self.filters = full.filters
+        self._full = full
+        self._begun: dict[int, tuple[str, float]] = {}
+        self._num_jobs, self._num_done = 0, 0
+        self._clear = "\r\033[K" if full.stream.isatty() else ""  # the moving line that `logged` prints
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, or nothing."""
+        line = self._line(record)
+        if line is None:
+            self._full.stream.write(self._clear)
+            self._full.emit(record)
+        elif line:
+            self._full.stream.write(f"{self._clear}{time.strftime('%H:%M:%S')}  {line}\n")
+            self._full.flush()
+
+    def _line(self, record: logging.LogRecord) -> str | None:
+        """Return the line of a record, "" for none; None if Snakemake prints it."""
+        event = getattr(getattr(record, "event", None), "name", None)
+        values: Any = record  # with the fields that Snakemake adds
+        if record.levelno > logging.INFO or event in {"JOB_ERROR", "GROUP_ERROR", "SHELLCMD"}:
+            return None
+        if event == "RUN_INFO":
+            self._num_jobs = values.stats["total"]
+            several = [f"{rule} {count}" for rule, count in values.stats.items() if count > 1 and rule != "total"]
+            return "\n".join([f"{self._num_jobs} jobs, which log to logs/", *several])
+        if event == "JOB_INFO":
+            name = values.log[0].removeprefix("logs/").removesuffix(".log") if values.log else values.rule_name
+            self._begun[values.jobid] = (name, time.monotonic())
+            return str(name) if values.output else ""  # a target has none
+        if event == "JOB_FINISHED":
+            if values.job_id not in self._begun:
+                return ""
+            name, began = self._begun.pop(values.job_id)
+            self._num_done += 1
+            return f"{name} done in {time.monotonic() - began:.0f} s ({self._num_done} of {self._num_jobs})"
+        if event in _HIDDEN_EVENTS or record.getMessage().startswith(_HIDDEN):
+            return ""
+        return None
+
+
+def begin(settings: Any | None) -> None:
+    """Make the terminal brief, and tell `logged` by the environment whether it is.
+
+    settings: Snakemake's settings of its output; None for a module or a job that was sent.
+    """
+    os.environ[VARIABLE] = "1" if settings is not None and brief(settings) else ""
+
+
+def brief(settings: Any) -> bool:
+    """Make the terminal brief, and return True; not for a dry run, nor with --verbose or a logger of the user's.
+
+    settings: Snakemake's settings of its output.
+    """
+    logger = logging.getLogger("snakemake.logging")
+    handlers = [handler for handler in logger.handlers if handler.name == "DefaultStreamHandler"]
+    if settings.dryrun or settings.verbose or not handlers:
+        return False
+    (full,) = handlers
+    logger.removeHandler(full)
+    logger.addHandler(BriefHandler(full))  # type: ignore[arg-type]
+    return True

@@ -1,0 +1,125 @@
+"""The terminal of a run: a line where a job begins and where it ends, messages, and nothing hidden from a dry run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from image_diffusion.core.files.atomic import write_json
+from image_diffusion.workflow.tables import places
+from image_diffusion.workflow.terminal import VARIABLE, brief
+from plans import a_plan, plans_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """Snakemake's logger with a handler of the terminal, as Snakemake sets it up."""
+    logger = logging.getLogger("snakemake.logging")
+    before, level = logger.handlers, logger.level
+    handler = logging.StreamHandler(io.StringIO())
+    handler.name = "DefaultStreamHandler"
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    yield logger
+    logger.handlers = before
+    logger.setLevel(level)
+
+
+def settings(**changes: bool) -> Any:
+    return SimpleNamespace(**{"dryrun": False, "verbose": False} | changes)
+
+
+def printed(logger: logging.Logger, handler: logging.StreamHandler[io.StringIO]) -> list[str]:
+    """What a run of two jobs prints, without the time of day."""
+    logger.info("Building DAG of jobs...")
+    logger.info("Job stats:", extra={"event": LogEvent.RUN_INFO, "stats": {"sample_part": 2, "all": 1, "total": 3}})
+    job = {"event": LogEvent.JOB_INFO, "rule_name": "sample_part", "output": ["a"], "log": ["logs/micro/part-0.log"]}
+    logger.info("Rule: sample_part", extra=job | {"jobid": 4})
+    logger.info("Job 4 has been submitted with SLURM jobid 21 (log: x.log).")
+    logger.info("Finished", extra={"event": LogEvent.JOB_FINISHED, "job_id": 4})
+    logger.info(None, extra={"event": LogEvent.PROGRESS, "done": 1, "total": 3})
+    logger.info("Error in rule train:", extra={"event": LogEvent.JOB_ERROR})
+    logger.error("Exiting because a job execution failed.")
+    logger.info("Complete log(s): y.log")
+    return [line[10:] if line[2:3] == ":" else line for line in handler.stream.getvalue().splitlines()]
+
+
+def test_each_job_has_two_lines_and_messages_stay(logger: logging.Logger) -> None:
+    (handler,) = logger.handlers
+    assert brief(settings())
+    assert printed(logger, handler) == [  # type: ignore[arg-type]
+        "3 jobs, which log to logs/",
+        "sample_part 2",
+        "micro/part-0",
+        "Job 4 has been submitted with SLURM jobid 21 (log: x.log).",
+        "micro/part-0 done in 0 s (1 of 3)",
+        "Error in rule train:",
+        "Exiting because a job execution failed.",
+        "Complete log(s): y.log",
+    ]
+
+
+@pytest.mark.parametrize("option", ["dryrun", "verbose"])
+def test_dry_runs_and_verbose_runs_print_all(logger: logging.Logger, option: str) -> None:
+    before = list(logger.handlers)
+    assert not brief(settings(**{option: True}))
+    assert logger.handlers == before
+
+
+@pytest.mark.parametrize("is_brief", [False, True])
+def test_the_log_of_a_stage_keeps_what_the_terminal_leaves_out(tmp_path: Path, is_brief: bool) -> None:
+    lines = [
+        "micro/train: 4 of 8 steps (50%), 7.99 steps/s, 00:01 left, loss 1.0109",
+        "inpipe_fd                1.726  4.73 x floor",
+        "warning: The loss rises.",
+        "error: The disk is full.",
+    ]
+    logged = [
+        ROOT / "workflow/scripts/logged",
+        "logs/x.log",
+        sys.executable,
+        "-c",
+        "\n".join(map("print({!r})".format, lines)),
+    ]
+    environment = os.environ | {VARIABLE: "1" if is_brief else ""}
+    done = subprocess.run(logged, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert (tmp_path / "logs/x.log").read_text().splitlines() == lines
+    assert done.stdout.splitlines() == (lines[2:] if is_brief else lines)
+
+
+def test_progress_is_one_moving_line_on_a_terminal(tmp_path: Path) -> None:
+    main, side = pty.openpty()
+    code = "print('a/train: 4 of 8 steps (50%)'); print('warning: x')"
+    logged = [ROOT / "workflow/scripts/logged", "logs/x.log", sys.executable, "-c", code]
+    subprocess.run(logged, cwd=tmp_path, env=os.environ | {VARIABLE: "1"}, stdout=side, check=True)
+    shown = b""
+    while not shown.endswith(b"\n"):
+        shown += os.read(main, 1000)
+    assert shown == b"\r\x1b[Ka/train: 4 of 8 steps (50%)\r\x1b[Kwarning: x\r\n"
+    os.close(side)
+    os.close(main)
+
+
+def test_a_run_ends_with_places_to_look_at(tmp_path: Path) -> None:
+    plans = plans_of(a_plan("one"))
+    assert places(plans, tmp_path, "sqlite:///mlflow.db") == ""
+    grid = tmp_path / "one/samples/grid.png"
+    write_json(grid, {})
+    assert places(plans, tmp_path, "sqlite:///mlflow.db").splitlines() == [
+        "",
+        str(grid),
+        "mlflow ui --backend-store-uri sqlite:///mlflow.db",
+    ]
