@@ -96,14 +96,15 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 120) -> str:
-        """The visible text of the page, once it holds all of `texts` and so many loaded pictures of 500 pixels."""
+        """The visible text of the page, once it and its scripts are loaded, and it holds all of `texts` and so many loaded
+        pictures of 500 pixels."""
         seen = "Array.from(document.images).filter(i => i.complete && i.naturalWidth >= 500).length"
         until = time.monotonic() + timeout_s
         while True:
             text = str(self.evaluate("document.body ? document.body.innerText : ''"))
             missing = [each for each in texts if each not in text]
-            count = self.evaluate(seen)
-            if not missing and count >= pictures:
+            count, is_loaded = self.evaluate(seen), self.evaluate("document.readyState") == "complete"
+            if not missing and count >= pictures and is_loaded:
                 return text
             assert time.monotonic() < until, f"missing {missing}, {count} pictures; the page says: {text[-3000:]}"
             time.sleep(0.2)
