@@ -96,8 +96,8 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def wait_for(self, *texts: str, pictures: int = 0, timeout_s: float = 120) -> str:
-        """The visible text of the page, once it and its scripts are loaded and it holds all of `texts` and so many loaded
-        pictures of 500 pixels."""
+        """The visible text of the page, once its scripts are loaded and it holds all of `texts` and so many pictures of
+        500 pixels."""
         seen = "Array.from(document.images).filter(i => i.complete && i.naturalWidth >= 500).length"
         until = time.monotonic() + timeout_s
         while True:
