@@ -26,8 +26,8 @@ rule synthesize:
         devices=machine.devices_option,
         code=code["synthesize"],
         decoder=files.stamps("decoder_files"),
+        journal=f"{results}/{{experiment}}/journal",
     shell:
-        "exec logged {params.devices:q} {log:q} python -m image_diffusion synthesize --config {input.config:q}"
-        " --sample {input.sample:q} --weights {input.weights:q} {params.trained_by:q} {params.codec:q}"
-        " --data {input.data:q} --detector {input.detector:q} {params.own_features:q} --output {output.folder:q}"
-        " --journal {results:q}/{wildcards.experiment:q}/journal"
+        "exec logged {params.devices:q} {log:q} python -m image_diffusion synthesize --config {input.config:q} --sample"
+        " {input.sample:q} --weights {input.weights:q} {params.trained_by:q} {params.codec:q} --data {input.data:q}"
+        " --detector {input.detector:q} {params.own_features:q} --output {output.folder:q} --journal {params.journal:q}"
