@@ -173,7 +173,8 @@ def test_what_runs_out_of_memory_is_sent_again_with_more(
     training.edit(lambda experiment: experiment["resources"].update(memory_mb=800))
     finish(training, WEIGHTS)
     assert (training / WEIGHTS).read_bytes() == undisturbed
-    asked = re.findall(r"^rule train:$.*?mem_mb=(\d+)", printed(training), re.MULTILINE | re.DOTALL)
+    *_, log = sorted((training / ".snakemake/log").glob("*.snakemake.log"))
+    asked = re.findall(r"^rule train:$.*?mem_mb=(\d+)", log.read_text(), re.MULTILINE | re.DOTALL)
     assert asked[:2] == ["800", "1200"] and submissions(training, "train") == len(asked), asked
 
 
