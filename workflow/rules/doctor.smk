@@ -24,8 +24,8 @@ rule doctor:
         grace_s=machine.grace_s,
         sample_jobs=machine.sampling_jobs,
     shell:
-        "exec env OMP_NUM_THREADS={resources.cpus_per_task} logged {params.devices:q} {log:q}"
+        "exec env IMAGE_DIFFUSION_BRIEF= OMP_NUM_THREADS={resources.cpus_per_task} logged {params.devices:q} {log:q}"
         " python -m image_diffusion doctor --config {input.config:q} --data {input.data:q} {params.codec:q}"
         " {params.pairs:q} {params.sample:q} --sample-jobs {params.sample_jobs} --nodes {params.nodes}"
-        " --processes-per-node {params.processes} --memory-mb {params.memory_mb} --grace-s {params.grace_s}"
-        " --output {output.forecast:q}"
+        " --processes-per-node {params.processes} --memory-mb {params.memory_mb} --grace-s {params.grace_s} --output"
+        " {output.forecast:q}"
