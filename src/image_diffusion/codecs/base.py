@@ -216,7 +216,7 @@ def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
     if size is None:
         raise ValueError(
             f"data.resolution is {shown(images.resolution)}, but the codec divides each edge by {downsampling}. "
-            f"Choose multiples of {downsampling}."
+            f"Choose a multiple of {downsampling} for each side."
         )
     return DataSpec(channels=channels, resolution=resolution_of(*size), num_classes=images.num_classes)
 
