@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.resolution import divided, resolution_of, shown
+from image_diffusion.core.resolution import divided, resolution_of, written
 from image_diffusion.core.types import DataSpec
 
 _PIXELS_AT_ONCE = 2**20
@@ -215,7 +215,7 @@ def latent_spec(images: DataSpec, channels: int, downsampling: int) -> DataSpec:
     size = divided(images.resolution, downsampling)
     if size is None:
         raise ValueError(
-            f"data.resolution is {shown(images.resolution)}, but the codec divides each edge by {downsampling}. "
+            f"data.resolution is {written(images.resolution)}, but the codec divides each edge by {downsampling}. "
             f"Choose a multiple of {downsampling} for each side."
         )
     return DataSpec(channels=channels, resolution=resolution_of(*size), num_classes=images.num_classes)

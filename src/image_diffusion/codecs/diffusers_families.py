@@ -20,7 +20,7 @@ from torch import Tensor
 from image_diffusion.codecs.base import in_slices, latent_spec, to_uint8
 from image_diffusion.codecs.hub_files import load_pretrained, settings_of
 from image_diffusion.core.config.errors import nearest
-from image_diffusion.core.resolution import shown
+from image_diffusion.core.resolution import written
 from image_diffusion.core.types import DataSpec
 
 _FAR = 0.2
@@ -100,7 +100,7 @@ class Kind(ABC):
             )
         if self.resolution is not None and images.resolution != self.resolution:
             raise ValueError(
-                f"data.resolution is {shown(images.resolution)}, but the autoencoder {self._where} decodes to "
+                f"data.resolution is {written(images.resolution)}, but the autoencoder {self._where} decodes to "
                 f"{self.resolution} alone. Set it to {self.resolution}."
             )
         return latent_spec(images, self.channels, self.downsampling)

@@ -40,6 +40,11 @@ def shown(resolution: int | Size) -> str:
     return "{} x {}".format(*height_width(resolution))
 
 
+def written(resolution: int | Size) -> str:
+    """Return a resolution as the configuration has it: 48, or [48, 96]."""
+    return str(resolution) if isinstance(resolution, int) else str(list(resolution))
+
+
 def divided(resolution: int | Size, divisor: int) -> Size | None:
     """Return the height and the width over a divisor; None where it does not divide both."""
     height, width = height_width(resolution)
