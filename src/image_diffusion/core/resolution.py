@@ -13,12 +13,12 @@ Size = tuple[int, int]
 
 
 def _checked(value: Any) -> Any:
-    sides = value if isinstance(value, list | tuple) else [value]
-    if len(sides) not in (1, 2) or not all(type(side) is int and 1 <= side <= LARGEST for side in sides):
+    sides = value if isinstance(value, list | tuple) else [value, value]
+    if len(sides) != 2 or not all(type(side) is int and 1 <= side <= LARGEST for side in sides):
         raise ValueError(
             f"got {value!r}; expected a side in pixels, or height and width, from 1 to {LARGEST:,}. Use 64 or [48, 96]."
         )
-    return resolution_of(sides[0], sides[-1])
+    return resolution_of(*sides)
 
 
 Resolution = Annotated[int | Size, BeforeValidator(_checked)]
