@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -43,16 +44,20 @@ def main() -> None:
         base = Path(folder, "base")
         _git("worktree", "add", "--detach", str(base), arguments.base)
         try:
-            hashes = [
+            before, after = (
                 run(tree, Path(folder, name), arguments.full, arguments.cores)
                 for name, tree in (("before", base), ("after", ROOT))
-            ]
+            )
         finally:
             _git("worktree", "remove", "--force", str(base))
-    before, after = hashes
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    for name in sorted(before.keys() | after.keys()):
-        print(f"{'CHANGED' if name in changed else 'same':8} {after.get(name, 'missing')[:16]:18} {name}")
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        for name in sorted(before.keys() | after.keys()):
+            print(f"{'CHANGED' if name in changed else 'same':8} {after.get(name, 'missing')[:16]:18} {name}")
+            if name in changed and name in before and name in after and name.endswith(".json"):
+                old, new = (_values(Path(folder, tree, "results", name)) for tree in ("before", "after"))
+                for key in sorted(old.keys() | new.keys()):
+                    if old.get(key) != new.get(key):
+                        print(f"         {key}: {old.get(key, 'missing')} -> {new.get(key, 'missing')}")
     sys.exit(f"{len(changed)} of {len(before)} results differ from {arguments.base}." if changed else 0)
 
 
@@ -90,6 +95,19 @@ def run(tree: Path, project: Path, full: bool, cores: str) -> dict[str, str]:
         for result in RESULTS
         if (results / name / result).is_file()
     }
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """Return the values of a JSON file, by their keys from the outermost to the innermost, joined by dots."""
+    pending = [("", json.loads(path.read_text(encoding="utf-8")))]
+    values = {}
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{key}.{name}" if key else name, inner) for name, inner in value.items()]
+        else:
+            values[key] = value
+    return values
 
 
 def shortened(experiment: dict[str, Any]) -> dict[str, Any]:
