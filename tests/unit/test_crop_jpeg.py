@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.image import BadImage, Crop, crop_image, quiet_pillow
+from image_diffusion.data.crop.arrays import BadImage
+from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 
 PIXELS = np.asarray(
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((50, 37))

@@ -19,6 +19,7 @@ from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detected
+from image_diffusion.metrics.images.channels import DISTANCES
 from image_diffusion.metrics.images.embedding_similarity import similarities
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.images.prompt_alignment import PromptEncoder, evaluate_prompted
@@ -104,7 +105,7 @@ def test_every_metric_stands_in_the_glossary() -> None:
         "attributes_seen",
         "attributes_held_out",
     }
-    found = panel() | likelihood() | codecs() | enlarging() | prompted() | attributes | {"copies"}
+    found = panel() | likelihood() | codecs() | enlarging() | prompted() | attributes | {"copies"} | set(DISTANCES)
     names = set(re.findall(r"`([a-z0-9_]+)`", (DOCS / "metrics.md").read_text()))
     ways = ("_mean", "_soft", "_hard")
     missing = {

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,9 @@ class Tokens(Protocol):
 class CodecSettings(Config, ABC):
     """Base of the section `codec`: the settings that the stages read before the codec is built."""
 
+    takes_arrays: ClassVar[bool] = False
+    """True if images may be arrays (data.dtype), and not pictures of 8 bits alone."""
+
     @property
     @abstractmethod
     def name(self) -> str | None:
@@ -180,11 +183,10 @@ class CodecSettings(Config, ABC):
         """Return the tokenizer of images. Raises ValueError for a codec that has none."""
         raise ValueError(f"encode.tokens is set, but the codec {self.name} has none. Leave encode.tokens out.")
 
-    def scale_of(self, statistics: Mapping[str, Any] | None) -> Any:
-        """Return the scale of the latents of a data set, as plain data: for `build`, and kept in model.json.
-
-        statistics: those of its manifest; None for crops. By default one over the standard deviation of all numbers.
-        """
+    def scale_of(self, manifest: Mapping[str, Any]) -> Any:
+        """Return the scale of a data set, as plain data: for `build`, and kept in model.json. By default one over the
+        standard deviation of all numbers of its latents; None where no statistics are in the manifest."""
+        statistics = manifest.get("statistics")
         return None if statistics is None else 1.0 / statistics["global_std"]
 
     def encoded_by(self) -> Self:

@@ -1,14 +1,18 @@
-"""No codec: the network works on pixels in [-1, 1], read straight from the crops."""
+"""No codec: the network works on pixels in [-1, 1], read straight from the crops, which are pictures or arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, from_uint8, to_uint8
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
 
@@ -19,14 +23,23 @@ class Rgb(CodecSettings):
     type: Literal["rgb"] = "rgb"
     """Pixels, scaled to [-1, 1]."""
 
+    takes_arrays: ClassVar[bool] = True
+    _levels: Levels | None = PrivateAttr(None)
+
     @property
     def name(self) -> None:
         """Return None: pixels have no folder of latents."""
         return None
 
-    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Codec:
-        """Build the codec, which has no weights to load."""
-        return self
+    def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Self:
+        """Build the codec, which has no weights to load. scale: the levels of arrays; None for pictures."""
+        codec = self.model_copy()
+        codec._levels = None if scale is None else Levels(**scale)
+        return codec
+
+    def scale_of(self, manifest: Mapping[str, Any]) -> Any:
+        """Return the levels of a data set of arrays; None for pictures."""
+        return manifest.get("levels")
 
     @property
     def bounded(self) -> bool:
@@ -48,21 +61,26 @@ class Rgb(CodecSettings):
         raise ValueError("The codec rgb has no latents. Train on the crops, or set codec.type to stability_vae.")
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
-        return from_uint8(stored)
+        return self.pixels(stored)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Map images [B, C, H, W] of the data set's type to float32 in [-1, 1]."""
+        return from_uint8(images) if self._levels is None else self._levels.normalise(images)
 
     def normalise(self, latent: Tensor) -> Tensor:
         return latent
 
     def decode(self, x: Tensor) -> Tensor:
-        return to_uint8(x)
+        """Map x to images [B, C, H, W] of the data set's type."""
+        return to_uint8(x) if self._levels is None else self._levels.restore(x)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
         """Raise ValueError: pixels are not decoded."""
         raise ValueError(f"sample.decoder is {weights}, but the codec rgb decodes nothing. Leave it out.")
 
     def packed(self) -> Packed:
-        return Packed()
+        return Packed() if self._levels is None else Packed({"levels": dump(self._levels)})
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
-        return cls()
+        return cls().build(None, packed.settings.get("levels"), torch.device("cpu"), torch.float32)

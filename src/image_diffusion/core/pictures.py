@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from colorsys import hsv_to_rgb
 from pathlib import Path
 
 import torch
@@ -24,9 +25,23 @@ def grid_columns(num_images: int, num_classes: int) -> int:
     return num_classes if 1 < num_classes <= 12 else math.ceil(num_images**0.5)
 
 
+def as_pictures(images: Tensor) -> Tensor:
+    """Return pictures, uint8 [N, C, H, W], as they are, and convert arrays, float from 0 to 255: one channel to grey,
+    three to RGB, any other number to false colours: the hues of the colour circle from red on, one for each channel in
+    order, added up."""
+    if images.dtype == torch.uint8:
+        return images
+    channels = images.shape[1]
+    if channels not in (1, 3):
+        hues = torch.tensor([hsv_to_rgb(channel / channels, 1, 1) for channel in range(channels)])  # [C, 3]
+        images = torch.einsum("nchw,cr->nrhw", images.cpu(), hues)
+    return images.round().clamp(0, 255).to(torch.uint8)
+
+
 def image_grid(images: Tensor, columns: int, titles: list[str] | None = None) -> Image.Image:
-    """Draw uint8 [N, C, H, W] side by side, `columns` in a row; small images are enlarged by a whole number. titles:
-    text below each of them."""
+    """Draw images, as `as_pictures` takes them, side by side, `columns` in a row; small ones are enlarged by a whole
+    number. titles: text below each of them."""
+    images = as_pictures(images)
     if titles:
         return _titled(images, columns, titles)
     count, channels, height, width = images.shape

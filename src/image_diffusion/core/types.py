@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Resolution, height_width
 
@@ -47,16 +48,23 @@ class DataSpec(Config):
     features: tuple[int, int, int] | None = None
     """Shape [D, h, w] of the reference features of an image from a teacher, with which training is aligned; unset:
     there is none."""
+    levels: Levels | None = None
+    """Numbers of the images, where they are arrays; unset: pictures of 8 bits."""
 
     @property
     def size(self) -> tuple[int, int]:
         """Return the height and the width of x."""
         return height_width(self.resolution)
 
+    def shown(self, images: Tensor) -> Tensor:
+        """Return images [N, C, H, W] as they are drawn: pictures, uint8, or arrays as float32 from 0 to 255."""
+        return images if self.levels is None else self.levels.rendered(images)
+
     @model_serializer(mode="wrap")
     def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = write(self)
-        return {name: value for name, value in written.items() if name not in ("conditions", "features") or value}
+        optional = ("conditions", "features", "levels")
+        return {name: value for name, value in written.items() if name not in optional or value}
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.levels import DType
 from image_diffusion.core.resolution import Resolution, height_width, shown
 from image_diffusion.data.crop import AnyCrop
 from image_diffusion.data.crop.adm import AdmCrop
@@ -17,6 +25,34 @@ from image_diffusion.data.sources import Source
 
 WHITE = (255, 255, 255)
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._]*$"
+
+MOST_CHANNELS = 64
+"""Channels that an array may have."""
+
+
+def _channels(value: Any) -> Any:
+    names = value.values() if isinstance(value, dict) else value
+    if type(value) is int:
+        is_right = 1 <= value <= MOST_CHANNELS
+    else:
+        is_right = (
+            isinstance(value, list | tuple | dict)
+            and 1 <= len(value) <= MOST_CHANNELS
+            and all(isinstance(name, str) and name for name in names)
+            and (not isinstance(value, dict) or all(type(place) is int and place >= 0 for place in value))
+        )
+    if not is_right:
+        raise ValueError(
+            f"got {value!r}; expected a number from 1 to {MOST_CHANNELS}, names, or names by place. Use 3, [dapi, "
+            "actin], or {0: dapi, 3: actin}."
+        )
+    if type(value) is not int and len({*names}) < len(value):
+        raise ValueError(f"{list(names)} has a name twice. Give each channel its own.")
+    return value
+
+
+Channels = Annotated[int | tuple[str, ...] | dict[int, str], BeforeValidator(_channels)]
+Range = Literal["file", "measured"] | tuple[float, float]
 
 
 class DataConfig(Config):
@@ -28,17 +64,28 @@ class DataConfig(Config):
     """Source of the images."""
     resolution: Resolution
     """Side of a crop in pixels; or [height, width]."""
-    channels: Literal[1, 2, 3, 4] = 3
-    """Channels of a crop: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha."""
+    dtype: DType | None = None
+    """Type of the numbers of images that are arrays, kept as they are: 12 bits in uint16, Hounsfield units in int16.
+    Unset: images are pictures, read with 8 bits a channel."""
+    channels: Channels = 3
+    """Channels of a crop. Of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Of arrays: their number, up
+    to 64; or their names, [dapi, actin], by which they are chosen where the files have names, and else all of them in
+    order; or the names of some by place, {0: dapi, 3: actin}."""
+    axes: str | None = Field(default=None, pattern=r"^[A-Z]{2,8}$")
+    """Axes of arrays, a letter each: C channel, Y row, X column; of any other axis the first is taken with `pages`.
+    Unset: as the file states, or as the number of channels leaves no doubt."""
     crop: AnyCrop = AdmCrop()
     """Method that gives an image the shape of a crop."""
     background: tuple[int, int, int] | None = None
     """RGB colour, 0 to 255, of bars, and of the background of transparent pixels when the crops have no alpha channel.
     Unset: white, and an error when every image has an alpha channel."""
-    range: Literal["file"] | tuple[float, float] | None = None
+    range: Range | dict[str, Range] | None = None
     """Numbers of black and white in images of more than 8 bits. file: 0 and what the file states, or else the largest
     number of its type. [low, high]: these two, in grey images; what lies outside is clipped. Unset: as file, and an
-    error where that is doubtful: the images use a small part of the range, or 8 and 16 bits are mixed."""
+    error where that is doubtful: the images use a small part of the range, or 8 and 16 bits are mixed. Of arrays, the
+    numbers that the network sees as -1 and 1, for all channels or for each by its name. measured: nearly the least and
+    the greatest number of each channel (quantiles 0.0001 and 0.9999); this is the default. file: the least and the
+    greatest number of the type."""
     pages: Literal["first"] | None = None
     """Page that is taken of a TIFF of several pages. first: the first page. Unset: such a file is an error."""
     profile: Literal["ignore", "convert"] = "ignore"
@@ -101,9 +148,42 @@ class DataConfig(Config):
     @field_validator("range")
     @classmethod
     def _is_a_range(cls, value: Any) -> Any:
-        if isinstance(value, tuple) and not -math.inf < value[0] < value[1] < math.inf:
-            raise ValueError(f"{list(value)} is not a range. Give two numbers, the smaller one first.")
+        for part in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(part, tuple) and not -math.inf < part[0] < part[1] < math.inf:
+                raise ValueError(f"{list(part)} is not a range. Give two numbers, the smaller one first.")
         return value
+
+    @model_validator(mode="after")
+    def _pictures_or_arrays(self) -> DataConfig:
+        if self.dtype is None:
+            if not isinstance(self.channels, int) or self.channels > 4:
+                raise ValueError(
+                    f"channels is {_plain(self.channels)}, but pictures have 1 to 4. Set dtype to the type of your "
+                    "arrays: uint8, uint16, int16 or float32."
+                )
+            for name, value in {"axes": self.axes, "range": self.range}.items():
+                if value is not None and (name == "axes" or value == "measured" or isinstance(value, dict)):
+                    raise ValueError(
+                        f"{name} is {_plain(value)}, which is for arrays. Set dtype to the type of yours, or leave "
+                        f"{name} out."
+                    )
+            return self
+        if isinstance(self.range, dict) and (unknown := self.range.keys() - {*self.channel_names}):
+            raise ValueError(
+                f"range names {min(unknown)!r}, which is no channel. Known: {', '.join(self.channel_names)}."
+            )
+        ranges = self.range.values() if isinstance(self.range, dict) else [self.range]
+        if self.dtype == "float32" and "file" in ranges:
+            raise ValueError("range is file, but float32 has no largest number. Use measured, or two numbers.")
+        if self.crop.type == "pad":
+            raise ValueError("crop.type is pad, but bars have no number in arrays. Choose another crop.")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what arrays alone have: files of experiments on pictures keep their bytes."""
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name not in ("dtype", "axes") or value is not None}
 
     @model_validator(mode="after")
     def _one_split(self) -> DataConfig:
@@ -123,6 +203,18 @@ class DataConfig(Config):
         return f"{self.name}-{side}"
 
     @property
+    def num_channels(self) -> int:
+        """Return the number of channels of a crop."""
+        return self.channels if isinstance(self.channels, int) else len(self.channels)
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """Return the names of the channels of arrays; numbers from 0 where they have no others."""
+        if isinstance(self.channels, int):
+            return tuple(map(str, range(self.channels)))
+        return tuple(self.channels.values() if isinstance(self.channels, dict) else self.channels)
+
+    @property
     def size(self) -> tuple[int, int]:
         """Return the height and the width of a crop in pixels."""
         return height_width(self.resolution)
@@ -130,7 +222,9 @@ class DataConfig(Config):
     def crop_identity(self) -> dict[str, Any]:
         """Return everything that decides the pixels of a crop. Crops of another identity are never mixed with these."""
         changed = {
-            "range": list(self.range) if isinstance(self.range, tuple) else None,
+            "range": list(self.range) if isinstance(self.range, tuple) and self.dtype is None else None,
+            "dtype": self.dtype,
+            "axes": self.axes,
             "pages": self.pages,
             "profile": self.profile if self.profile != "ignore" else None,
         }
@@ -138,10 +232,15 @@ class DataConfig(Config):
             **self.crop.identity(),
             "version": 1,
             "resolution": self.resolution if isinstance(self.resolution, int) else list(self.resolution),
-            "channels": self.channels,
+            "channels": _plain(self.channels),
             "resize": "exact",
             "background": list(self.background or WHITE),
             "min_side": self.min_side,
             "max_pixels": self.max_pixels,
             **{name: value for name, value in changed.items() if value is not None},
         }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the configuration as a file has it."""
+    return list(value) if isinstance(value, tuple) else value

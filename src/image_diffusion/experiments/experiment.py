@@ -400,8 +400,9 @@ def check_synthesize(experiment: Experiment) -> None:
             "synthesize compares with real images that are held out, but there are none. Set data.validation_fraction: "
             "0.1, and name images as data.source."
         )
-    if experiment.data.channels == 2:
-        raise ValueError("synthesize writes PNGs, which have 1, 3 or 4 channels, but data.channels is 2. Leave it out.")
+    if experiment.data.num_channels == 2 or experiment.data.dtype is not None:
+        key = "data.channels is 2" if experiment.data.dtype is None else f"data.dtype is {experiment.data.dtype}"
+        raise ValueError(f"synthesize writes PNGs of 8 bits with 1, 3 or 4 channels, but {key}. Leave it out.")
 
 
 _OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}

@@ -32,7 +32,7 @@ def read_rin(content: Mapping[str, Any], path: Path, codec: str, described: Desc
             f"experiment file that describes it: --experiment."
         )
     assert isinstance(experiment.system, RinSystem)
-    spec = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution)
+    spec = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution)
     with torch.device("meta"):
         expected = experiment.system.build_network(spec).state_dict()
     check_fit(expected, tensors, path, "RIN")

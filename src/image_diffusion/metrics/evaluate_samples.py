@@ -14,6 +14,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, sha256_file
+from image_diffusion.core.levels import Levels
 from image_diffusion.metrics.compute import (
     Reference,
     fixed_subset,
@@ -47,10 +48,12 @@ from image_diffusion.metrics.sanity_check import Part, degraded_half, halves, lo
 
 @dataclass(frozen=True)
 class RealImages:
-    """The two splits of a data set. train: the training images. validation: held-out images, perhaps none."""
+    """The two splits of a data set. train: the training images. validation: held-out images, perhaps none. levels: of
+    arrays, which the splits return as judges see them; None of pictures."""
 
     train: ImageSet
     validation: ImageSet
+    levels: Levels | None = None
 
     def split(self, name: str) -> ImageSet:
         """Return the split of that name."""
@@ -132,7 +135,7 @@ def evaluate_samples(
         _check_split(samples, data, settings)
         compare = partial(_compare_with_split, stored=stored)
     else:
-        _check_file(reference_file, samples, detectors)
+        _check_file(reference_file, samples, detectors, data.levels)
         compare = partial(_compare_with_file, path=reference_file)
     *features, pixels = detect_each([*detectors, reduced], samples, "features of samples")
     comparisons, reference, tested = compare(features, samples, data, detectors, settings)
@@ -205,9 +208,9 @@ def _check_split(samples: Samples, data: RealImages, settings: EvaluateConfig) -
     _check_shape(samples, tuple(real.shape), "the reference images")
 
 
-def _check_file(path: Path, samples: Samples, detectors: Sequence[Detector]) -> None:
+def _check_file(path: Path, samples: Samples, detectors: Sequence[Detector], levels: Levels | None) -> None:
     if not is_statistics(path):
-        _check_shape(samples, read_samples(path).shape, f"those in {path}")
+        _check_shape(samples, read_samples(path, levels=levels).shape, f"those in {path}")
         return
     for detector in detectors:
         statistics = read_statistics(path, str(detector.identity["sha256"]))
@@ -345,7 +348,7 @@ def _compare_with_file(
         described: dict[str, Any] = {"file": path.name, "sha256": sha256_file(path)}
         references = [Reference(read_statistics(path, str(detector.identity["sha256"]))) for detector in detectors]
     else:
-        others = read_samples(path, data.train.classes)
+        others = read_samples(path, data.train.classes, data.levels)
         described = {"file": path.name, "sha256": others.digest, "num_images": others.num_samples}
         class_labels = [
             torch.from_numpy(others.labels) if labels is not None and others.has_labels else None

@@ -10,6 +10,7 @@ import torch
 
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.checksums import read_listing
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.plots import new_figure, save_figure
 from image_diffusion.metrics.compute import Reference, measure
 from image_diffusion.metrics.config import EvaluateConfig
@@ -20,7 +21,9 @@ CURVES = ("kd", "fd", "agreement")
 """Metrics of the curve. Of few images the kernel distance is the one without bias."""
 
 
-def read_previews(folder: Path, classes: list[str], num_steps: int) -> tuple[dict[int, Samples], list[str]]:
+def read_previews(
+    folder: Path, classes: list[str], num_steps: int, levels: Levels | None = None
+) -> tuple[dict[int, Samples], list[str]]:
     """Read the previews of a run by step (step-0000200.npz, …); none without the folder. Also return a sentence for
     each damaged or missing preview, which is skipped because only the training could sample it again.
     """
@@ -40,7 +43,7 @@ def read_previews(folder: Path, classes: list[str], num_steps: int) -> tuple[dic
                 raise ValueError(f"{path} is missing.")
             if name in described and sha256_file(path) != described[name]:
                 raise ValueError(f"{path} is not what was drawn.")
-            previews[step] = read_samples(path, classes)
+            previews[step] = read_samples(path, classes, levels)
         except ValueError as error:
             left_out.append(f"The preview of step {step:,} is left out of the curve: {error}")
     return previews, left_out

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.core.pictures import as_pictures, image_grid, save_picture
 from image_diffusion.core.plots import new_figure, save_figure
 from image_diffusion.metrics.features.base import ImageSet
 from image_diffusion.metrics.images.memorization import Copies
@@ -39,7 +39,7 @@ def plot_classes(samples: ImageSet, path: Path, columns: int = 10) -> None:
     labels = np.unique(samples.labels)[:_MOST_CLASSES]
     chosen = [np.flatnonzero(samples.labels == label)[:columns] for label in labels]
     rows = np.sort(np.concatenate(chosen))
-    images = samples.gather(rows)
+    images = as_pictures(samples.gather(rows))
     shown = torch.full((len(labels), columns, *images.shape[1:]), 255, dtype=torch.uint8)
     for line, members in zip(shown, chosen, strict=True):
         line[: len(members)] = images[torch.from_numpy(np.searchsorted(rows, members))]

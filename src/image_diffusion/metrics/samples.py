@@ -17,37 +17,43 @@ from image_diffusion.core.files.atomic import read_json, sha256_file
 from image_diffusion.core.files.checksums import damaged
 from image_diffusion.core.files.npz import digest_of, digests_of, read_arrays
 from image_diffusion.core.files.partial_results import Arrays, batches, gathered
+from image_diffusion.core.levels import Levels
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 class Rows(Protocol):
-    """Rows of images uint8 [N, H, W, C], read a few at a time: an array, for instance."""
+    """Rows of images [N, H, W, C], read a few at a time: an array, for instance."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.uint8]: ...
+    def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[Any]: ...
 
 
 class GeneratedRows:
     """Images that are generated when they are read, in the same batches each time; one batch is in memory.
 
-    make: rows that follow one another -> uint8 [n, C, H, W], the same at each call. num_samples: of all. batch_size: of
-    each call but the last. image_shape: (H, W, C).
+    make: rows that follow one another -> [n, C, H, W] of `dtype`, the same at each call. num_samples: of all.
+    batch_size: of each call but the last. image_shape: (H, W, C).
     """
 
     def __init__(
-        self, make: Callable[[slice], Tensor], num_samples: int, batch_size: int, image_shape: tuple[int, ...]
+        self,
+        make: Callable[[slice], Tensor],
+        num_samples: int,
+        batch_size: int,
+        image_shape: tuple[int, ...],
+        dtype: str = "uint8",
     ) -> None:
         self._make, self._batch_size = make, batch_size
         self.shape = (num_samples, *image_shape)
-        self._number, self._batch = -1, np.empty((0, *image_shape), np.uint8)
+        self._number, self._batch = -1, np.empty((0, *image_shape), dtype)
         self._digests: dict[int, Arrays] = {}
         self._once = batches("digests of samples")
 
-    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        images = np.empty((len(rows), *self.shape[1:]), np.uint8)
+    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        images = np.empty((len(rows), *self.shape[1:]), self._batch.dtype)
         batch = rows // self._batch_size
         for number in np.unique(batch).tolist():
             inside = batch == number
@@ -66,7 +72,7 @@ class GeneratedRows:
     def _digests_of(self, number: int) -> Arrays:
         return {"sha256": np.array([list(sha256) for sha256 in digests_of(self._generated(number))], np.uint8)}
 
-    def _generated(self, number: int) -> NDArray[np.uint8]:
+    def _generated(self, number: int) -> NDArray[Any]:
         if number != self._number:
             start = number * self._batch_size
             images = self._make(slice(start, min(start + self._batch_size, self.shape[0])))
@@ -79,8 +85,9 @@ class GeneratedRows:
 class Samples:
     """Images in memory, in a mapped file or generated when they are read, with their requested labels. An ImageSet.
 
-    images: uint8 [N, H, W, C]. labels: int64 [N], or None for samples without classes. digest: of the images, or a
-    function that returns it when all have been generated. protocol: how they were sampled.
+    images: [N, H, W, C]. labels: int64 [N], or None for samples without classes. digest: of the images, or a function
+    that returns it when all have been generated. protocol: how they were sampled. levels: of arrays; None of pictures,
+    uint8.
     """
 
     def __init__(
@@ -90,8 +97,9 @@ class Samples:
         classes: list[str],
         digest: str | Callable[[], str] = "",
         protocol: dict[str, Any] | None = None,
+        levels: Levels | None = None,
     ) -> None:
-        self._images, self._digest = images, digest
+        self._images, self._digest, self._levels = images, digest, levels
         self.num_samples, height, width, channels = images.shape
         self.shape: tuple[int, ...] = (channels, height, width)
         self.labels = np.zeros(self.num_samples, np.int64) if labels is None else labels
@@ -104,18 +112,20 @@ class Samples:
         return self._digest if isinstance(self._digest, str) else self._digest()
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
-        """Return uint8 [B, C, H, W]."""
-        return torch.from_numpy(self._images[indices]).permute(0, 3, 1, 2).contiguous()
+        """Return pictures, uint8 [B, C, H, W], or arrays as judges see them, float32 from 0 to 255."""
+        images = torch.from_numpy(self._images[indices]).permute(0, 3, 1, 2).contiguous()
+        return images if self._levels is None else self._levels.rendered(images)
 
 
-def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
+def read_samples(path: Path, classes: list[str] | None = None, levels: Levels | None = None) -> Samples:
     """Read samples.npz (arr_0 uint8 [N, H, W, C], arr_1 int64 [N]) and samples.json beside it, or a folder of pictures.
 
-    Raises ValueError when there are none, they are damaged, they differ in size, or not all are stored.
+    levels: of the data that they are compared with, where those are arrays: arr_0 is then of that type. Raises
+    ValueError when there are none, they are damaged, they differ in size, or not all are stored.
     """
     if path.is_dir():
         return _read_pictures(path, classes or [])
-    samples = _read_stored(path, classes)
+    samples = _read_stored(path, classes, levels)
     total = samples.protocol.get("num_samples", samples.num_samples)
     if samples.num_samples < total:
         raise ValueError(
@@ -126,27 +136,37 @@ def read_samples(path: Path, classes: list[str] | None = None) -> Samples:
 
 
 def read_generated(
-    make: Callable[[slice], Tensor], labels: Tensor | None, batch_size: int, path: Path, classes: list[str]
+    make: Callable[[slice], Tensor],
+    labels: Tensor | None,
+    batch_size: int,
+    path: Path,
+    classes: list[str],
+    levels: Levels | None = None,
 ) -> Samples:
     """Return samples of which samples.npz at `path` holds the first ones; all are generated when they are read.
 
-    make: rows that follow one another -> uint8 [n, C, H, W]. labels: of all, int64 [N], where they have any.
+    make: rows that follow one another -> images [n, C, H, W]. labels: of all, int64 [N], where they have any.
     batch_size: that they are made in. Raises ValueError as `read_samples` does.
     """
-    stored = _read_stored(path, classes)
+    stored = _read_stored(path, classes, levels)
     channels, height, width = stored.shape
-    images = GeneratedRows(make, int(stored.protocol["num_samples"]), batch_size, (height, width, channels))
+    total, shape = int(stored.protocol["num_samples"]), (height, width, channels)
+    images = GeneratedRows(make, total, batch_size, shape, _dtype_of(levels))
     requested = None if labels is None else labels.numpy()
-    return Samples(images, requested, classes, lambda: images.digest, stored.protocol)
+    return Samples(images, requested, classes, lambda: images.digest, stored.protocol, levels)
 
 
-def _read_stored(path: Path, classes: list[str] | None) -> Samples:
-    arrays = read_arrays(path)
+def _dtype_of(levels: Levels | None) -> str:
+    return "uint8" if levels is None else levels.dtype
+
+
+def _read_stored(path: Path, classes: list[str] | None, levels: Levels | None) -> Samples:
+    arrays, dtype = read_arrays(path), _dtype_of(levels)
     if "arr_0" not in arrays:
-        raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are uint8 [N, H, W, C].")
+        raise ValueError(f"{path} holds {', '.join(arrays)} but no arr_0. Samples are {dtype} [N, H, W, C].")
     images, labels = arrays["arr_0"], arrays.get("arr_1")
-    if images.dtype != np.uint8 or images.ndim != 4:
-        raise ValueError(f"arr_0 of {path} is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W, C].")
+    if images.dtype != dtype or images.ndim != 4:
+        raise ValueError(f"arr_0 of {path} is {images.dtype} {list(images.shape)}; expected {dtype} [N, H, W, C].")
     if len(images) == 0:
         raise ValueError(f"{path} holds no samples. Set sample.num_samples.")
     if labels is not None and labels.shape != (len(images),):
@@ -157,7 +177,7 @@ def _read_stored(path: Path, classes: list[str] | None) -> Samples:
     if stated is not None and damaged(path.parent, {path.name: stated}):
         raise ValueError(f"{path} is not the file that {described} describes. Run sample again.")
     digest = protocol.pop("images_sha256", None) or stated or sha256_file(path)
-    return Samples(images, None if labels is None else labels.astype(np.int64), classes or [], digest, protocol)
+    return Samples(images, None if labels is None else labels.astype(np.int64), classes or [], digest, protocol, levels)
 
 
 def _read_pictures(folder: Path, classes: list[str]) -> Samples:

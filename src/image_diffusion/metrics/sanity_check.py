@@ -36,7 +36,7 @@ class Part:
         self.digest = f"{images.digest}, {len(indices)} drawn"
 
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
-        """Return the images at these positions, uint8 [B, C, H, W]."""
+        """Return the images at these positions, [B, C, H, W]: pictures as uint8, arrays as float32 from 0 to 255."""
         return self._images.gather(self._indices[indices])
 
 

@@ -40,7 +40,7 @@ def write_datasheet(
     captions: see `describe_images`. processes: how many threads compare images. Raises ValueError if the crops are
     missing or damaged.
     """
-    every = open_shards(crops, "all")
+    every = open_shards(crops, "all", renders=True)
     records = [read_record(crops, shard) for shard in range(len(every.manifest["shards"]))]
     crops_of = [sample for record in records for sample in record.samples]
     rows = [row for row, sample in enumerate(crops_of) if sample.view == 0]  # of an image of several crops the first

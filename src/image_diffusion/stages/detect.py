@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     options = parser.parse_args()
     settings = load(DetectorTraining, options.config) if options.config else DetectorTraining()
-    train, held_out = open_shards(options.data, "train"), open_shards(options.data, "validation")
+    train, held_out = (open_shards(options.data, split, renders=True) for split in ("train", "validation"))
     description = train_detector(train, held_out, settings, options.output, str(best_device()))
     print(
         f"detector: {description['accuracy']:.1%} of {description['num_held_out']:,} held-out images right "

@@ -91,7 +91,7 @@ def import_of(stage: EncodeStage, codec: Codec | Tokens, output: Path) -> Import
     """Return the import of latents that others have encoded; None: the data are crops to encode. Raises ValueError."""
     if stage.data is None:
         return None
-    images = DataSpec(channels=stage.data.channels, resolution=stage.data.resolution, num_classes=1)
+    images = DataSpec(channels=stage.data.num_channels, resolution=stage.data.resolution, num_classes=1)
     return Import(stage.data, stage.codec.spec(images, None), codec, stage.encode, output)
 
 

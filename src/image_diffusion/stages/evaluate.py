@@ -23,6 +23,7 @@ from image_diffusion.core.files.atomic import make_folder, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.files.partial_results import resumable
 from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.process import command
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.remote import place
@@ -68,7 +69,7 @@ def main() -> None:
     with join() as world:
         model = trained_model(weights, arguments.trained_by)
         evaluation = model.system.evaluation() if model is not None else DiffusionEvaluation()
-        reader: Callable[[Path, list[str]], Samples] = read_samples
+        reader: Callable[[Path, list[str], Levels | None], Samples] = read_samples
         if arguments.making:
             others = arguments.small_images, arguments.embeddings
             reader = generated_samples_reader(weights, arguments.making, codec, *others)
@@ -159,7 +160,7 @@ def generated_samples_reader(
     codec_weights: Path | None,
     small_images: Path | None,
     embeddings: Sequence[Path],
-) -> Callable[[Path, list[str]], Samples]:
+) -> Callable[[Path, list[str], Levels | None], Samples]:
     """Return a reader that generates samples when it needs them, by a sample.yaml. Raises ValueError for settings that
     do not fit the model."""
     if weights is None:

@@ -43,7 +43,8 @@ def main() -> None:
     with join() as world:
         stage = load(ReferenceStage, arguments.config, arguments.changes)
         detector = stage.detector.build(arguments.detector, str(best_device()))
-        data = RealImages(open_shards(arguments.data, "train"), open_shards(arguments.data, "validation"))
+        train, validation = (open_shards(arguments.data, split, renders=True) for split in ("train", "validation"))
+        data = RealImages(train, validation)
         splits = data.looked_at
         identity = [detector.identity, {name: images.digest for name, images in splits.items()}]
         if arguments.part is not None:

@@ -75,6 +75,8 @@ class System(Adaptable, ABC):
     """Values of the section `train` where a file gives none, beyond the defaults that all systems share."""
     reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
     """Kinds of shards that the system learns from."""
+    takes_arrays: ClassVar[bool] = False
+    """True if images may be arrays (data.dtype), and not pictures of 8 bits alone."""
     takes_augmentation: ClassVar[bool] = False
     """True if the network is told how its training images were augmented."""
 
@@ -88,6 +90,8 @@ class System(Adaptable, ABC):
                 f"codec.type is {experiment.codec.type}, but a system of type {self.type} learns from "
                 f"{' or '.join(self.reads)}, not from {experiment.codec.stores}. Name another codec."
             )
+        if experiment.data.dtype is not None:
+            _check_arrays(experiment)
         spec = spec_of(experiment, others.codec)
         self.check_network(spec)
         if others.start is not None:
@@ -112,7 +116,9 @@ class System(Adaptable, ABC):
     def spec(self, data: Shards) -> DataSpec:
         """Return the shapes that the stored samples fix for a network: crops are [C, H, W], latents [2, c, h, w]."""
         channels, *size = data.shape[-3:]
-        return DataSpec(channels=channels, resolution=resolution_of(*size), num_classes=data.num_classes)
+        return DataSpec(
+            channels=channels, resolution=resolution_of(*size), num_classes=data.num_classes, levels=data.levels
+        )
 
     @abstractmethod
     def build_network(self, spec: DataSpec) -> nn.Module:
@@ -138,6 +144,16 @@ class System(Adaptable, ABC):
         """Return how a trained network is evaluated."""
 
 
+def _check_arrays(experiment: Sections) -> None:
+    """Raise ValueError for a system or codec that only knows pictures."""
+    for key, value in {"system.type": experiment.system, "codec.type": experiment.codec}.items():
+        if not value.takes_arrays:
+            raise ValueError(
+                f"data.dtype is {experiment.data.dtype}, but {key} {value.type} takes pictures of 8 bits alone. "
+                "Train dit, iddpm or rin on pixels, codec.type rgb."
+            )
+
+
 def check_flips(system: System, probability: float) -> None:
     """Raise ValueError for a share of examples that are to be mirrored (train.flip_probability) and cannot be."""
     if probability > 0 and "pairs" in system.reads:  # embeddings, which have no mirror image
@@ -156,7 +172,7 @@ def check_augment(experiment: Sections) -> None:
         raise ValueError(
             f"train.augment is set, but the network of a system of type {system.type} is not told of it. Leave it out."
         )
-    augment.check(experiment.codec.stores, experiment.data.channels, experiment.data.size)
+    augment.check(experiment.codec.stores, experiment.data.num_channels, experiment.data.size)
 
 
 def _check_start(system: System, spec: DataSpec, start: Sections, codec: Sections | None) -> None:
@@ -187,7 +203,7 @@ class Model(TrainedNetwork):
 def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
     """Return the shapes that the data of an experiment fix for its network, as of one class. codec: the experiment that
     trains its codec. Raises ValueError when they do not fit."""
-    images = DataSpec(channels=experiment.data.channels, resolution=experiment.data.resolution, num_classes=1)
+    images = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution, num_classes=1)
     return experiment.codec.spec(images, codec.system.latents if codec is not None else None)
 
 

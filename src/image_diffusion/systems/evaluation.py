@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.types import SamplesOf
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.metrics.config import EvaluateConfig
@@ -31,7 +32,8 @@ class EvaluationInputs:
     previews: those that training kept, in a folder for each fingerprint of a run; report: a folder for pictures.
     encoded: the folder of what the codec makes of the crops, where `Evaluation.reads_encoded` says so. raw: loads the
     network with the weights that were not averaged, where they were kept. read: what `samples` names -> the images,
-    with these classes.
+    with these classes
+    and levels.
     """
 
     model: TrainedNetwork | None
@@ -45,7 +47,7 @@ class EvaluationInputs:
     report: Path | None = None
     encoded: Path | None = None
     raw: Callable[[], nn.Module | None] = lambda: None
-    read: Callable[[Path, list[str]], Samples] = read_samples
+    read: Callable[[Path, list[str], Levels | None], Samples] = read_samples
 
 
 class Evaluation(ABC):

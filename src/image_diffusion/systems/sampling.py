@@ -19,7 +19,8 @@ from image_diffusion.codecs.base import Codec
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.files.npz import ImageDigests, read_arrays, stream_samples
-from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
+from image_diffusion.core.files.tiff import write_tiff
+from image_diffusion.core.pictures import as_pictures, grid_columns, image_grid, save_picture
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.nn.precision import Precision
@@ -34,7 +35,7 @@ Embed = Callable[[Sequence[str], Tensor], Tensor]
 them."""
 
 Predict = Callable[[Any], Any]
-"""A table of the columns of `Served`, or images as an array -> uint8 images [N, H, W, C]."""
+"""A table of the columns of `Served`, or images as an array -> images [N, H, W, C]."""
 
 
 class SampleSettings(Protocol):
@@ -129,7 +130,7 @@ class Maker(Protocol):
     def described(self) -> dict[str, Any]: ...
 
     def __call__(self, rows: slice) -> Tensor:
-        """Return some of the samples, on the CPU: images uint8 [n, C, H, W], or embeddings [n, dim]."""
+        """Return some of the samples, on the CPU: images [n, C, H, W] of the data's type, or embeddings [n, dim]."""
         ...
 
     def pictures(self) -> dict[str, Image.Image]:
@@ -182,7 +183,7 @@ class SampleFiles(Protocol):
 @dataclass(frozen=True)
 class ImageFiles:
     """Files of images: samples.npz, of all images or of the first ones; grid.png, other pictures that the maker draws,
-    samples.json; with `pictures` in the settings each image as a PNG."""
+    samples.json; of arrays samples.ome.tif; with `pictures` in the settings each image as a PNG."""
 
     kind: Literal["images"] = "images"
     one: str = "image"
@@ -198,8 +199,8 @@ class ImageFiles:
         labels = None if maker.labels is None else maker.labels[: samples.count]
         digests = ImageDigests()
         stream_samples(samples.output, digests.passed(samples.batches), samples.count, labels)
-        images = read_arrays(samples.output)["arr_0"]
-        shown = torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2)
+        images, spec = read_arrays(samples.output)["arr_0"], samples.model.spec
+        shown = spec.shown(torch.from_numpy(images[: settings.grid_images].copy()).permute(0, 3, 1, 2))
         columns = grid_columns(len(shown), len(samples.model.classes))
         save_picture(image_grid(shown, columns, maker.titles[: len(shown)]), folder / "grid.png")
         pictures = maker.pictures()
@@ -208,10 +209,15 @@ class ImageFiles:
         shutil.rmtree(folder / "pictures", ignore_errors=True)  # of a run that made more
         if settings.pictures:
             for seed, image in enumerate(images, settings.first_seed):
-                save_picture(Image.fromarray(image.squeeze()), folder / "pictures" / f"{seed:08}.png")
-        drawn = [folder / f"{name}.png" for name in ("grid", *pictures)]
+                drawn = as_pictures(spec.shown(torch.from_numpy(image.copy()).permute(2, 0, 1)[None]))
+                array = drawn[0].permute(1, 2, 0).squeeze(2).numpy()
+                save_picture(Image.fromarray(array), folder / "pictures" / f"{seed:08}.png")
+        beside = [folder / f"{name}.png" for name in ("grid", *pictures)]
+        if spec.levels is not None:
+            beside.append(folder / "samples.ome.tif")
+            write_tiff(beside[-1], images, spec.levels.channels)
         all_images = {"images_sha256": digests.combined} if samples.count == settings.num_samples else {}
-        files = {"files": describe(folder, [samples.output, *drawn])}
+        files = {"files": describe(folder, [samples.output, *beside])}
         write_json(folder / "samples.json", samples.description | all_images | files)
         return {"samples": folder / "grid.png", "denoising": folder / "steps.png"}
 
@@ -230,12 +236,13 @@ class Column:
 class Served:
     """Inputs and outputs of a served model.
 
-    columns: of a table, by name; or images: the shape of one that is taken, [H, W, C]. Either way it gives uint8 images
-    [N, H, W, C].
+    columns: of a table, by name; or images: the shape of one that is taken, [H, W, C]. Either way it gives images
+    [N, H, W, C] of `dtype`.
     """
 
     columns: dict[str, Column] = field(default_factory=dict)
     images: tuple[int, int, int] | None = None
+    dtype: str = "uint8"
 
 
 class Sampling:

@@ -92,5 +92,5 @@ def usage(folder: Path, embeds: bool = False) -> Usage | None:
     if served.images is not None:
         columns = [TensorSpec(np.dtype("uint8"), (-1, *served.images))]
         example = np.zeros((1, *served.images), np.uint8)
-    images = Schema([TensorSpec(np.dtype("uint8"), (-1, -1, -1, -1))])
+    images = Schema([TensorSpec(np.dtype(served.dtype), (-1, -1, -1, -1))])
     return Usage(ModelSignature(inputs=Schema(columns), outputs=images), example)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from image_diffusion.data.config import WHITE, DataConfig
+from image_diffusion.data.crop.arrays import BadImage, Undecided, crops_of_array, read_array
 from image_diffusion.data.crop.jpeg_damage import FILLED, is_filled
 from image_diffusion.data.crop.stored import WIDE, Stored, describe, pages
 from image_diffusion.data.profiles import is_other, to_srgb
@@ -47,20 +48,12 @@ _BLOCK = 2**31 - 4096
 """Largest block of memory that Pillow uses, in bytes."""
 
 
-class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
-    """Raised for a file that gives no crop, with the reason in a few words."""
-
-
-class Undecided(ValueError):  # noqa: N818 - likewise
-    """Raised for a file that needs a person to decide how it is read. The stage stops."""
-
-
 @dataclass(frozen=True)
 class Crop:
-    """crops: uint8 [C, H, W] each, one or more. size: (width, height) of the upright image. flags:
+    """crops: [C, H, W] each, one or more; of pictures uint8. size: (width, height) of the upright image. flags:
     sorted. format, mode: of the file, by Pillow's names. values: `Stored.values` of the file."""
 
-    crops: list[NDArray[np.uint8]]
+    crops: list[NDArray[Any]]
     size: tuple[int, int]
     flags: list[str]
     format: str
@@ -91,6 +84,8 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     """
     if not data:
         raise BadImage("an empty file")
+    if config.dtype is not None:
+        return _crop_array(data, config)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
@@ -106,6 +101,18 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
     channels_last = [crop[:, :, None] if crop.ndim == 2 else crop for crop in crops]
     crops = [np.ascontiguousarray(crop.transpose(2, 0, 1)) for crop in channels_last]
     return Crop(crops, upright.size, sorted(flags), *kind, values)
+
+
+def _crop_array(data: bytes, config: DataConfig) -> Crop:
+    try:
+        pixels, format_ = read_array(data, config)
+    except (BadImage, Undecided):
+        raise
+    except Exception as error:  # as above
+        raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
+    size = pixels.shape[2], pixels.shape[1]
+    _check_size(size, config)
+    return Crop(crops_of_array(pixels, config, data), size, [], format_, str(config.dtype))
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:
@@ -164,8 +171,8 @@ def _decode(image: Image.Image, data: bytes, config: DataConfig) -> tuple[Image.
     if is_other(image, profile):
         flags.add("profile")
         image = to_srgb(image, profile) if config.profile == "convert" else image
-    mode = _MODES[config.channels]
-    if "alpha" in flags and config.channels in (1, 3):
+    mode = _MODES[config.num_channels]
+    if "alpha" in flags and config.num_channels in (1, 3):
         image = image.convert("RGBA")
         if image.getchannel("A").getextrema()[1] == 0:
             raise BadImage("nothing is visible: every pixel is transparent")

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import make_folder, remove_unfinished, sha256_file, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.process.errors import log_line
@@ -16,6 +17,7 @@ from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.image import crop_image
 from image_diffusion.data.cropped.checks import check_alpha, check_range, check_rejects
+from image_diffusion.data.cropped.levels import measure_levels
 from image_diffusion.data.cropped.plan import CropPlan, plan_crops, records_of_parts, write_note
 from image_diffusion.data.cropped.pool import crop_shards
 from image_diffusion.data.cropped.shard import ShardCropper, content_hashes
@@ -101,9 +103,10 @@ def crop_dataset(
     rejects = [row for row in bad if not is_text(row.path)]
     num_images = sum(sample.view == 0 for record in records for sample in (*record.samples, *record.dropped))
     check_rejects(rejects, num_images + len(rejects), config.max_bad_fraction, output / "quarantine.csv")
-    check_alpha(records, config.channels, has_background=config.background is not None)
-    if config.range is None:
-        check_range(records)
+    if config.dtype is None:
+        check_alpha(records, config.num_channels, has_background=config.background is not None)
+        if config.range is None:
+            check_range(records)
     _warn_of_empty_classes(plan.listing, records)
     remove_surplus(output, config.num_shards)
     write_index(output / "index.npy", records)
@@ -112,6 +115,8 @@ def crop_dataset(
     names = [sample.path for record in records for sample in record.samples]
     splits = {"not_held_out": moved, "held_out": held_out_by_name(names, config.held_out)}
     manifest |= {name: numbers for name, numbers in splits.items() if numbers}
+    if config.dtype is not None:
+        manifest["levels"] = dump(measure_levels(config, output, cropper.layout, records))
     write_json(output / "manifest.json", manifest)
     if source_json is not None:
         hashes: dict[str, str] = {}
@@ -122,8 +127,8 @@ def crop_dataset(
 
 
 def _cropper(config: DataConfig, plan: CropPlan, output: Path) -> ShardCropper:
-    shape = config.channels, *config.size
-    layout = Layout(("npy",), shape, "uint8", labelled=bool(plan.listing.classes))
+    shape = config.num_channels, *config.size
+    layout = Layout(("npy",), shape, config.dtype or "uint8", labelled=bool(plan.listing.classes))
     return ShardCropper(config.source, partial(crop_image, config=config), config.crop_identity(), layout, output)
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from PIL import features
 
 from image_diffusion.core.files.atomic import digest
-from image_diffusion.data.crop.image import READER, BadImage, Crop, Undecided, quiet_pillow
+from image_diffusion.data.crop.arrays import BadImage, Undecided
+from image_diffusion.data.crop.image import READER, Crop, quiet_pillow
 from image_diffusion.data.crop.reading import images_of, state_of
 from image_diffusion.data.quality.duplicates import grey, image_views, pixel_hash, sharpness
 from image_diffusion.data.shards.records import (

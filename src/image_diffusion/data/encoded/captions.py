@@ -140,7 +140,7 @@ class CaptionedCrops:
     """
 
     def __init__(self, folder: Path, captions: Captions, source: Source | None) -> None:
-        self._folder, self._shards = folder, open_shards(folder, "all")
+        self._folder, self._shards = folder, open_shards(folder, "all", renders=True)
         self._captions, self._source = captions, source
         self._entries = self._shards.manifest["shards"]
         self.shape, self.held_out = self._shards.shape, self._shards.held_out()
@@ -173,5 +173,5 @@ class CaptionedCrops:
         )
 
     def images(self, rows: NDArray[np.int64]) -> Tensor:
-        """Return crops by number, uint8 [B, C, H, W]."""
+        """Return crops by number, [B, C, H, W]: pictures as uint8, arrays as float32 from 0 to 255."""
         return self._shards.gather(rows)

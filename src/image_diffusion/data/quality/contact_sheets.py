@@ -7,28 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from image_diffusion.core.files.atomic import atomic_write, write_json
 from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.levels import Levels
+from image_diffusion.core.pictures import as_pictures
 from image_diffusion.core.plots import new_figure, save_figure
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.data.shards.records import ShardRecord
 
 _LINE = 14  # pixels, height of a line of text
 _COLUMNS, _ROWS, _TILE = 10, 20, 96  # images of a row, rows, pixels along an edge of an image
+_SAMPLED = 1000  # images of which the numbers are counted for the plot
 
 
 def write_sheets(folder: Path, manifest: Mapping[str, Any], records: Sequence[ShardRecord]) -> list[Path]:
-    """Write a contact sheet and histograms beside the manifest of crops, and note them in it; return their paths."""
-    dataset = Shards(folder, dict(manifest), "all")
+    """Write a contact sheet and histograms beside the manifest of crops, and note them in it; return their paths. Of
+    arrays also the numbers of each channel."""
+    dataset = Shards(folder, dict(manifest), "all", renders=True)
     sheet, plot = folder / "sheet.png", folder / "histograms.png"
     contact_sheet(dataset, sheet)
     histograms(dataset.classes, dataset.manifest["histogram"], records, plot)
-    pictures = {"files": {**manifest["files"], **describe(folder, [sheet, plot])}}
+    written = [sheet, plot]
+    if dataset.levels is not None:
+        channel_histograms(Shards(folder, dict(manifest), "all"), dataset.levels, folder / "channels.png")
+        written.append(folder / "channels.png")
+    pictures = {"files": {**manifest["files"], **describe(folder, written)}}
     write_json(folder / "manifest.json", {**manifest, **pictures})
-    return [sheet, plot]
+    return written
 
 
 def contact_sheet(dataset: Shards, path: Path, max_rows: int = 20, columns: int = 12, tile: int = 96) -> None:
@@ -84,6 +93,21 @@ def histograms(classes: Sequence[str], counts: Sequence[int], records: Sequence[
     save_figure(figure, path)
 
 
+def channel_histograms(dataset: Shards, levels: Levels, path: Path) -> None:
+    """Write, as one PNG, how often each number occurs in each channel of arrays, of a sample of the images, and the
+    range that a network sees."""
+    rows = np.unique(np.linspace(0, dataset.num_samples - 1, min(_SAMPLED, dataset.num_samples)).round().astype(int))
+    images = dataset.gather(rows).numpy()
+    figure = new_figure(11, 2.2 * len(levels.channels))
+    axes = figure.subplots(len(levels.channels), 1, squeeze=False)[:, 0]
+    for channel, (axis, name) in enumerate(zip(axes, levels.channels, strict=True)):
+        axis.hist(images[:, channel].ravel(), bins=200, color="#4878a8", log=True)
+        for bound in (levels.low[channel], levels.high[channel]):
+            axis.axvline(bound, color="#a86848")
+        axis.set(ylabel=name, title=f"{levels.low[channel]:g} to {levels.high[channel]:g}")
+    save_figure(figure, path)
+
+
 def repeated_pictures(every: Shards, sheet: Mapping[str, Any], numbers: Mapping[str, int], path: Path) -> list[Path]:
     """Draw pictures that occur more than once, a row each, the most frequent first. Returns the file, if any.
 
@@ -117,11 +141,11 @@ def _named(chain: Sequence[str]) -> str:
     return f"{len(chain):,} x {', '.join(chain[:3])}" + (", ..." if len(chain) > 3 else "")
 
 
-def _pixels(every: Shards, places: Sequence[int]) -> list[NDArray[np.uint8]]:
+def _pixels(every: Shards, places: Sequence[int]) -> list[NDArray[Any]]:
     return list(every.gather(np.array(places)).numpy())
 
 
-def _sheet(rows: list[tuple[str, list[NDArray[np.uint8]]]], tile: int) -> Image.Image:
+def _sheet(rows: list[tuple[str, list[NDArray[Any]]]], tile: int) -> Image.Image:
     """Draw rows of images [C, H, W], each under its title."""
     gap = 2
     height = sum(tile + gap + (_LINE if title else 0) for title, _ in rows)
@@ -139,9 +163,9 @@ def _sheet(rows: list[tuple[str, list[NDArray[np.uint8]]]], tile: int) -> Image.
     return sheet
 
 
-def _as_rgb(image: NDArray[np.uint8]) -> Image.Image:
-    """Convert a crop of 1 to 4 channels to an RGB picture; alpha is shown over white."""
-    pixels = image.transpose(1, 2, 0)
+def _as_rgb(image: NDArray[Any]) -> Image.Image:
+    """Convert a crop to an RGB picture; alpha is shown over white, arrays as by `as_pictures`."""
+    pixels = as_pictures(torch.from_numpy(image)[None])[0].permute(1, 2, 0).numpy()
     picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     if picture.mode in ("LA", "RGBA"):
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture.convert("RGBA"))

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from itertools import combinations, groupby, pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,12 +59,12 @@ Looks = NDArray[np.uint64]
 Pair = tuple[int, int]
 
 
-def pixel_hash(pixels: NDArray[np.uint8]) -> str:
+def pixel_hash(pixels: NDArray[Any]) -> str:
     """Return a hash that crops of the same bytes share, and of one shape no others: 32 hexadecimal digits."""
     return hashlib.sha256(pixels.data).hexdigest()[:32]
 
 
-def look(pixels: NDArray[np.uint8]) -> str:
+def look(pixels: NDArray[Any]) -> str:
     """Return the appearance of a crop [C, H, W], as text for a record; empty where it is too faint to say."""
     return image_views(grey(pixels)[None])[0]
 
@@ -78,9 +79,10 @@ def image_views(greys: NDArray[np.uint8]) -> list[str]:
     return ["" if faint[i] else bits.tobytes().hex() for i, bits in enumerate(np.packbits(signs, axis=2))]
 
 
-def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Convert a crop of 1 to 4 channels to grey, without its alpha, [32, 32]: red, green and blue as in ITU-R
-    BT.601."""
+def grey(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Convert a crop [C, H, W] to grey, [32, 32]. Of a picture red, green and blue as in ITU-R BT.601, without its
+    alpha; of an array the mean of its channels (`_eight_bits`)."""
+    pixels = _eight_bits(pixels)
     small = [_small(channel) for channel in (pixels[:3] if len(pixels) > 2 else pixels[:1])]
     if len(small) == 1:
         return small[0]
@@ -88,9 +90,20 @@ def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return ((77 * red + 150 * green + 29 * blue) >> 8).astype(np.uint8)
 
 
-def sharpness(pixels: NDArray[np.uint8]) -> float:
+def _eight_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return a picture as it is, and an array as the mean of its channels, each of which fills 0 to 255."""
+    if pixels.dtype == np.uint8 and len(pixels) <= 4:
+        return pixels
+    low, high = (bound(pixels, axis=(1, 2), keepdims=True).astype(np.float32) for bound in (np.min, np.max))
+    shares = (pixels - low) / np.maximum(high - low, np.finfo(np.float32).tiny)
+    levels: NDArray[np.uint8] = np.rint(shares.mean(0, keepdims=True) * 255).astype(np.uint8)
+    return levels
+
+
+def sharpness(pixels: NDArray[Any]) -> float:
     """Return the mean difference of horizontal neighbours in every second row of a crop's green or only channel, 0 to
-    255."""
+    255; of an array in that of `_eight_bits`."""
+    pixels = _eight_bits(pixels)
     rows = pixels[1 if len(pixels) > 2 else 0, ::2].astype(np.int16)
     return round(float(np.abs(rows[:, 1:] - rows[:, :-1]).mean()), 3) if rows.shape[1] > 1 else 0.0
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from image_diffusion.core.config.base import Config, parse
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.names import Hashes, Sha256, TarName
 from image_diffusion.data.shards.records import FORMAT
 from image_diffusion.data.shards.tar_layout import MAX_SAMPLES, Layout
@@ -80,7 +81,7 @@ class Manifest(Config):
     """Share of the samples for testing, by the hash of their content."""
     shape: list[Annotated[int, Field(ge=1, lt=2**24)]] = Field(min_length=1, max_length=4)
     """Shape of one array of a sample."""
-    dtype: Literal["uint8", "int16", "int32", "float16", "float32"]
+    dtype: Literal["uint8", "uint16", "int16", "int32", "float16", "float32"]
     """Type of its numbers."""
     offsets: dict[Literal["npy", "flip.npy"], int]
     """Bytes from the start of a sample to the numbers of each array."""
@@ -114,6 +115,8 @@ class Manifest(Config):
     """Numbers of samples for validation that were chosen by name, whatever their hash is."""
     statistics: Statistics | None = None
     """Statistics of latents."""
+    levels: Levels | None = None
+    """Numbers of crops that are arrays, and the range of them that networks see."""
     num_tokens: int | None = Field(default=None, ge=1)
     """Size of the codebook, of tokens."""
     token_counts: list[int] = Field(default_factory=list)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from image_diffusion.core.files.atomic import digest, read_json
 from image_diffusion.core.files.checksums import Inspection, check_files
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.names import inside
 from image_diffusion.core.process.secrets import shown
 from image_diffusion.data.shards.manifest import check_manifest
@@ -29,6 +30,7 @@ Split = Literal["train", "validation", "test", "all"]
 
 _DTYPES = {
     "uint8": torch.uint8,
+    "uint16": torch.uint16,
     "int16": torch.int16,
     "int32": torch.int32,
     "float16": torch.float16,
@@ -43,14 +45,21 @@ class Shards:
     """The samples of one split of a set of shards, numbered from 0 in the order of the shards.
 
     num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
-    shape, dtype: of one stored sample. manifest: the set's manifest. digest: changes when any sample,
-    its order or its split does. beside: another set that has been joined to it, sample by sample.
+    shape, dtype: of one stored sample. levels: of crops that are arrays; None of all else. manifest: the set's
+    manifest. digest: changes when any sample, its order or its split does. beside: another set that has been joined to
+    it, sample by sample. renders: see `open_shards`.
     """
 
     def __init__(
-        self, folder: Path | Remote, manifest: dict[str, Any], split: Split, inspection: Inspection | None = None
+        self,
+        folder: Path | Remote,
+        manifest: dict[str, Any],
+        split: Split,
+        inspection: Inspection | None = None,
+        renders: bool = False,
     ) -> None:
-        self.manifest, self._inspection = manifest, inspection
+        self.manifest, self._inspection, self._renders = manifest, inspection, renders
+        self.levels = Levels(**manifest["levels"]) if manifest.get("levels") else None
         self.digest = content_digest(manifest)
         self.beside: Shards | None = None
         self.shape = tuple(manifest["shape"])
@@ -107,8 +116,10 @@ class Shards:
         torch.index_select(self._table, 0, torch.from_numpy(rows), out=out.view(count, self._table.shape[1]))
         if flip is not None and self._twin is None and flip.any():
             mirrored = torch.from_numpy(np.flatnonzero(flip))
-            out[mirrored] = out[mirrored].flip(-1)
-        return out
+            # PyTorch cannot write rows of uint16; as int16 they are the same bits.
+            bits = out.view(torch.int16) if self.dtype == torch.uint16 else out
+            bits[mirrored] = bits[mirrored].flip(-1)
+        return out if not self._renders or self.levels is None else self.levels.rendered(out)
 
     @property
     def has_mirror_images(self) -> bool:
@@ -252,6 +263,7 @@ def open_shards(
     codec_identity: dict[str, Any] | None = None,
     cache: Path | None = None,
     in_background: bool = False,
+    renders: bool = False,
 ) -> Shards:
     """Open the set of shards in a folder that `crop` or `encode` wrote. Each file is compared with its hash before it
     is read, once for each stamp it has (`core.verify`).
@@ -260,6 +272,7 @@ def open_shards(
     `remote.cache_folder`). Numbers and order are the same. split: which samples; validation and test are chosen by the
     hash of the content. codec_identity: the codec they are about to be used with, checked against the one that wrote
     them. in_background: compare all files now, or where that takes long while they are read: `verified` waits for it.
+    renders: return crops that are arrays as judges see them, float32 from 0 to 255 (`Levels.rendered`).
     Raises ValueError when the set is missing, damaged, of another format, incomplete, or of another codec.
     """
     is_url = "://" in str(folder)
@@ -280,7 +293,7 @@ def open_shards(
     if in_background:
         hashes = {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
         inspection = where.inspect(hashes.values()) if isinstance(where, Remote) else Inspection(where, hashes, _ADVICE)
-    return Shards(where, manifest, split, inspection)
+    return Shards(where, manifest, split, inspection, renders)
 
 
 def _check_size(path: Path, size: int) -> None:

@@ -204,7 +204,7 @@ def content_digest(manifest: dict[str, Any]) -> str:
     """Return a digest that changes when any sample, its order or its split does, and with nothing else."""
     names = ("format", "kind", "crop", "codec", "pairs", "classes", "validation_fraction", "test_fraction", "shards")
     # Absent keys are left out, so that manifests from before these keys keep their digest.
-    chosen = {name: manifest[name] for name in ("not_held_out", "held_out") if manifest.get(name)}
+    chosen = {name: manifest[name] for name in ("not_held_out", "held_out", "levels") if manifest.get(name)}
     return digest({name: manifest[name] for name in names if name in manifest} | chosen)
 
 

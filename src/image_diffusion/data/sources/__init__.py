@@ -7,6 +7,7 @@ from pydantic import Field
 from image_diffusion.data.sources.archives.lmdb import Lmdb
 from image_diffusion.data.sources.archives.tars import TarStream, Webdataset
 from image_diffusion.data.sources.archives.zip import ZipArchive
+from image_diffusion.data.sources.drawn_cells import DrawnCells
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.image_tables import HuggingFace, Parquet
@@ -19,6 +20,7 @@ Source = Annotated[
     Folder
     | Digits
     | PaintedDigits
+    | DrawnCells
     | Table
     | PathList
     | Webdataset

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec, Packed
+from image_diffusion.core.pictures import as_pictures
 from image_diffusion.core.types import EMBEDDING, TEXT
 from image_diffusion.export.bundle.base import ExportedModel, named
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
@@ -40,8 +41,8 @@ class ExportedDiffusion(ExportedModel):
         sampler: dict[str, Any] | None,
         settings: dict[str, Any],
     ) -> Tensor:
-        """Return images, uint8 [N, C, H, W]; the arguments are those of the pipeline. Raises ValueError for arguments
-        that do not fit."""
+        """Return images [N, C, H, W] of the data's type; the arguments are those of the pipeline. Raises ValueError for
+        arguments that do not fit."""
         chosen: dict[str, Any] = {**self.described["sample"], **settings}
         chosen["sampler"] = dict(sampler or chosen["sampler"])
         if num_steps is not None:
@@ -75,9 +76,13 @@ class ExportedDiffusion(ExportedModel):
             )
         return torch.cat(parts)
 
+    def pictures(self, images: Tensor) -> Tensor:
+        """Return images as pictures, uint8 [N, C, H, W]; arrays in grey, RGB or false colours."""
+        return as_pictures(self.spec.shown(images))
+
     def generator(self, codec: Codec, settings: Any, null: dict[str, Tensor]) -> Callable[..., Tensor]:
-        """Return the function that makes images: seeds, labels, small images, and other conditions, by name -> uint8
-        [N, C, H, W]. settings: of the type `settings`. null: the condition that guidance leads away from. Raises
+        """Return the function that makes images: seeds, labels, small images, and other conditions, by name ->
+        images [N, C, H, W]. settings: of the type `settings`. null: the condition that guidance leads away from. Raises
         ValueError for conditions that do not fit.
         """
         reading = Reading(**self.described["reading"])

@@ -45,8 +45,9 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         image_embeds: of a model conditioned on embeddings, float [N, dim], each in turn. image: of a model that
         enlarges, float [N, C, h, w] in [-1, 1]. sampler: a sampler of image-diffusion, such as {"type": "ddim",
         "num_steps": 50}; left out, the one that its kind of model is usually sampled with. num_inference_steps: its
-        steps. precision: float32, tf32 or bf16. output_type: "pil", "np" (uint8 [N, H, W, C]) or "pt" (uint8 [N, C, H,
-        W]). Raises ValueError for what the model does not understand.
+        steps. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H, W, C]) or "pt" ([N, C, H, W]): uint8,
+        or the numbers of arrays, which "pil" shows as pictures. Raises ValueError for what the model does not
+        understand.
         """
         if seeds is None:
             seeds = torch.randint(2**31, (num_images,), generator=generator).tolist()
@@ -65,6 +66,8 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         )
         if output_type == "pt":
             return ImagePipelineOutput(images=images)
+        if output_type == "pil":
+            images = self.model.pictures(images)
         arrays = images.permute(0, 2, 3, 1).contiguous().numpy()
         if output_type == "np":
             return ImagePipelineOutput(images=arrays)

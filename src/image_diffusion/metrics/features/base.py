@@ -39,7 +39,7 @@ class ImageSet(Protocol):
         ...
 
     def gather(self, indices: np.ndarray) -> Tensor:
-        """Return the images at these positions, uint8 [B, C, H, W]."""
+        """Return the images at these positions, [B, C, H, W]: pictures as uint8, arrays as float32 from 0 to 255."""
         ...
 
 

@@ -95,6 +95,8 @@ class InceptionDetector:
 
     def __call__(self, images: Tensor) -> Detected:
         images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
+        if images.is_floating_point():  # arrays: its network takes pictures alone
+            images = images.round().to(torch.uint8)
         features, logits = self._network(images.to(self._device))
         return Detected(features.cpu(), logits.cpu(), self._spatial)
 

@@ -74,10 +74,39 @@ def check_sections(process: Process, low_resolution: int | None, experiment: Sec
     check_judged(experiment)
     _check_pictures(experiment, low_resolution)
     likelihood = experiment.section("evaluate").likelihood
+    _check_arrays(experiment, low_resolution)
     if likelihood is not None:
         check_likelihood(process, experiment.codec, likelihood)
     _check_against(experiment, others)
     check_kept(experiment, others)
+
+
+def _check_arrays(experiment: Sections, low_resolution: int | None) -> None:
+    """Raise ValueError for sections that know pictures of 8 bits alone, where the images are arrays."""
+    sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
+    of_pictures = {
+        "system.network.low_resolution": low_resolution,
+        "sample.given": sample.given,
+        "sample.start": sample.start,
+        "evaluate.likelihood": evaluate.likelihood,
+        "evaluate.prompts": evaluate.prompts,
+        "evaluate.attributes": evaluate.attributes,
+    }
+    named = [key for key, value in of_pictures.items() if value is not None]
+    if experiment.data.dtype is None:
+        return
+    channels = experiment.data.num_channels
+    published = [detector.type for detector in evaluate.detectors if detector.type != "inpipe"]
+    if published and channels not in (1, 3):
+        raise ValueError(
+            f"evaluate.detectors has {published[0]}, which takes images of 1 or 3 channels, but data.channels has "
+            f"{channels}. Leave it out."
+        )
+    if named:
+        raise ValueError(
+            f"data.dtype is {experiment.data.dtype}, but {named[0]} is for pictures of 8 bits. Leave one of the two "
+            f"out."
+        )
 
 
 def _check_pictures(experiment: Sections, low_resolution: int | None) -> None:
@@ -184,7 +213,7 @@ def _check_against(experiment: Sections, others: Others) -> None:
         return
     if not makes(others.against, "images"):
         raise ValueError("evaluate.against.experiment makes no samples. Name one with a diffusion system.")
-    own, other = ((section.data.channels, section.data.resolution) for section in (experiment, others.against))
+    own, other = ((section.data.num_channels, section.data.resolution) for section in (experiment, others.against))
     if own != other:
         raise ValueError(
             f"evaluate.against.experiment makes images of {other[0]} x {shown(other[1])}, this one of {own[0]} x "

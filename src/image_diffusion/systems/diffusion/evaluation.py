@@ -21,6 +21,7 @@ from image_diffusion.core.types import DataSpec, Network
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluate_samples import NoImages, RealImages, evaluate_samples
+from image_diffusion.metrics.images.channels import evaluate_channels
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.images.painted_attributes import evaluate_painted
 from image_diffusion.metrics.images.prompt_alignment import check_prompted, evaluate_prompted
@@ -58,7 +59,7 @@ class DiffusionEvaluation(ImageEvaluation):
             if settings.against is not None and inputs.reference is None:
                 raise ValueError("evaluate.against is set. Name the .npz that samples are compared with: --reference.")
             detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
-            samples = inputs.read(inputs.samples, data.train.classes)
+            samples = inputs.read(inputs.samples, data.train.classes, data.levels)
             both = None
             if settings.prompts is not None:
                 check_prompted(samples)
@@ -66,7 +67,7 @@ class DiffusionEvaluation(ImageEvaluation):
             previews, left_out = dict[int, Samples](), list[str]()
             if inputs.previews is not None and inputs.model is not None:
                 run = inputs.previews / inputs.model.fingerprint
-                previews, left_out = read_previews(run, data.train.classes, inputs.model.num_steps)
+                previews, left_out = read_previews(run, data.train.classes, inputs.model.num_steps, data.levels)
             result = evaluate_samples(
                 samples, data, detectors, settings, inputs.report, inputs.reference, previews, inputs.references
             )
@@ -80,6 +81,12 @@ class DiffusionEvaluation(ImageEvaluation):
                 result["metrics"] |= evaluate_prompted(samples, both)
                 result["protocol"]["prompts"] = both.images.identity
             result["metrics"] |= evaluate_enlarging(samples, data.validation, inputs.report)
+            if data.levels is not None:
+                other = data.split("validation" if settings.reference == "train" else "train")
+                channels, result["channels"] = evaluate_channels(
+                    samples, data.split(settings.reference), other, data.levels.channels
+                )
+                result["metrics"] |= channels
         if settings.likelihood is not None:
             bits, result["likelihood"] = _likelihood(
                 inputs.model, self.reading, self.low_resolution, data, settings.likelihood, inputs.report
@@ -93,9 +100,9 @@ class DiffusionEvaluation(ImageEvaluation):
 
 def real_images(folder: Path | str) -> RealImages:
     """Return the two splits of a folder of crops; imported latents have splits without images."""
-    train, validation = open_shards(folder, "train"), open_shards(folder, "validation")
+    train, validation = (open_shards(folder, split, renders=True) for split in ("train", "validation"))
     if train.manifest["kind"] != "latents":
-        return RealImages(train, validation)
+        return RealImages(train, validation, train.levels)
     none = NoImages(train.classes)
     return RealImages(none, none)
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor, nn
 
-from image_diffusion.codecs.base import Codec, from_uint8
+from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.classes import ClassLabel, class_number
 from image_diffusion.core.config.base import Config
@@ -187,7 +187,7 @@ class Generator:
         low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
+        """Return images [N, C, H, W], of the data's type, of these seeds, int64 [N], and labels, int64 [N].
 
         low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
         conditions: the other conditions of each image, by name.
@@ -227,9 +227,9 @@ class Generator:
         return FromImages() if self._pictures is None else self._pictures.of_seeds(seeds.cpu(), self._encode)
 
     def _encode(self, images: Tensor) -> Tensor:
-        """Return uint8 images [N, C, H, W] as x0: pixels in [-1, 1], or the means of their latents."""
+        """Return images [N, C, H, W] as x0: pixels in [-1, 1], or the means of their latents."""
         if isinstance(self._codec, Rgb):
-            return from_uint8(images.to(self._device))
+            return self._codec.pixels(images.to(self._device))
         with tf32(self._precision != "float32"):
             return self._codec.normalise(self._codec.encode(images)[:, 0]).to(self._device)
 

@@ -62,7 +62,7 @@ class Generates(Protocol):
         low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return uint8 images [N, C, H, W]."""
+        """Return images [N, C, H, W] of the data's type."""
         ...
 
     def trajectory(
@@ -144,7 +144,7 @@ class ImageSampling(Sampling, ABC):
         if pictures is not None:
             described["pictures"] = pictures.source
         low_res = None if enlarged is None else enlarged.images
-        return ImageMaker(generator, seeds, labels, low_res, described, request, bool(model.spec.num_classes))
+        return ImageMaker(generator, seeds, labels, low_res, described, request, model.spec)
 
     def preview(self, inputs: PreviewInputs) -> Preview:
         """Return the function that draws `step-NNNNNNN.png`, the same images as .npz, and of the first eight classes or
@@ -173,6 +173,7 @@ class ImageSampling(Sampling, ABC):
             )
             path = folder / f"step-{step:07d}.png"
             save_samples(path.with_suffix(".npz"), images, labels)
+            images = inputs.spec.shown(images)
             save_picture(image_grid(images, grid_columns(len(images), len(classes)), request.titles), path)
             pictures = {"preview": path}
             for number, (title, rows) in enumerate(list(rows_by_title.items())[:_APART]):
@@ -194,7 +195,8 @@ class ImageSampling(Sampling, ABC):
             prompts = ("a white square on black", "a black square on white")
             return Served(columns=seed | {"prompt": Column("string", required=True, example=prompts)})
         named = Column("string", example=(classes[0], classes[-1])) if classes else None
-        return Served(columns=seed | ({"label": Column("long"), "class": named} if named else {}))
+        columns = seed | ({"label": Column("long"), "class": named} if named else {})
+        return Served(columns, dtype=spec.levels.dtype if spec.levels is not None else "uint8")
 
     def predictor(
         self,
@@ -207,8 +209,8 @@ class ImageSampling(Sampling, ABC):
         """Return the function that makes the images of a table's rows, as in `sample`: each from its own seed."""
         decoder, generators = codec(), list[Generates]()
 
-        def predict(rows: pandas.DataFrame) -> NDArray[np.uint8]:
-            """Return images, uint8 [N, H, W, C]. rows: the columns of `served`; without a class, the seeds get the
+        def predict(rows: pandas.DataFrame) -> NDArray[Any]:
+            """Return images, [N, H, W, C]. rows: the columns of `served`; without a class, the seeds get the
             classes that `sample` would choose. Raises ValueError for a class that does not exist, or that is named
             twice."""
             seeds = torch.tensor(rows["seed"].to_numpy(np.int64))
@@ -273,11 +275,11 @@ class ImageMaker:
         low_res: Tensor | None,
         described: dict[str, Any],
         request: SamplingRequest,
-        passes_labels: bool,
+        spec: DataSpec,
     ) -> None:
         self.labels, self.described, self.titles = labels, described, request.titles
         self._generator, self._seeds, self._low_res, self._request = generator, seeds, low_res, request
-        self._passes_labels = passes_labels
+        self._spec = spec
 
     def __call__(self, rows: slice) -> Tensor:
         return self._generator(*self._for_rows(rows))
@@ -285,10 +287,11 @@ class ImageMaker:
     def pictures(self) -> dict[str, Image.Image]:
         """Return the pictures by name. steps: a row for each seed, from the noise to the last step's prediction."""
         chosen = ten_of(self._generator.trajectory(*self._for_rows(slice(8))))
-        return {"steps": image_grid(torch.stack(chosen, dim=1).flatten(0, 1), columns=len(chosen))}
+        images = self._spec.shown(torch.stack(chosen, dim=1).flatten(0, 1))
+        return {"steps": image_grid(images, columns=len(chosen))}
 
     def _for_rows(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
-        labels = self.labels if self._passes_labels else None
+        labels = self.labels if self._spec.num_classes else None
         labels, low_res = (None if tensor is None else tensor[rows] for tensor in (labels, self._low_res))
         return self._seeds[rows], labels, low_res, self._request.select(torch.arange(len(self._seeds))[rows])
 

@@ -93,7 +93,8 @@ class TeacherFeatures:
     carried: ClassVar = ()
 
     def __init__(self, crops: Path, teacher: Teacher, described: dict[str, Any]) -> None:
-        self._folder, self._crops, self._teacher = crops, open_shards(crops, "all"), teacher
+        self._folder, self._teacher = crops, teacher
+        self._crops = open_shards(crops, "all", renders=True)
         counts = [shard["num_samples"] for shard in self._crops.manifest["shards"]]
         self._first = np.cumsum([0, *counts]).tolist()
         self.num_shards, self.num_rows = len(counts), sum(counts)

@@ -1,0 +1,43 @@
+"""Arrays as OME-TIFF, which the programs of microscopy open as one stack."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from image_diffusion.core.files.atomic import atomic_write
+
+
+def write_tiff(path: Path, images: NDArray[Any], channels: Sequence[str]) -> None:
+    """Write images [N, H, W, C] as one file of axes TCYX, with the names of the channels. The same images give the same
+    bytes; one image is in memory at a time."""
+    from tifffile import FileHandle, TiffWriter  # not for pictures
+
+    count, height, width, num_channels = images.shape
+    content = hashlib.sha256(repr((images.dtype, images.shape, tuple(channels))).encode())
+
+    def planes() -> Iterator[NDArray[Any]]:
+        for image in images:
+            for channel in range(num_channels):
+                yield np.ascontiguousarray(image[:, :, channel])
+
+    # The unfinished file has a number for a name, which tifffile does not take.
+    with atomic_write(path) as file, TiffWriter(FileHandle(file, name=path.name), ome=True) as tiff:
+        tiff.write(
+            planes(),
+            shape=(count, num_channels, height, width),
+            dtype=images.dtype,
+            photometric="minisblack",
+            metadata={
+                "axes": "TCYX",
+                "Channel": {"Name": list(channels)},
+                # By default it is drawn at random.
+                "UUID": f"urn:uuid:{uuid.UUID(bytes=content.digest()[:16])}",
+            },
+        )

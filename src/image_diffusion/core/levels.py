@@ -1,0 +1,55 @@
+"""Numbers of images that are arrays: their type, their channels, and the range that a network sees as [-1, 1]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from image_diffusion.core.config.base import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DType = Literal["uint8", "uint16", "int16", "float32"]
+"""Type of the numbers of an array."""
+
+
+class Levels(Config):
+    """Numbers of an image [C, H, W] that is an array. Images whose levels are not stated are pictures of 8 bits."""
+
+    dtype: DType
+    """Type of the numbers, in shards and in samples."""
+    channels: tuple[str, ...] = Field(min_length=1)
+    """Names of the channels."""
+    low: tuple[float, ...]
+    """Number of each channel that the network sees as -1; smaller ones are clipped."""
+    high: tuple[float, ...]
+    """Number of each channel that the network sees as 1; larger ones are clipped."""
+    clipped: tuple[float, ...] = ()
+    """Share of the numbers of each channel, in the data set, that lie outside."""
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Map numbers [B, C, H, W] to float32 in [-1, 1]."""
+        numbers = images.float()
+        low, high = self._bounds(numbers)
+        return ((numbers - low) / (high - low) * 2 - 1).clamp(-1, 1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Map float [B, C, H, W] in [-1, 1] to numbers of `dtype`, integers rounded to nearest; the inverse of
+        `normalise` to half a unit. Contiguous."""
+        import torch  # not for those who only read a configuration
+
+        x = x.float()
+        low, high = self._bounds(x)
+        numbers = (x.clamp(-1, 1) + 1) / 2 * (high - low) + low
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return (numbers if dtype.is_floating_point else numbers.round()).to(dtype).contiguous()
+
+    def rendered(self, images: Tensor) -> Tensor:
+        """Map numbers [B, C, H, W] to float32 from 0 to 255, the range of pictures: the form that judges and pictures
+        of a report are made of. Nothing is rounded."""
+        return (self.normalise(images) + 1) * 127.5
+
+    def _bounds(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        return numbers.new_tensor(self.low).view(-1, 1, 1), numbers.new_tensor(self.high).view(-1, 1, 1)
