@@ -46,8 +46,8 @@ def built(kind: str, **terms: Any) -> tuple[nn.Module, Any]:
     system = system_of(kind, **terms)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
-    if objective.has_layers:
-        objective.add_layers(network)
+    for name, build in objective.layers.items():
+        network.add_module(name, build())
     return network, objective
 
 

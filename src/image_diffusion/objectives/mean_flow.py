@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective, Teacher
 from image_diffusion.nn.linear import derivative
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.process.base import NoiseProcess, broadcast
@@ -84,12 +84,7 @@ class MeanFlowObjective(Objective):
     def __init__(self, config: MeanFlow, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
-        self._teacher: Network | None = None
-        self.has_teacher = config.direction == "teacher"
-
-    def learn_from(self, teacher: Network) -> None:
-        """Use this network, which does not change, as the teacher."""
-        self._teacher = teacher
+        self.teacher = Teacher() if config.direction == "teacher" else None
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw two times and noise for each sample."""
@@ -99,11 +94,11 @@ class MeanFlowObjective(Objective):
         alpha, sigma = broadcast(self._process.levels(t), x)
         x_t, v, cond = alpha * x + sigma * noise, noise - x, self._drop_labels(batch, network)
         time = self._process.network_time(t)
-        if self._teacher is not None:
+        if self.teacher is not None:
             with torch.no_grad():
-                v = self._teacher(x_t, time, **cond).to(x.dtype)
+                v = self.teacher(x_t, time, **cond).to(x.dtype)
         if self._config.guidance_scale != 1:
-            v = self._guided(self._teacher or network, batch, x_t, t, v)
+            v = self._guided(self.teacher or network, batch, x_t, t, v)
         r = torch.where(interval, r, t)
         predicted = network(x_t, time, **cond, interval=self._process.network_time(t - r))
         target = self._target(network, x_t, r, t, v, cond)
