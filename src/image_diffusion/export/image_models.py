@@ -1,4 +1,4 @@
-"""A model that makes images for diffusers, with the code that diffusers does not have."""
+"""Models that make images, of noise or of tokens, for diffusers, with the code that diffusers does not have."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.export.bundle.folder import Network, place_of, trained, write_hub_folder
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
+from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
 from image_diffusion.export.model_card import CardUse
-from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainedNetwork
+from image_diffusion.systems.tokens.generator import TokenSampleConfig, fitted
+from image_diffusion.systems.tokens.tokens import TokensSystem
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,25 @@ class ImageModel:
     low_resolution: int | None = None
 
 
-def write_images(model: Model, codec: Codec, folder: Path) -> CardUse:
-    """Write a diffusion model as a folder with its own pipeline.py."""
-    system = model.system
-    assert isinstance(system, DiffusionSystem)
+def write_diffusion_model(system: DiffusionSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder with its own pipeline.py."""
     usual = system.sections["sample"].default
     assert isinstance(usual, SampleConfig)
     network: Config = getattr(system, "network")  # noqa: B009 - each page has one of its own type
     exported = ImageModel(
         ExportedDiffusion, network, system.build_options, dump(system.reading), usual, system.low_resolution
     )
-    return write_image_model(exported, model, codec, folder)
+    return _write_image_model(exported, model, codec, folder)
 
 
-def write_image_model(exported: ImageModel, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+def write_token_model(system: TokensSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder with its own pipeline.py."""
+    usual = fitted(TokenSampleConfig(), system.objective.causal)
+    exported = ImageModel(ExportedTokenModel, system.network, system.build_options, dump(system.reading), usual)
+    return _write_image_model(exported, model, codec, folder)
+
+
+def _write_image_model(exported: ImageModel, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder with its own pipeline.py."""
     from image_diffusion.export.bundle import image_pipeline
 

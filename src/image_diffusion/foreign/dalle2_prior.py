@@ -36,11 +36,7 @@ def read_dalle2_prior(
     if not is_prior(content):
         return None
     tensors, experiment = named_tensors(content), described(PriorSystem)
-    if experiment is None:
-        system = PriorSystem(**published(tensors, path))
-    else:
-        assert isinstance(experiment.system, PriorSystem)
-        system = experiment.system
+    system = PriorSystem(**published(tensors, path)) if experiment is None else experiment.system
     spec = spec_of(tensors)
     with torch.device("meta"):
         expected = system.build_network(spec).state_dict()
