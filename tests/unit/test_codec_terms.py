@@ -17,7 +17,7 @@ from image_diffusion.networks.patch_discriminator import PatchDiscriminator
 from image_diffusion.objectives.codec.adversarial import DISCRIMINATOR, Adversarial
 from image_diffusion.objectives.codec.perceptual import Perceptual
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.codec.perceptual import PerceptualConfig
+from image_diffusion.systems.codec.base import PerceptualConfig
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.lora import written
 from image_diffusion.training.parallel.world import World

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
 from image_diffusion.networks.patch_discriminator import PatchDiscriminator
-from image_diffusion.objectives.codec.reconstruction import Watched
+from image_diffusion.objectives.codec.perceptual import Watched
 
 DISCRIMINATOR = "discriminator"
 """Name of the discriminator in the network that is trained. Saved weights do without it."""
