@@ -11,7 +11,7 @@ arXiv:2506.14603, where consistency distillation is the case r = 0.
 from __future__ import annotations
 
 from copy import copy
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -45,6 +45,13 @@ class MeanFlow(Config):
     label_drop_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a label is replaced by the null label, for guidance."""
 
+    prediction: ClassVar[Prediction] = "velocity"
+    """Quantity that the network predicts; without an interval, the instantaneous velocity."""
+    variance: ClassVar[Variance] = "fixed_small"
+    """No variance is learned."""
+    learns_intervals: ClassVar[bool] = True
+    """True if the network is conditioned on intervals."""
+
     @model_validator(mode="after")
     def _guides_away_from_something(self) -> MeanFlow:
         if self.guidance_scale != 1 and self.label_drop_probability == 0:
@@ -53,21 +60,6 @@ class MeanFlow(Config):
                 "1, or set label_drop_probability above 0."
             )
         return self
-
-    @property
-    def prediction(self) -> Prediction:
-        """Return the quantity that the network predicts: a velocity; without an interval, the instantaneous one."""
-        return "velocity"
-
-    @property
-    def variance(self) -> Variance:
-        """No variance is learned."""
-        return "fixed_small"
-
-    @property
-    def learns_intervals(self) -> bool:
-        """True if the network is conditioned on intervals."""
-        return True
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> MeanFlowObjective:
         """Return the objective for data on a process. Raises ValueError unless the process is flow."""
