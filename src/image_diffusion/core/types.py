@@ -100,7 +100,7 @@ class Network(Protocol):
     def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor: ...
 
 
-class Memory(Protocol):
+class LossMemory(Protocol):
     """Part of an objective that learns from the losses of each step. Checkpoints contain its state."""
 
     def observe(self, losses: Losses) -> None:
@@ -116,7 +116,7 @@ class Memory(Protocol):
         ...
 
 
-class Teacher:
+class FrozenCopy:
     """The network as it is when training begins. The trainer sets `network`, a copy that does not change."""
 
     network: Network
@@ -135,9 +135,9 @@ class Objective(ABC):
     layers: Mapping[str, Callable[[], nn.Module]] = {}
     """Functions that build its own layers, by their names in the network. The layers learn with the network, and are
     not part of its weights."""
-    memory: Memory | None = None
+    memory: LossMemory | None = None
     """The part that learns from the losses of each step; None: there is none."""
-    teacher: Teacher | None = None
+    teacher: FrozenCopy | None = None
     """The teacher that it learns from; None: it needs none."""
     pairs_samples: bool = False
     """True if the loss of a sample depends on its neighbour: rows 0 and 1 of a batch, 2 and 3, and so on."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.dalle2_prior import check_fit
 from image_diffusion.foreign.weights import Described, Description, ForeignWeights
 from image_diffusion.networks.prior_transformer import STATISTICS, config_of_diffusers
 from image_diffusion.networks.weights.dit import folder_tensors
+from image_diffusion.networks.weights.unet import check_fit
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -55,7 +55,8 @@ def read_folder(
     spec = DataSpec(channels=dim, resolution=1)
     with torch.device("meta"):
         expected = network.build(spec).state_dict()
-    check_fit({**expected, **dict.fromkeys(STATISTICS, torch.empty(1, dim, device="meta"))}, tensors, folder)
+    statistics_of_shape = dict.fromkeys(STATISTICS, torch.empty(1, dim, device="meta"))
+    check_fit({**expected, **statistics_of_shape}, tensors, folder, "prior")
     mean, std = (tensors.pop(name)[0] for name in STATISTICS)
     if not (std > 0).all():
         raise ValueError(

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective, Teacher
+from image_diffusion.core.types import Batch, DataSpec, FrozenCopy, Losses, Network, Objective
 from image_diffusion.nn.linear import derivative
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.process.base import NoiseProcess, broadcast
@@ -76,7 +76,7 @@ class MeanFlowObjective(Objective):
     def __init__(self, config: MeanFlow, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
-        self.teacher = Teacher() if config.direction == "teacher" else None
+        self.teacher = FrozenCopy() if config.direction == "teacher" else None
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw two times and noise for each sample."""
