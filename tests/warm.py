@@ -224,9 +224,12 @@ def serve(address: str, python: str) -> NoReturn:
 
 
 def _name(arguments: list[str]) -> str:
-    """Return the command of this package, the last word of another module, or the stem of a script."""
+    """Return the command of this package, the last word of another module, or the stem of a script; of a
+    `track` that follows the stages, "follow"."""
     if arguments[0] != "-m":
         return Path(arguments[0]).stem
+    if "--follow" in arguments:
+        return "follow"
     return arguments[2] if arguments[1] == PACKAGE and len(arguments) > 2 else arguments[1].rpartition(".")[2]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.process.command import COMMANDS, module_of
+from image_diffusion.core.process.errors import log_line
 
 
 def main() -> None:
@@ -26,6 +27,9 @@ def main() -> None:
     name = sys.argv.pop(1)
     if name == "published":
         sys.exit("error: the command published is an option of sample: sample --published FILE --read FILE …")
+    if name == "follow":
+        log_line("warning: the command follow is an option of track: track --follow EXPERIMENT …")
+        name, sys.argv[1:] = "track", ["--follow" if word == "--experiments" else word for word in sys.argv[1:]]
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)
         hint = f"Did you mean '{close}'?" if close else f"Known: {', '.join(COMMANDS)}."

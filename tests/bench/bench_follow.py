@@ -50,7 +50,7 @@ def main() -> None:
             sys.executable,
             "-m",
             "image_diffusion",
-            "follow",
+            "track",
             "--store",
             "sqlite:///mlflow.db",
             "--project",
@@ -60,7 +60,7 @@ def main() -> None:
             for step in range(given.steps):
                 journal.metrics({f"train/metric_{i}": step / (i + 1) for i in range(10)}, step=step)
             process = subprocess.Popen(
-                [*command, "--results", "results", "--experiments", "demo"], cwd=temporary, stdin=subprocess.PIPE
+                [*command, "--results", "results", "--follow", "demo"], cwd=temporary, stdin=subprocess.PIPE
             )
             stays, others = 0.0, 0.0
             until = time.monotonic() + given.seconds

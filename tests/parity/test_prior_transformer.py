@@ -92,7 +92,7 @@ def test_a_folder_is_read_and_written_again(tmp_path: Path, at: str, changes: di
     model, original = read(tmp_path, at, **changes)
     torch.testing.assert_close(given(model.network), expected(original), **CLOSE)
     codec = Rgb().build(None, None, torch.device("cpu"), torch.float32)
-    use = export_of(model.system, "diffusers").write(model, codec, tmp_path / "out")
+    use = export_of(model.system, "diffusers").write(model.system, model, codec, tmp_path / "out")
     again = PriorTransformer.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(expected(again), expected(original), **CLOSE)
     x = inputs()[0]

@@ -26,7 +26,7 @@ from image_diffusion.core.files.atomic import write_json, write_text
 from image_diffusion.core.journal.reader import read_journal
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.core.process import command
-from image_diffusion.tools.follow import follow, send
+from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.tracker import Tracker
 from image_diffusion.workflow.integrity.damage import Damage

@@ -23,7 +23,7 @@ from comparison import results
 from tracked import forked, status_of
 
 from image_diffusion.core.journal.reader import Point
-from image_diffusion.tools.follow import follow, send
+from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import Request
 from image_diffusion.tracking.shown_metrics import scalars, shown
 

@@ -16,7 +16,7 @@ import pytest
 from breaking import BreakingProxy, Server, free_port
 from tracked import check_same, check_whole, contents, forked, status_of, track
 
-from image_diffusion.tools.follow import follow, send
+from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import FinalWeights, Request
 from tiny_models import write_model
 

@@ -107,14 +107,13 @@ class Denoiser(nn.Module):
 class Eps(Objective):
     """Predict the noise at a cosine of the time, which is drawn with weights learnt from the losses."""
 
-    observes = True
-
     def __init__(self) -> None:
-        self.history = torch.ones(4, dtype=torch.float64)
+        self.memory = Quartiles()
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         u = batch.streams.uniform("timestep")
-        edges = torch.cumsum(self.history / self.history.sum(), 0)
+        history = self.memory.history
+        edges = torch.cumsum(history / history.sum(), 0)
         t = 0.5 * u + 0.125 * torch.searchsorted(edges, u.double()).clamp(max=3)
         eps = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         angle = 0.5 * math.pi * t.view(-1, 1, 1, 1)
@@ -126,6 +125,13 @@ class Eps(Objective):
         prediction = network(torch.cos(angle) * batch.x + torch.sin(angle) * eps, t, label=label)
         mse = (prediction - eps).square().flatten(1).mean(1)
         return Losses(loss=mse, parts={"mse": mse.detach()}, time=t)
+
+
+class Quartiles:
+    """A moving average of the loss in each quartile of the time."""
+
+    def __init__(self) -> None:
+        self.history = torch.ones(4, dtype=torch.float64)
 
     def observe(self, losses: Losses) -> None:
         assert losses.time is not None

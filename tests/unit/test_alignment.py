@@ -180,7 +180,7 @@ def test_the_term_is_minus_the_mean_cosine_of_projected_tokens_and_features(proj
     system = a_system(projector=projector, projector_width=8, weight=0.7)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
-    objective.add_layers(network)  # type: ignore[attr-defined]
+    network.add_module(PROJECTOR, objective.layers[PROJECTOR]())
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     losses, seen = objective(network, a_batch()), []

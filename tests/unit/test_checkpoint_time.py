@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from image_diffusion.training.forecast import checkpoint_time
-from image_diffusion.training.forecast.checkpoint_time import seconds_to_save, told_too_late
+from image_diffusion.training.forecast import forecast
+from image_diffusion.training.forecast.forecast import seconds_to_save, told_too_late
 from image_diffusion.workflow.resources import Machine
 from plans import a_plan, plans_of
 
@@ -17,9 +17,9 @@ from plans import a_plan, plans_of
 def test_time_grows_with_the_size_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0, 0.0, 2.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(checkpoint_time, "_PROBE", 16 << 20)
+    monkeypatch.setattr(forecast, "_PROBE", 16 << 20)
     written: list[int] = []
-    monkeypatch.setattr(checkpoint_time, "sha256_file", lambda path: written.append(path.stat().st_size))
+    monkeypatch.setattr(forecast, "sha256_file", lambda path: written.append(path.stat().st_size))
     assert seconds_to_save(160 << 20, tmp_path / "not" / "there") == 20.0
     assert seconds_to_save(4 << 20, tmp_path) == 1.0, "two seconds for the eight that are written"
     assert written == [16 << 20, 8 << 20]

@@ -17,7 +17,7 @@ from image_diffusion.networks.patch_discriminator import PatchDiscriminator
 from image_diffusion.objectives.codec.adversarial import DISCRIMINATOR, Adversarial
 from image_diffusion.objectives.codec.perceptual import Perceptual
 from image_diffusion.systems import AnySystem
-from image_diffusion.systems.codec.perceptual import PerceptualConfig
+from image_diffusion.systems.codec.base import PerceptualConfig
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.lora import written
 from image_diffusion.training.parallel.world import World
@@ -46,8 +46,8 @@ def built(kind: str, **terms: Any) -> tuple[nn.Module, Any]:
     system = system_of(kind, **terms)
     torch.manual_seed(0)
     network, objective = system.build_network(SPEC), system.build_objective(SPEC)
-    if objective.has_layers:
-        objective.add_layers(network)
+    for name, build in objective.layers.items():
+        network.add_module(name, build())
     return network, objective
 
 

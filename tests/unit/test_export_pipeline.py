@@ -269,7 +269,7 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
         *((name, system, pixels, codec) for name, (system, codec) in codecs.items()),
     ):
         model = Model(trained, of, {}, [], 1, 1, "0" * 64, num_steps=1, fingerprint="", system=system)
-        export_of(system, "pipeline").write(model, Rgb(), root / name)
+        export_of(system, "pipeline").write(system, model, Rgb(), root / name)
     folder = root / "vq"
     write_autoencoder("vq", folder)
     published = TokensOf.model_validate({"of": {"type": "diffusers", "weights": str(folder)}})
@@ -291,7 +291,7 @@ def others(root: Path) -> dict[str, tuple[np.ndarray, Path, dict[str, Any]]]:
         labels = torch.tensor([2, 0, 1])
         images_ = system.sampling().generator(trained, of, codec, settings)(torch.tensor(SEEDS), labels)
         model = Model(trained, of, {}, ["a", "b", "c"], 1, 1, "0" * 64, num_steps=1, fingerprint="", system=system)
-        export_of(system, "pipeline").write(model, codec, root / name)
+        export_of(system, "pipeline").write(system, model, codec, root / name)
         call = {"seeds": SEEDS, "class_labels": ["c", 0, 1], "sampler": sampler, "guidance_scale": 2.0}
         made[f"{name} tokens"] = (
             images_.movedim(1, -1).numpy(), root / name, {**call, "batch_size": 2, "output_type": "np"},
@@ -332,7 +332,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compared]:
     calls, found = [], {}
     for number, (name, case) in enumerate(cases(root).items()):
         folder = root / f"model-{number}"
-        export_of(case.system, "pipeline").write(case.model, case.codec, folder)
+        export_of(case.system, "pipeline").write(case.system, case.model, case.codec, folder)
         calls.append([str(folder), case.asked, str(root / f"{number}.npy")])
         found[name] = (case.images(), root / f"{number}.npy", folder)
     for name, (here, folder, call) in others(root).items():

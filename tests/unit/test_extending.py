@@ -50,7 +50,9 @@ def parts() -> Any:
 def test_the_diffusion_learns_with_the_objective_and_draws_with_the_sampler(parts: Any) -> None:
     torch.manual_seed(0)
     system = parts["systems.mixer"].MixerSystem()
-    objective = parts["objectives.absolute"].Absolute().build(Discrete().build(), SPEC)
+    config = parts["objectives.absolute"].Absolute()
+    assert not config.learns_intervals
+    objective = config.build(Discrete().build(), SPEC)
     network = system.build_network(SPEC)
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)
     batch = Batch(torch.zeros(4, 3, 8, 8), {"label": torch.arange(4) % 2}, STREAMS)

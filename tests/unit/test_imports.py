@@ -26,7 +26,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("verb", ["configure", "train", "sample", "encode", "track", "follow"])
+@pytest.mark.parametrize("verb", ["configure", "train", "sample", "encode", "track"])
 def test_a_stage_loads_nothing_that_it_may_not_need(verb: str) -> None:
     code = f"import sys, {module_of(verb)}; print([name for name in {SLOW} if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

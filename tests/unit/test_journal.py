@@ -17,7 +17,7 @@ import pytest
 
 from image_diffusion.core.journal import writer as journal_module
 from image_diffusion.core.journal.reader import logged_stages, of_weights, read_journal, read_journals
-from image_diffusion.core.journal.writer import Journal, NullJournal, receipts_of
+from image_diffusion.core.journal.writer import Journal, NullJournal, open_journal, receipts_of
 from image_diffusion.core.process.errors import Stopped
 
 
@@ -264,9 +264,13 @@ def test_nothing_heavy_is_imported() -> None:
 def test_the_null_journal_has_every_method(tmp_path: Path) -> None:
     public = [name for name in vars(Journal) if not name.startswith("_") and name not in ("open", "path")]
     assert set(public) <= set(vars(NullJournal))
-    with NullJournal() as journal:
+    with open_journal(None, "train") as journal:
         journal.metrics({"loss": 1.0}, step=1)
-    assert list(tmp_path.iterdir()) == []
+    assert isinstance(journal, NullJournal) and list(tmp_path.iterdir()) == []
+    with open_journal(tmp_path, "train", {"fingerprint": "f"}) as journal:
+        journal.metrics({"loss": 1.0}, step=1)
+    history = read_journal(tmp_path / "train")
+    assert history is not None and history.tags["fingerprint"] == "f" and len(history.points) == 1
 
 
 def test_no_flipped_bit_shows_a_number_that_was_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

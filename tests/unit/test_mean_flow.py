@@ -171,8 +171,8 @@ def test_objective_mean_flow_needs_the_flow_process() -> None:
 def test_a_teacher_s_average_velocity_leaves_no_error() -> None:
     """Distilled from the exact flow, the exact map is the fixed point in every sample, not on average alone."""
     objective = MeanFlow(direction="teacher", interval_probability=1.0, weight_power=0.0).build(Flow().build(), SPEC)
-    assert objective.has_teacher
-    objective.learn_from(exact)
+    assert objective.teacher is not None
+    objective.teacher.network = exact
     losses = objective(exact, batch(500))
     assert losses.loss.max() < 1e-8
 
@@ -183,7 +183,7 @@ def test_a_teacher_is_guided_in_place_of_the_network() -> None:
 
     config = MeanFlow(direction="teacher", guidance_scale=3.0, label_drop_probability=0.3, interval_probability=1e-9)
     objective, given = config.build(Flow().build(), SPEC), batch(400)
-    objective.learn_from(teacher)
+    objective.teacher.network = teacher
     mse = objective(lambda x, t, **cond: torch.zeros_like(x), given).parts["mse"]
     dropped = given.streams.event("label_drop", 0.3)
     told = (given.cond["label"] + 1).float()

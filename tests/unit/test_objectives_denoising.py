@@ -219,7 +219,7 @@ def test_a_step_never_waits_for_the_gpu(config: Denoising, process: Discrete) ->
         losses = objective(network, batch)
         losses.loss.mean().backward()
         if isinstance(objective, ImportanceSampled):
-            objective.observe(losses)
+            objective.memory.observe(losses)
 
     step()  # the tables go to the GPU here
     torch.cuda.set_sync_debug_mode("error")

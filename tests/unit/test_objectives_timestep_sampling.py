@@ -71,13 +71,13 @@ def test_the_history_is_of_the_losses_before_they_were_weighted() -> None:
     for step in range(12):
         batch = batch_of(torch.arange(8), epoch=step)
         losses = objective(network, batch)
-        objective.observe(losses)
+        objective.memory.observe(losses)
     plain = Denoising().build(
         Discrete(num_timesteps=5, schedule={"type": "cosine"}).build(), DataSpec(channels=1, resolution=2)
     )
     t = (losses.time * 5).round().long()
     expected = plain.at_times(network, batch, t).loss
-    state = objective.state_dict()
+    state = objective.memory.state_dict()
     assert (state["counts"] > 2).all()
     last = state["losses"][t[-1], (state["counts"][t[-1]] - 1) % 2]
     assert last.item() == pytest.approx(expected[-1].item(), rel=1e-6)
@@ -87,16 +87,16 @@ def test_the_history_is_of_the_losses_before_they_were_weighted() -> None:
 def test_it_continues_from_its_state() -> None:
     first, second = objective_of(), objective_of()
     for step in range(6):
-        first.observe(first(network, batch_of(torch.arange(8), epoch=step)))
-    second.load_state_dict(first.state_dict())
-    kept = {name: value.clone() for name, value in first.state_dict().items()}
+        first.memory.observe(first(network, batch_of(torch.arange(8), epoch=step)))
+    second.memory.load_state_dict(first.memory.state_dict())
+    kept = {name: value.clone() for name, value in first.memory.state_dict().items()}
     for step in range(6, 9):
         batch = batch_of(torch.arange(8), epoch=step)
         results = [objective(network, batch) for objective in (first, second)]
         assert torch.equal(results[0].loss, results[1].loss)
-        first.observe(results[0])
-        second.observe(results[1])
-    assert not torch.equal(kept["losses"], first.state_dict()["losses"])
+        first.memory.observe(results[0])
+        second.memory.observe(results[1])
+    assert not torch.equal(kept["losses"], first.memory.state_dict()["losses"])
 
 
 def test_a_history_shares_no_memory_with_the_state_it_was_read_from() -> None:
@@ -115,15 +115,15 @@ def test_a_history_follows_the_losses_to_their_device() -> None:
 def test_only_importance_sampling_remembers() -> None:
     """What the training loop gathers losses for."""
     process, spec = Discrete().build(), DataSpec(channels=1, resolution=2)
-    assert objective_of().observes
-    assert not Denoising().build(process, spec).observes
+    assert objective_of().memory is not None
+    assert Denoising().build(process, spec).memory is None
 
 
 def test_a_state_of_another_objective_is_refused() -> None:
     with pytest.raises(ValueError, match="Resume with the objective the checkpoint was written with"):
-        objective_of().load_state_dict({})
+        objective_of().memory.load_state_dict({})
     with pytest.raises(ValueError, match="timestep history"):
-        objective_of().load_state_dict(objective_of(history=3).state_dict())
+        objective_of().memory.load_state_dict(objective_of(history=3).memory.state_dict())
 
 
 def train(rank_samples: list[Tensor], gather: object, steps: int = 8) -> dict[str, Tensor]:
@@ -131,8 +131,8 @@ def train(rank_samples: list[Tensor], gather: object, steps: int = 8) -> dict[st
     objective = objective_of()
     for step in range(steps):
         losses = joined([objective(network, batch_of(part, epoch=step)) for part in rank_samples])
-        objective.observe(gather(losses))
-    return objective.state_dict()
+        objective.memory.observe(gather(losses))
+    return objective.memory.state_dict()
 
 
 def worker(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_validation_draws_and_weighs_as_if_there_were_no_history() -> None:
         ),
     )
     t = torch.arange(5).repeat_interleave(2)
-    objective.observe(Losses((1 + t).float(), {}, t.double() / 5))
+    objective.memory.observe(Losses((1 + t).float(), {}, t.double() / 5))
     ids = torch.arange(64)
     assert not torch.equal(objective(network, batch_of(ids)).loss, plain(network, batch_of(ids)).loss)
     assert torch.equal(objective.uniform()(network, batch_of(ids)).loss, plain(network, batch_of(ids)).loss)

@@ -16,8 +16,8 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Denoised, Grid
 from image_diffusion.samplers import Ddim, Ddpm, DpmSolver, Euler, Heun, Sde, UniPc, image_streams, initial_noise
 from image_diffusion.samplers.base import SamplerConfig, initial_scale
-from image_diffusion.samplers.diffusers_multistep import run_scheduler
 from image_diffusion.samplers.image_noise import step_noise
+from image_diffusion.samplers.multistep import run_scheduler
 from image_diffusion.samplers.sde import FORMS, Form
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own

@@ -20,9 +20,8 @@ from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.synthesis.croissant import DataSetFacts, croissant
 from image_diffusion.synthesis.layouts import WRITERS, folder_name, synthetic_images
 from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
-from image_diffusion.synthesis.requirement import parse_requirement
 from image_diffusion.synthesis.scorecard import Scores, faults, measure_privacy, score_of
-from image_diffusion.synthesis.scores import SCORES
+from image_diffusion.synthesis.scores import parse_requirement
 from image_diffusion.synthesis.utility import Labelled, crossed_mean, rarest_classes, train_and_test, training_sets
 
 
@@ -69,7 +68,7 @@ def test_the_auc_is_the_share_of_pairs_in_order() -> None:
 
 
 def test_a_requirement_holds_by_its_numbers() -> None:
-    conditions = parse_requirement("copies.upper < 0.01 and  utility.gain.lower >= -1e-3", SCORES)
+    conditions = parse_requirement("copies.upper < 0.01 and  utility.gain.lower >= -1e-3")
     assert [(c.score, c.field, c.sign, c.bound) for c in conditions] == [
         ("copies", "upper", "<", 0.01),
         ("utility.gain", "lower", ">=", -0.001),

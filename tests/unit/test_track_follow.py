@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sqlite3
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import image_diffusion.__main__
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.journal.writer import Journal
-from image_diffusion.tools.follow import follow, send_apart
+from image_diffusion.tracking.live import follow, send_apart
 from image_diffusion.tracking.plan import Request, request_of, watched
 
 
@@ -76,7 +78,7 @@ FOLLOWER = """
 import sys, threading
 from functools import partial
 from pathlib import Path
-from image_diffusion.tools.follow import follow, send_apart
+from image_diffusion.tracking.live import follow, send_apart
 from image_diffusion.tracking.plan import Request
 
 def main():
@@ -109,9 +111,25 @@ def _killed(*_: object) -> None:
 
 
 def test_a_sender_that_is_killed_is_a_store_that_fails(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("image_diffusion.tools.follow._send_and_report", _killed)
+    monkeypatch.setattr("image_diffusion.tracking.live._send_and_report", _killed)
     with pytest.raises(OSError, match="The process that sends to MLflow was killed"):
         send_apart("sqlite:///mlflow.db", "p", [Request(experiment)], True)
+
+
+def test_the_command_of_old_is_the_option_of_track(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("runpy.run_module", lambda module, **_: ran.append((module, sys.argv[1:])))
+    old = ["follow", "--results", "results", "--every", "5", "--project", "p", "--experiments", "one", "two"]
+    monkeypatch.setattr("sys.argv", ["image-diffusion", *old])
+    image_diffusion.__main__.main()
+    gc.enable()
+    words = ["--results", "results", "--every", "5", "--project", "p", "--follow", "one", "two"]
+    assert ran == [("image_diffusion.stages.track", words)]
+    assert capsys.readouterr().err == (
+        "warning: the command follow is an option of track: track --follow EXPERIMENT …\n"
+    )
 
 
 def test_what_to_send_follows_from_the_plan(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_following_runs_where_it_is_asked_for_and_ends_with_us(
     assert second.process is None and process.poll() is None
     following.end()
     assert process.poll() is not None
-    asked = ["follow", "--results", "results", "--every", "5", "--project", "p", "--experiments", "one"]
+    asked = ["track", "--results", "results", "--every", "5", "--project", "p", "--follow", "one"]
     assert str(asked) in LOG.read_text()
     assert capsys.readouterr().err == ""
     following.start()

@@ -57,7 +57,7 @@ def followers(project: Project) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             mine = (process / "cwd").resolve() == project.folder.resolve()
-            if mine and b"image_diffusion\0follow" in (process / "cmdline").read_bytes():
+            if mine and {b"track", b"--follow"} <= set((process / "cmdline").read_bytes().split(b"\0")):
                 found.append(int(process.name))
         except OSError:  # it has ended
             continue

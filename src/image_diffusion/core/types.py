@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,18 +108,45 @@ class Network(Protocol):
     def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor: ...
 
 
+class LossMemory(Protocol):
+    """Part of an objective that learns from the losses of each step. Checkpoints contain its state."""
+
+    def observe(self, losses: Losses) -> None:
+        """Take in the losses of one step's whole global batch, in the order of the batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state that a checkpoint needs."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor], /) -> None:
+        """Load what `state_dict` returned. Raises ValueError where it does not fit."""
+        ...
+
+
+class FrozenCopy:
+    """The network as it is when training begins. The trainer sets `network`, a copy that does not change."""
+
+    network: Network
+
+    def __call__(self, x: Tensor, t: Tensor, /, **cond: Tensor) -> Tensor:
+        """Call the copy of the network."""
+        return self.network(x, t, **cond)
+
+
 class Objective(ABC):
     """Base class of an objective: a batch -> one loss per example. It is given the network, and never imports one.
 
     network: a `Network` for the diffusion objectives; others document how they call it.
     """
 
-    observes: bool = False
-    """True if it learns from the losses of each step (`observe`)."""
-    has_layers: bool = False
-    """True if it has layers of its own (`add_layers`)."""
-    has_teacher: bool = False
-    """True if it learns from the network as it is when training begins (`learn_from`)."""
+    layers: Mapping[str, Callable[[], nn.Module]] = {}
+    """Functions that build its own layers, by their names in the network. The layers learn with the network, and are
+    not part of its weights."""
+    memory: LossMemory | None = None
+    """The part that learns from the losses of each step; None: there is none."""
+    teacher: FrozenCopy | None = None
+    """The teacher that it learns from; None: it needs none."""
     pairs_samples: bool = False
     """True if the loss of a sample depends on its neighbour: rows 0 and 1 of a batch, 2 and 3, and so on."""
 
@@ -129,22 +157,3 @@ class Objective(ABC):
         """Return the objective unweighted, at times uniform over the noise scale, by which runs and steps are
         compared."""
         return self
-
-    def add_layers(self, network: nn.Module) -> None:
-        """Add its own layers to the network. They learn with it, and are not part of its weights."""
-        raise NotImplementedError
-
-    def learn_from(self, teacher: Network) -> None:
-        """Set the teacher: a network that stays as it is."""
-        raise NotImplementedError
-
-    def observe(self, losses: Losses) -> None:
-        """Take in the losses of one step's whole global batch, in the order of the batch."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that a checkpoint needs."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: B027 - most have none
-        """Load what `state_dict` returned. Raises ValueError where it does not fit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from image_diffusion.experiments.experiment import (
 from image_diffusion.experiments.study import Expanded
 from image_diffusion.systems.base import Others, makes
 from image_diffusion.systems.pairs.config import PairsConfig
+from image_diffusion.workflow.plans import Plan, plan_file
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
@@ -259,50 +261,50 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     swept = write_sweep(experiment, own / "sweep")
     samples, others = experiment.samples, built_on(experiment)
     sources, against = system.sampling().sources(experiment.sample), evaluation.against(evaluated)
-    plan: dict[str, Any] = {
-        "experiment": name,
-        "system": system.type,
-        "dataset": experiment.data.folder,
-        "source": dump(experiment.data)["source"],
-        "has_images": has_images,
-        "num_shards": experiment.data.num_shards,
-        "codec": codec,
-        "codec_experiment": others.get(CODEC),
-        "codec_files": [str(path) for path in experiment.codec.files],
-        "decoder_files": decoder_files(experiment),
-        "small_images": sources.small_images if isinstance(sources.small_images, str) else None,
-        "small_images_experiment": others.get(SMALL_IMAGES),
-        "embeddings": sources.embeddings if isinstance(sources.embeddings, str) else None,
-        "embeddings_experiment": others.get(EMBEDDINGS),
-        "against": against if isinstance(against, str) else None,
-        "against_experiment": others.get(AGAINST),
-        "start_experiment": others.get(START),
-        "tokens": tokens,
-        "judged_on_encoded": evaluation.reads_encoded,
-        "pairs": pairs.name if pairs is not None else None,
-        "pairs_beside": system.reads_beside is not None,
-        "pairs_of_images": pairs is not None and not isinstance(experiment.data.source, Embeddings),
-        "pairs_of_source": pairs is not None and pairs.needs_source,
-        "pairs_of_detector": pairs is not None and pairs.needs_detector,
-        "captions": caption_table(pairs),
-        "prompts": prompt_file(experiment),
-        "pictures": system.sampling().pictures(experiment.sample) if makes(experiment, "images") else [],
-        "makes_samples": makes(experiment, "images"),
-        "keeps_samples": samples is None or samples.num_stored == samples.num_samples,
-        "makes_embeddings": makes(experiment, "embeddings"),
-        "sample_jobs": samples.num_jobs if samples is not None else 0,
-        "sample_batches": -(-samples.num_samples // samples.batch_size) if samples is not None else 0,
-        "global_batch": experiment.train.global_batch,
-        "detectors": [detector.type for detector in evaluation.detectors(evaluated)],
-        "references": {detector_name: str(path) for detector_name, (path, _) in references.items()},
-        "headline": evaluation.headline(evaluated),
-        "sweep": swept,
-        "export": experiment.export.format,
-        "resources": dump(experiment.resources),
-        "configs": {stage: str(path) for stage, (path, _) in stages.items()},
-        "beyond_defaults": sorted(beyond_defaults(experiment)),
-    }
-    write_if_changed(own / "plan.json", to_json(plan))
+    plan = Plan(
+        experiment=name,
+        system=system.type,
+        dataset=experiment.data.folder,
+        source=dump(experiment.data)["source"],
+        has_images=has_images,
+        num_shards=experiment.data.num_shards,
+        codec=codec,
+        codec_experiment=others.get(CODEC),
+        codec_files=[str(path) for path in experiment.codec.files],
+        decoder_files=decoder_files(experiment),
+        small_images=sources.small_images if isinstance(sources.small_images, str) else None,
+        small_images_experiment=others.get(SMALL_IMAGES),
+        embeddings=sources.embeddings if isinstance(sources.embeddings, str) else None,
+        embeddings_experiment=others.get(EMBEDDINGS),
+        against=against if isinstance(against, str) else None,
+        against_experiment=others.get(AGAINST),
+        start_experiment=others.get(START),
+        tokens=tokens,
+        judged_on_encoded=evaluation.reads_encoded,
+        pairs=pairs.name if pairs is not None else None,
+        pairs_beside=system.reads_beside is not None,
+        pairs_of_images=pairs is not None and not isinstance(experiment.data.source, Embeddings),
+        pairs_of_source=pairs is not None and pairs.needs_source,
+        pairs_of_detector=pairs is not None and pairs.needs_detector,
+        captions=caption_table(pairs),
+        prompts=prompt_file(experiment),
+        pictures=system.sampling().pictures(experiment.sample) if makes(experiment, "images") else [],
+        makes_samples=makes(experiment, "images"),
+        keeps_samples=samples is None or samples.num_stored == samples.num_samples,
+        makes_embeddings=makes(experiment, "embeddings"),
+        sample_jobs=samples.num_jobs if samples is not None else 0,
+        sample_batches=-(-samples.num_samples // samples.batch_size) if samples is not None else 0,
+        global_batch=experiment.train.global_batch,
+        detectors=[detector.type for detector in evaluation.detectors(evaluated)],
+        references={detector_name: str(path) for detector_name, (path, _) in references.items()},
+        headline=evaluation.headline(evaluated),
+        sweep=swept,
+        export=experiment.export.format,
+        resources=dump(experiment.resources),
+        configs={stage: str(path) for stage, (path, _) in stages.items()},
+        beyond_defaults=sorted(beyond_defaults(experiment)),
+    )
+    write_if_changed(plan_file(results, name), to_json(asdict(plan)))
 
 
 def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str]]:

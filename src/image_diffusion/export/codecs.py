@@ -10,8 +10,9 @@ from image_diffusion.export.bundle.codec_model import ExportedTokens
 from image_diffusion.export.bundle.folder import trained, write_hub_folder
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.autoencoder import Autoencoder
-from image_diffusion.systems.base import Model
+from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.codec.dvae import DVAESystem
+from image_diffusion.systems.interface import TrainedNetwork
 
 _CODE = (
     "# pip install diffusers pydantic\n"
@@ -21,17 +22,16 @@ _CODE = (
 )
 
 
-def write_dvae(model: Model, codec: Codec, folder: Path) -> CardUse:
+def write_dvae(system: DVAESystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder with its own pipeline.py."""
     from image_diffusion.export.bundle import token_pipeline
 
-    assert isinstance(model.system, DVAESystem)
-    networks = trained(model.network, model.system.network, model.spec, {})
+    networks = trained(model.network, system.network, model.spec, {})
     write_hub_folder(folder, ExportedTokens, token_pipeline, networks, {})
     return CardUse("image-to-image", "DiffusionPipeline", _CODE)
 
 
-def write_vae(model: Model, codec: Codec, folder: Path) -> CardUse:
+def write_vae(system: AutoencoderSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder that `AutoencoderKL.from_pretrained` loads, whole or not at all."""
     assert isinstance(model.network, Autoencoder)
     with atomic_folder(folder) as written:

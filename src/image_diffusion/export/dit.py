@@ -12,16 +12,16 @@ from image_diffusion.networks.dit import DiT
 from image_diffusion.networks.weights.dit_diffusers import ddim_scheduler, flow_scheduler, write_dit_pipeline
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.flow import Flow
-from image_diffusion.systems.base import Model, Others, Sections
+from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.interface import TrainedNetwork
 
 _CODE = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_labels=[0]).images[0]'
 
 
-def check_dit(experiment: Sections, others: Others) -> None:
+def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DiTPipeline does not support."""
-    system, codec = experiment.system, experiment.codec
-    assert isinstance(system, DiTSystem)
+    codec = experiment.codec
     if system.condition.reads is not None:
         raise ValueError(
             "Diffusers' DiTPipeline takes classes, but this network takes words or embeddings. Set export.format "
@@ -36,30 +36,35 @@ def check_dit(experiment: Sections, others: Others) -> None:
             "Diffusers' DiTPipeline scales latents by one factor, but codec.type diffusers normalises each channel. "
             "Set export.format to pipeline, or use codec.type stability_vae."
         )
-    process = system.process
-    whole = isinstance(process, Discrete) and process.respacing == "" and not process.rescale_timesteps
-    if not whole and not isinstance(process, Flow):
-        raise ValueError(
-            "Diffusers' DiTPipeline has no scheduler for this process. Train on a discrete process with all its "
-            "timesteps or on a flow process, or set export.format to pipeline."
-        )
+    _check_process(system)
 
 
-def write_dit(model: Model, codec: Codec, folder: Path) -> CardUse:
+def write_dit(system: DiTSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder that `DiTPipeline.from_pretrained` loads. Raises ValueError for a codec that it has not."""
     if not isinstance(codec, KlCodec):
         raise ValueError(
             "Diffusers' DiTPipeline decodes by an AutoencoderKL, but this model's codec is none. Set export.format to "
             "pipeline."
         )
-    system = model.system
-    assert isinstance(system, DiTSystem) and isinstance(model.network, DiT)
-    process, prediction = system.process, system.objective.prediction
+    assert isinstance(model.network, DiT)
+    process, prediction = _check_process(system), system.objective.prediction
     scheduler: Any
     if isinstance(process, Flow):
         scheduler = flow_scheduler(process.time_scale, prediction)
     else:
-        assert isinstance(process, Discrete)
         scheduler = ddim_scheduler(process.build().betas, prediction)
     write_dit_pipeline(folder, model.network, codec.vae, codec.scale, scheduler, model.classes)
     return CardUse("unconditional-image-generation", "DiTPipeline", _CODE)
+
+
+def _check_process(system: DiTSystem) -> Discrete | Flow:
+    """Return the process of the system."""
+    process = system.process
+    if isinstance(process, Flow):
+        return process
+    if not isinstance(process, Discrete) or process.respacing != "" or process.rescale_timesteps:
+        raise ValueError(
+            "Diffusers' DiTPipeline has no scheduler for this process. Train on a discrete process with all its "
+            "timesteps or on a flow process, or set export.format to pipeline."
+        )
+    return process

@@ -1,9 +1,7 @@
-"""A model that makes images for diffusers, with the code that diffusers does not have."""
+"""Models that make images, of noise or of tokens, for diffusers, with the code that diffusers does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,65 +10,63 @@ from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.export.bundle.folder import Network, place_of, trained, write_hub_folder
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
+from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
 from image_diffusion.export.model_card import CardUse
-from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainedNetwork
+from image_diffusion.systems.tokens.generator import TokenSampleConfig, fitted
+from image_diffusion.systems.tokens.tokens import TokensSystem
 
 
-@dataclass(frozen=True)
-class ImageModel:
-    """Description of the export of a model that makes images.
-
-    exported: the class that samples the images. network: its configuration, with `build_options`. reading: the denoiser
-    spec as plain data. usual: the default sampling settings. low_resolution: side of the small images that the network
-    enlarges; None: it makes images from noise alone.
-    """
-
-    exported: type[ExportedDiffusion]
-    network: Config
-    build_options: Mapping[str, Any]
-    reading: dict[str, Any]
-    usual: SampleConfig
-    low_resolution: int | None = None
-
-
-def write_images(model: Model, codec: Codec, folder: Path) -> CardUse:
-    """Write a diffusion model as a folder with its own pipeline.py."""
-    system = model.system
-    assert isinstance(system, DiffusionSystem)
+def write_diffusion_model(system: DiffusionSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+    """Write a folder with its own pipeline.py."""
     usual = system.sections["sample"].default
     assert isinstance(usual, SampleConfig)
-    network: Config = getattr(system, "network")  # noqa: B009 - each page has one of its own type
-    exported = ImageModel(
-        ExportedDiffusion, network, system.build_options, dump(system.reading), usual, system.low_resolution
-    )
-    return write_image_model(exported, model, codec, folder)
+    return _write_image_model(ExportedDiffusion, system, usual, system.low_resolution, model, codec, folder)
 
 
-def write_image_model(exported: ImageModel, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
+def write_token_model(system: TokensSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder with its own pipeline.py."""
+    usual = fitted(TokenSampleConfig(), system.objective.causal)
+    return _write_image_model(ExportedTokenModel, system, usual, None, model, codec, folder)
+
+
+def _write_image_model(
+    exported: type[ExportedDiffusion],
+    system: DiffusionSystem | TokensSystem,
+    usual: SampleConfig,
+    low_resolution: int | None,
+    model: TrainedNetwork,
+    codec: Codec,
+    folder: Path,
+) -> CardUse:
+    """Write a folder with its own pipeline.py.
+
+    exported: the class that samples the images. usual: the default sampling settings. low_resolution: side of the small
+    images that the network enlarges; None: it makes images without them.
+    """
     from image_diffusion.export.bundle import image_pipeline
 
     packed, vae = codec.packed(), None
-    networks = trained(model.network, exported.network, model.spec, exported.build_options)
+    config: Config = getattr(system, "network")  # noqa: B009 - each page has one of its own type
+    networks = trained(model.network, config, model.spec, system.build_options)
     if packed.network is not None and hasattr(packed.network, "save_pretrained"):
         vae = packed.network
     elif packed.network is not None:
         of_codec: Any = packed.network
         networks[CODEC] = Network(packed.network, of_codec.config, of_codec.spec, {})
     described = {
-        "reading": exported.reading,
+        "reading": dump(system.reading),
         "codec": {"class": place_of(type(codec)), "settings": packed.settings},
         "classes": model.classes,
         **({"untrained": list(model.untrained)} if model.untrained else {}),
-        "low_resolution": exported.low_resolution,
+        "low_resolution": low_resolution,
         "pairs": model.pairs,
-        "sample": dump(exported.usual),
+        "sample": dump(usual),
     }
-    write_hub_folder(folder, exported.exported, image_pipeline, networks, described, (type(codec),), vae)
-    code = _code(model.spec, exported.low_resolution)
+    write_hub_folder(folder, exported, image_pipeline, networks, described, (type(codec),), vae)
+    code = _code(model.spec, low_resolution)
     return CardUse("unconditional-image-generation", "DiffusionPipeline", code)
 
 

@@ -13,7 +13,8 @@ from image_diffusion.export.bundle.embedding_model import ExportedPrior
 from image_diffusion.export.bundle.folder import trained, write_hub_folder
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.networks.prior_transformer import PriorTransformer, to_diffusers_prior
-from image_diffusion.systems.base import Model, Others, Sections
+from image_diffusion.systems.base import Others, Sections
+from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.prior.prior import PriorSystem
 
 _CODE = (
@@ -29,28 +30,23 @@ _TRANSFORMER_CODE = (
 )
 
 
-def write_prior(model: Model, codec: Codec, folder: Path) -> CardUse:
+def write_prior(system: PriorSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder with its own pipeline.py."""
     from image_diffusion.export.bundle import embedding_pipeline
 
-    system = model.system
-    assert isinstance(system, PriorSystem)
     networks = trained(model.network, system.network, model.spec, {})
     described = {"reading": dump(system.reading(model.spec))}
     write_hub_folder(folder, ExportedPrior, embedding_pipeline, networks, described)
     return CardUse("feature-extraction", "DiffusionPipeline", _CODE)
 
 
-def check_prior_transformer(experiment: Sections, others: Others) -> None:
+def check_prior_transformer(system: PriorSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for a network that diffusers' PriorTransformer is not."""
-    assert isinstance(experiment.system, PriorSystem)
-    _check_network(experiment.system)
+    _check_network(system)
 
 
-def write_prior_transformer(model: Model, codec: Codec, folder: Path) -> CardUse:
+def write_prior_transformer(system: PriorSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder that `PriorTransformer.from_pretrained` loads. Raises ValueError for another network."""
-    system = model.system
-    assert isinstance(system, PriorSystem)
     _check_network(system)
     assert isinstance(model.network, PriorTransformer)
     moments = system.reading(model.spec).scaling.moments(torch.zeros(model.spec.channels))

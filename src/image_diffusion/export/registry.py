@@ -5,65 +5,76 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.export.codecs import write_dvae, write_vae
 from image_diffusion.export.dit import check_dit, write_dit
-from image_diffusion.export.image_models import write_images
+from image_diffusion.export.image_models import write_diffusion_model, write_token_model
 from image_diffusion.export.model_card import CardUse
 from image_diffusion.export.prior import check_prior_transformer, write_prior, write_prior_transformer
-from image_diffusion.export.tokens import write_token_model
 from image_diffusion.export.unet import check_unet, write_unet
-from image_diffusion.systems.base import Model, Others, Sections, System
+from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
+from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.prior.prior import PriorSystem
 from image_diffusion.systems.tokens.tokens import TokensSystem
 
+S = TypeVar("S", bound=System)
 
-def _fits(experiment: Sections, others: Others) -> None:
+
+def _fits(system: System, experiment: Sections, others: Others) -> None:
     """Accept every experiment."""
 
 
 @dataclass(frozen=True)
-class Export:
-    """One export format of a system.
+class Export(Generic[S]):
+    """One export format of a type of system.
 
-    write: write a model and its codec to a folder; returns what the model card says of it. check: raise ValueError for
-    an experiment whose model does not fit the format, before any work.
+    write: write a model of the system and its codec to a folder; returns what the model card says of it. check: raise
+    ValueError for an experiment whose model does not fit the format, before any work.
     """
 
-    write: Callable[[Model, Codec, Path], CardUse]
-    check: Callable[[Sections, Others], None] = _fits
+    write: Callable[[S, TrainedNetwork, Codec, Path], CardUse]
+    check: Callable[[S, Sections, Others], None] = _fits
 
 
-EXPORTS: dict[type, dict[str, Export]] = {
-    DiTSystem: {"diffusers": Export(write_dit, check_dit)},
-    IddpmSystem: {"diffusers": Export(write_unet, check_unet)},
-    DiffusionSystem: {"pipeline": Export(write_images)},
-    AutoencoderSystem: {"diffusers": Export(write_vae)},
-    DVAESystem: {"pipeline": Export(write_dvae)},
-    PriorSystem: {
-        "diffusers": Export(write_prior_transformer, check_prior_transformer),
-        "pipeline": Export(write_prior),
-    },
-    TokensSystem: {"pipeline": Export(write_token_model)},
-}
+def _formats(system: type[S], **exports: Export[S]) -> tuple[type, dict[str, Export[Any]]]:
+    """Return an entry of `EXPORTS`. The type checker compares the writers with the type of system."""
+    return system, exports
+
+
+EXPORTS: dict[type, dict[str, Export[Any]]] = dict(
+    (
+        _formats(DiTSystem, diffusers=Export(write_dit, check_dit)),
+        _formats(IddpmSystem, diffusers=Export(write_unet, check_unet)),
+        _formats(DiffusionSystem, pipeline=Export(write_diffusion_model)),  # type: ignore[type-abstract]
+        _formats(AutoencoderSystem, diffusers=Export(write_vae)),
+        _formats(DVAESystem, pipeline=Export(write_dvae)),
+        _formats(
+            PriorSystem,
+            diffusers=Export(write_prior_transformer, check_prior_transformer),
+            pipeline=Export(write_prior),
+        ),
+        _formats(TokensSystem, pipeline=Export(write_token_model)),
+    )
+)
 """Formats by name, for each type of system. A type also has the formats of its bases; one without an entry has none."""
 
 
-def exports_of(system: type[System]) -> dict[str, Export]:
+def exports_of(system: type[System]) -> dict[str, Export[Any]]:
     """Return the formats of a type of system, by name."""
-    exports: dict[str, Export] = {}
+    exports: dict[str, Export[Any]] = {}
     for base in system.__mro__:
         exports = exports | {name: export for name, export in EXPORTS.get(base, {}).items() if name not in exports}
     return exports
 
 
-def export_of(system: System, format_: str) -> Export:
+def export_of(system: System, format_: str) -> Export[Any]:
     """Return one format of a system. Raises ValueError for a format that the system does not have."""
     exports = exports_of(type(system))
     if format_ not in exports:
@@ -79,4 +90,4 @@ def check_export(experiment: Sections, others: Others) -> None:
     """Raise ValueError for an experiment whose model does not fit its `export.format`."""
     format_ = experiment.section("export").format
     if format_ != "none":
-        export_of(experiment.system, format_).check(experiment, others)
+        export_of(experiment.system, format_).check(experiment.system, experiment, others)

@@ -15,8 +15,9 @@ from image_diffusion.networks.unet import UNet
 from image_diffusion.networks.weights import unet_diffusers
 from image_diffusion.networks.weights.unet_diffusers import ddpm_scheduler, to_diffusers_unet, write_ddpm_pipeline
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.systems.base import Model, Others, Sections, spec_of
+from image_diffusion.systems.base import Others, Sections, spec_of
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
+from image_diffusion.systems.interface import TrainedNetwork
 
 _CODE = (
     'pipeline = DDPMPipeline.from_pretrained(".")\n'
@@ -24,18 +25,16 @@ _CODE = (
 )
 
 
-def check_unet(experiment: Sections, others: Others) -> None:
+def check_unet(system: IddpmSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DDPMPipeline does not support."""
-    assert isinstance(experiment.system, IddpmSystem)
     classes = experiment.data.source.known_classes() or []
-    _check(experiment.system, dump(experiment.codec), spec_of(experiment, others.codec), len(classes))
+    _check(system, dump(experiment.codec), spec_of(experiment, others.codec), len(classes))
 
 
-def write_unet(model: Model, codec: Codec, folder: Path) -> CardUse:
+def write_unet(system: IddpmSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder that `DDPMPipeline.from_pretrained` loads. Raises ValueError for settings that it does not
     support."""
-    system = model.system
-    assert isinstance(system, IddpmSystem) and isinstance(model.network, UNet)
+    assert isinstance(model.network, UNet)
     process = _check(system, model.codec["config"], model.spec, model.spec.num_classes).build()
     times = process.network_time(torch.arange(process.num_timesteps))
     scheduler = ddpm_scheduler(process.betas, system.objective.prediction, system.objective.variance)

@@ -13,6 +13,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.types import DataSpec
 from image_diffusion.foreign.weights import Described, ForeignWeights
 from image_diffusion.networks.prior import PriorConfig
+from image_diffusion.networks.weights.unet import check_fit
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -36,15 +37,11 @@ def read_dalle2_prior(
     if not is_prior(content):
         return None
     tensors, experiment = named_tensors(content), described(PriorSystem)
-    if experiment is None:
-        system = PriorSystem(**published(tensors, path))
-    else:
-        assert isinstance(experiment.system, PriorSystem)
-        system = experiment.system
+    system = PriorSystem(**published(tensors, path)) if experiment is None else experiment.system
     spec = spec_of(tensors)
     with torch.device("meta"):
         expected = system.build_network(spec).state_dict()
-    check_fit(expected, tensors, path)
+    check_fit(expected, tensors, path, "prior")
     unread = tuple(name for name in content if name != average) if (average := entry_of(content)) else ()
     description = "a prior" if average is None else f"a prior, its entry {average}"
     weights = {name: tensor.float() for name, tensor in tensors.items()}
@@ -75,22 +72,6 @@ def published(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
 def spec_of(tensors: Mapping[str, Tensor]) -> DataSpec:
     """Return the embeddings that a prior's tensors are of."""
     return DataSpec(channels=tensors[_QUERY].shape[0], resolution=1)
-
-
-def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ValueError with the names of tensors that are missing, unexpected or of another shape."""
-    problems = {
-        "missing": sorted(expected.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - expected.keys()),
-        "of another shape": sorted(
-            name for name in expected.keys() & tensors.keys() if expected[name].shape != tensors[name].shape
-        ),
-    }
-    mismatches = [f"{problem}: {', '.join(names[:8])}" for problem, names in problems.items() if names]
-    if mismatches:
-        raise ValueError(
-            f"{path} does not fit the prior described. {'; '.join(mismatches)}. Use weights of this network."
-        )
 
 
 def network_of_shapes(tensors: Mapping[str, Tensor]) -> PriorConfig:

@@ -22,9 +22,7 @@ def read_dit(content: Mapping[str, Any], path: Path, codec: str, described: Desc
     if not (is_dit_folder(path) if path.is_dir() else is_dit(content)):
         return None
     experiment = described(DiTSystem)
-    system = None if experiment is None else experiment.system
-    assert system is None or isinstance(system, DiTSystem)
-    weights, parts, description = _read(content, path, system)
+    weights, parts, description = _read(content, path, None if experiment is None else experiment.system)
     vae = StabilityVae(weights=codec)
     identity = vae.build(None, None, torch.device("cpu"), torch.float32).identity
     system = DiTSystem(network=weights.config, **parts)

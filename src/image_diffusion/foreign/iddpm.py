@@ -80,7 +80,6 @@ def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: De
         parts, spec = published(content, path)
         system = IddpmSystem(**parts)
     else:
-        assert isinstance(experiment.system, IddpmSystem)
         system = experiment.system
         num_classes = max(num_label_rows(content) - system.reading.drops_labels, 0)
         data = experiment.data

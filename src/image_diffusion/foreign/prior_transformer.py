@@ -12,13 +12,12 @@ from torch import Tensor
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.types import DataSpec
-from image_diffusion.foreign.dalle2_prior import check_fit
-from image_diffusion.foreign.weights import Described, ForeignWeights
+from image_diffusion.foreign.weights import Described, Description, ForeignWeights
 from image_diffusion.networks.prior_transformer import STATISTICS, config_of_diffusers
 from image_diffusion.networks.weights.dit import folder_tensors
+from image_diffusion.networks.weights.unet import check_fit
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
-from image_diffusion.systems.base import Sections
 from image_diffusion.systems.prior.prior import PriorSystem
 
 
@@ -42,7 +41,9 @@ def folder_of(path: Path) -> Path | None:
     return None
 
 
-def read_folder(folder: Path, described: Sections | None) -> tuple[dict[str, Tensor], dict[str, Any], DataSpec, str]:
+def read_folder(
+    folder: Path, described: Description[PriorSystem] | None
+) -> tuple[dict[str, Tensor], dict[str, Any], DataSpec, str]:
     """Read the weights, the parts of the system, the embeddings and a sentence on the recognized model.
 
     The prior predicts x0 on the 1,000 cosine timesteps of Karlo and Kandinsky. Its unconditional input is an empty
@@ -54,7 +55,8 @@ def read_folder(folder: Path, described: Sections | None) -> tuple[dict[str, Ten
     spec = DataSpec(channels=dim, resolution=1)
     with torch.device("meta"):
         expected = network.build(spec).state_dict()
-    check_fit({**expected, **dict.fromkeys(STATISTICS, torch.empty(1, dim, device="meta"))}, tensors, folder)
+    statistics_of_shape = dict.fromkeys(STATISTICS, torch.empty(1, dim, device="meta"))
+    check_fit({**expected, **statistics_of_shape}, tensors, folder, "prior")
     mean, std = (tensors.pop(name)[0] for name in STATISTICS)
     if not (std > 0).all():
         raise ValueError(
@@ -63,8 +65,7 @@ def read_folder(folder: Path, described: Sections | None) -> tuple[dict[str, Ten
     process: Any = Discrete(schedule=Cosine())
     objective: Any = {"prediction": "x0", "text_drop_probability": 0.0, "image_drop_probability": 0.0}
     if described is not None:
-        system: Any = described.system
-        process, objective = system.process, system.objective
+        process, objective = described.system.process, described.system.objective
     statistics = {"mean": mean.tolist(), "std": std.tolist()}
     parts = {"network": network, "process": process, "objective": objective, "image_statistics": statistics}
     return tensors, parts, spec, f"diffusers' PriorTransformer of depth {network.depth}"

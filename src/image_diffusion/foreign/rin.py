@@ -31,7 +31,6 @@ def read_rin(content: Mapping[str, Any], path: Path, codec: str, described: Desc
             f"{path} is a RIN, but its tensors do not determine its image size, its heads and its noise. Give an "
             f"experiment file that describes it: --experiment."
         )
-    assert isinstance(experiment.system, RinSystem)
     spec = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution)
     with torch.device("meta"):
         expected = experiment.system.build_network(spec).state_dict()

@@ -5,17 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
-from image_diffusion.systems.base import Sections, System
+from image_diffusion.data.config import DataConfig
+from image_diffusion.systems.base import System
 
-Described = Callable[[type[System]], Sections | None]
-"""Returns the experiment that describes the weights; None if none was named. Raises ValueError for an experiment of
-another type of system."""
+S = TypeVar("S", bound=System)
+
+
+@dataclass(frozen=True)
+class Description(Generic[S]):
+    """The parts of an experiment that describe foreign weights: a system, and the data that it is trained on."""
+
+    system: S
+    data: DataConfig
+
+
+class Described(Protocol):
+    """Access to the experiment that describes the weights."""
+
+    def __call__(self, kind: type[S], /) -> Description[S] | None:
+        """Return the description; None if no experiment was named. Raises ValueError for an experiment of another type
+        of system."""
+        ...
 
 
 @dataclass(frozen=True)

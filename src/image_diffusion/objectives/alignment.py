@@ -9,6 +9,7 @@ teacher in every step; here its features come with the batch, encoded once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, cast
 
 from pydantic import Field
@@ -65,20 +66,14 @@ class Aligned(Objective):
     width: channels of a token. features: [D, h, w].
     """
 
-    has_layers = True
-
     def __init__(self, config: Alignment, objective: Objective, width: int, features: tuple[int, int, int]) -> None:
-        self._config, self._objective, self._width, self._features = config, objective, width, features
+        self._config, self._objective = config, objective
+        self.layers = {PROJECTOR: partial(Projector, config, width, features[0])}
         self.pairs_samples = objective.pairs_samples
-
-    def add_layers(self, network: nn.Module) -> None:
-        """Give the network the projector, freshly initialised from torch's global generator."""
-        config = self._config
-        network.add_module(PROJECTOR, Projector(config, self._width, self._features[0]))
 
     def __call__(self, network: Any, batch: Batch) -> Losses:
         """Return the losses of the objective with the alignment term. network: accepts `tokens_of` as `DiT.forward`
-        does, and has the layers of `add_layers`."""
+        does, and has the projector."""
         config = self._config
         if config.until_step is not None and batch.step > config.until_step:
             return self._objective(network, batch)

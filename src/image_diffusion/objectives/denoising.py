@@ -7,7 +7,7 @@ prediction goes with every variance.
 from __future__ import annotations
 
 from copy import copy
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -53,6 +53,9 @@ class Denoising(Config):
     label_drop_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
+    learns_intervals: ClassVar[bool] = False
+    """True if the network is conditioned on intervals."""
+
     @model_validator(mode="after")
     def _consistent(self) -> Denoising:
         learned, hybrid = self.variance in LEARNED_VARIANCES, self.loss in ("hybrid", "rescaled_hybrid")
@@ -72,11 +75,6 @@ class Denoising(Config):
                 f"{self.prediction} with loss {self.loss}. Set weighting to uniform."
             )
         return self
-
-    @property
-    def learns_intervals(self) -> bool:
-        """True if the network is conditioned on intervals: it is not."""
-        return False
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> Objective:
         """Return the objective for data on a process. Raises ValueError where they do not go together."""

@@ -9,7 +9,7 @@ always of unit variance (`EdmProcess.preconditioned`).
 from __future__ import annotations
 
 from copy import copy
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -29,20 +29,12 @@ class EdmDenoising(Config):
     label_drop_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
-    @property
-    def prediction(self) -> Prediction:
-        """Return the quantity that the preconditioned network predicts: x0."""
-        return "x0"
-
-    @property
-    def variance(self) -> Variance:
-        """No variance is learned."""
-        return "fixed_small"
-
-    @property
-    def learns_intervals(self) -> bool:
-        """True if the network is conditioned on intervals: it is not."""
-        return False
+    prediction: ClassVar[Prediction] = "x0"
+    """Quantity that the preconditioned network predicts."""
+    variance: ClassVar[Variance] = "fixed_small"
+    """No variance is learned."""
+    learns_intervals: ClassVar[bool] = False
+    """True if the network is conditioned on intervals."""
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> EdmObjective:
         """Return the objective for data on a process. Raises ValueError unless the process is edm."""

@@ -7,7 +7,7 @@ denoising generative models denoise" (JiT), found to work where patches have mor
 from __future__ import annotations
 
 from copy import copy
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -42,15 +42,10 @@ class FlowMatching(Config):
     label_drop_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a label is replaced by the null label, for classifier-free guidance."""
 
-    @property
-    def variance(self) -> Variance:
-        """No variance is learned."""
-        return "fixed_small"
-
-    @property
-    def learns_intervals(self) -> bool:
-        """True if the network is conditioned on intervals: it is not."""
-        return False
+    variance: ClassVar[Variance] = "fixed_small"
+    """No variance is learned."""
+    learns_intervals: ClassVar[bool] = False
+    """True if the network is conditioned on intervals."""
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> FlowMatchingObjective:
         """Return the objective for data on a process. Raises ValueError unless the process is flow."""

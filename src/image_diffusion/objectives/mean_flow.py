@@ -11,14 +11,14 @@ arXiv:2506.14603, where consistency distillation is the case r = 0.
 from __future__ import annotations
 
 from copy import copy
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
+from image_diffusion.core.types import Batch, DataSpec, FrozenCopy, Losses, Network, Objective
 from image_diffusion.nn.linear import derivative
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.process.base import NoiseProcess, broadcast
@@ -45,6 +45,13 @@ class MeanFlow(Config):
     label_drop_probability: float = Field(0.0, ge=0, le=1)
     """Probability that a label is replaced by the null label, for guidance."""
 
+    prediction: ClassVar[Prediction] = "velocity"
+    """Quantity that the network predicts; without an interval, the instantaneous velocity."""
+    variance: ClassVar[Variance] = "fixed_small"
+    """No variance is learned."""
+    learns_intervals: ClassVar[bool] = True
+    """True if the network is conditioned on intervals."""
+
     @model_validator(mode="after")
     def _guides_away_from_something(self) -> MeanFlow:
         if self.guidance_scale != 1 and self.label_drop_probability == 0:
@@ -53,21 +60,6 @@ class MeanFlow(Config):
                 "1, or set label_drop_probability above 0."
             )
         return self
-
-    @property
-    def prediction(self) -> Prediction:
-        """Return the quantity that the network predicts: a velocity; without an interval, the instantaneous one."""
-        return "velocity"
-
-    @property
-    def variance(self) -> Variance:
-        """No variance is learned."""
-        return "fixed_small"
-
-    @property
-    def learns_intervals(self) -> bool:
-        """True if the network is conditioned on intervals."""
-        return True
 
     def build(self, process: NoiseProcess, spec: DataSpec) -> MeanFlowObjective:
         """Return the objective for data on a process. Raises ValueError unless the process is flow."""
@@ -84,12 +76,7 @@ class MeanFlowObjective(Objective):
     def __init__(self, config: MeanFlow, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
         self._drop_labels = LabelDropout(config.label_drop_probability, spec)
-        self._teacher: Network | None = None
-        self.has_teacher = config.direction == "teacher"
-
-    def learn_from(self, teacher: Network) -> None:
-        """Use this network, which does not change, as the teacher."""
-        self._teacher = teacher
+        self.teacher = FrozenCopy() if config.direction == "teacher" else None
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw two times and noise for each sample."""
@@ -99,11 +86,11 @@ class MeanFlowObjective(Objective):
         alpha, sigma = broadcast(self._process.levels(t), x)
         x_t, v, cond = alpha * x + sigma * noise, noise - x, self._drop_labels(batch, network)
         time = self._process.network_time(t)
-        if self._teacher is not None:
+        if self.teacher is not None:
             with torch.no_grad():
-                v = self._teacher(x_t, time, **cond).to(x.dtype)
+                v = self.teacher(x_t, time, **cond).to(x.dtype)
         if self._config.guidance_scale != 1:
-            v = self._guided(self._teacher or network, batch, x_t, t, v)
+            v = self._guided(self.teacher or network, batch, x_t, t, v)
         r = torch.where(interval, r, t)
         predicted = network(x_t, time, **cond, interval=self._process.network_time(t - r))
         target = self._target(network, x_t, r, t, v, cond)

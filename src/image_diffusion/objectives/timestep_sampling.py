@@ -60,19 +60,19 @@ TimestepSampling = Annotated[UniformTimesteps | LossSecondMoment, Field(discrimi
 class ImportanceSampled(Objective):
     """Objective at timesteps drawn by a history of its losses, which are weighted to keep their expectation.
 
-    It is updated with whole steps: `observe` receives the losses of the global batch in order, so the drawn timesteps
-    do not depend on the number of processes and microbatches.
+    The history is updated with whole steps, so the drawn timesteps do not depend on the number of processes and
+    microbatches.
     """
 
-    observes = True
+    memory: LossHistory
 
     def __init__(self, objective: AtTimes, history: LossHistory) -> None:
-        self._objective, self._history = objective, history
+        self._objective, self.memory = objective, history
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Return the losses and their parts, each times 1 / (T p_t)."""
-        t = self._history.draw(batch.streams)
-        weight = self._history.importance_weights(t)
+        t = self.memory.draw(batch.streams)
+        weight = self.memory.importance_weights(t)
         losses = self._objective.at_times(network, batch, t)
         parts = {name: part * weight for name, part in losses.parts.items()}
         return Losses(losses.loss * weight, parts, losses.time)
@@ -80,21 +80,6 @@ class ImportanceSampled(Objective):
     def uniform(self) -> Objective:
         """Return the objective at timesteps that depend on no history, unweighted."""
         return self._objective
-
-    def observe(self, losses: Losses) -> None:
-        """Add the results of the last step for the global batch, from every process."""
-        assert losses.time is not None
-        t = (losses.time * self._history.num_timesteps).round().long()
-        # the history holds losses before their importance weights, which `__call__` has multiplied in
-        self._history.append(t, losses.loss.detach() / self._history.importance_weights(t))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state that a checkpoint needs."""
-        return self._history.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned. Raises ValueError where it does not fit."""
-        self._history.load_state_dict(state)
 
 
 class LossHistory:
@@ -124,6 +109,13 @@ class LossHistory:
     def importance_weights(self, t: Tensor) -> Tensor:
         """1 / (T p_t) for timesteps [B]: float32 [B]."""
         return (1 / (self.num_timesteps * self.probabilities()[t])).float()
+
+    def observe(self, losses: Losses) -> None:
+        """Append the losses of a step for the global batch, which `ImportanceSampled` multiplied by their importance
+        weights, without those weights."""
+        assert losses.time is not None
+        t = (losses.time * self.num_timesteps).round().long()
+        self.append(t, losses.loss.detach() / self.importance_weights(t))
 
     def append(self, t: Tensor, loss: Tensor) -> None:
         """Append losses [n] of timesteps [n] in order, without reading any value on the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -13,40 +13,40 @@ from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import Respacing
 
 
-class NoiseProcess(Protocol):
+class NoiseProcess(ABC):
     """x_t = alpha_t x0 + sigma_t eps. The times of a batch are one tensor t [B], integers or reals."""
 
+    @abstractmethod
     def draw(self, streams: Streams) -> Tensor:
         """Draw a time for each sample, as in training. [B]."""
-        ...
 
-    def uniform(self) -> Self:
+    def uniform(self) -> NoiseProcess:
         """Return the process with times drawn uniformly."""
-        ...
+        return self
 
+    @abstractmethod
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return alpha and sigma at times [B]. Float64 [B] each."""
-        ...
 
+    @abstractmethod
     def network_time(self, t: Tensor) -> Tensor:
         """Return the times as the network is given them, for times [B]. Float32 [B]."""
-        ...
 
     def network_input(self, x_t: Tensor) -> Tensor:
         """Return the input of the network for x_t [B, …]."""
-        ...
+        return x_t
 
     def preconditioned(self, network: Network) -> Network:
         """Wrap a network whose input and output are not x_t and a prediction of this process."""
-        ...
+        return network
 
     def fraction(self, t: Tensor) -> Tensor:
-        """Return the position of times [B] on the noise scale. Float64 [B] in [0, 1)."""
-        ...
+        """Return the position of times [B] on the noise scale: those in [0, 1] themselves. Float64 [B] in [0, 1)."""
+        return t.double().clamp(max=1 - 2**-24)
 
+    @abstractmethod
     def grid(self, num_steps: Respacing) -> Grid:
         """Return the points to sample at. Raises ValueError where the process cannot take that many or such steps."""
-        ...
 
 
 def broadcast(levels: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import Network
-from image_diffusion.process.base import count_steps, evenly
+from image_diffusion.process.base import NoiseProcess, count_steps, evenly
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import Respacing
 
@@ -106,7 +105,7 @@ class Continuous(Config):
         return ContinuousProcess(self)
 
 
-class ContinuousProcess:
+class ContinuousProcess(NoiseProcess):
     """A process in continuous time; t is float64 [B] in [0, 1]."""
 
     def __init__(self, config: Continuous) -> None:
@@ -116,10 +115,6 @@ class ContinuousProcess:
         """Draw a time for each sample, uniform in [min_time, 1). Float64 [B]."""
         first = self._config.min_time
         return first + (1 - first) * streams.uniform("timestep").double()
-
-    def uniform(self) -> ContinuousProcess:
-        """Return the process with times drawn uniformly."""
-        return self
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return alpha and sigma at times [B]. Float64 [B] each."""
@@ -142,14 +137,6 @@ class ContinuousProcess:
             return x_t
         std = x_t.flatten(1).std(1, correction=0).clamp(min=1e-5)
         return x_t / std.view(-1, *[1] * (x_t.ndim - 1))
-
-    def preconditioned(self, network: Network) -> Network:
-        """Return the network as it is."""
-        return network
-
-    def fraction(self, t: Tensor) -> Tensor:
-        """Return the position of times [B] on the noise scale. Float64 [B] in [0, 1)."""
-        return t.double().clamp(max=1 - 2**-24)
 
     def grid(self, num_steps: Respacing, time_difference: float = 0.0, last_step: float | None = None) -> Grid:
         """Return times evenly spaced from 1 to 0. Raises ValueError for anything but a number of steps.

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import Network
-from image_diffusion.process.base import count_steps, karras_sigmas
+from image_diffusion.process.base import NoiseProcess, count_steps, karras_sigmas
 from image_diffusion.process.grid import Grid, Steps
 from image_diffusion.process.respacing import Respacing, space_timesteps
 from image_diffusion.process.schedules import BetaSchedule, Linear, checked_betas
@@ -43,7 +42,7 @@ class Discrete(Config):
         return DiscreteProcess(torch.cumprod(1 - betas, 0), timesteps, self.rescale_timesteps)
 
 
-class DiscreteProcess:
+class DiscreteProcess(NoiseProcess):
     """A discrete process restricted to some timesteps of its schedule; t counts the timesteps kept.
 
     num_timesteps: how many are kept. timestep_map: int64 [num_timesteps], the timestep of the schedule that each is.
@@ -66,10 +65,6 @@ class DiscreteProcess:
         """Draw a timestep for each sample, uniform. Int64 [B]."""
         return streams.integers("timestep", self.num_timesteps)
 
-    def uniform(self) -> DiscreteProcess:
-        """Return the process with timesteps drawn uniformly."""
-        return self
-
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return alpha and sigma at timesteps [B]. Float64 [B] each."""
         steps = self.steps_on(t.device)
@@ -78,14 +73,6 @@ class DiscreteProcess:
     def network_time(self, t: Tensor) -> Tensor:
         """Return the timesteps as the network is given them, for timesteps [B]. Float32 [B]."""
         return self._on(t.device)[1][t].float()
-
-    def network_input(self, x_t: Tensor) -> Tensor:
-        """Return x_t itself as the input of the network."""
-        return x_t
-
-    def preconditioned(self, network: Network) -> Network:
-        """Return the network as it is."""
-        return network
 
     def fraction(self, t: Tensor) -> Tensor:
         """Return the position of timesteps [B] on the noise scale. Float64 [B] in [0, 1)."""

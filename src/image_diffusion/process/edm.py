@@ -18,7 +18,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Network
-from image_diffusion.process.base import count_steps, karras_sigmas
+from image_diffusion.process.base import NoiseProcess, count_steps, karras_sigmas
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import Respacing
 
@@ -51,7 +51,7 @@ class Edm(Config):
         return EdmProcess(self)
 
 
-class EdmProcess:
+class EdmProcess(NoiseProcess):
     """x0 + sigma eps; t is sigma, float64 [B]."""
 
     def __init__(self, config: Edm) -> None:
@@ -78,10 +78,6 @@ class EdmProcess:
     def network_time(self, t: Tensor) -> Tensor:
         """Return c_noise, the times as the network is given them, for sigmas [B]. Float32 [B]."""
         return (t.double().log() / 4).float()
-
-    def network_input(self, x_t: Tensor) -> Tensor:
-        """Return x_t itself as the input of the preconditioned network."""
-        return x_t
 
     def preconditioned(self, network: Network) -> Network:
         """D of a network F, which predicts x0: D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)."""

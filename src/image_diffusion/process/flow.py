@@ -15,8 +15,7 @@ from torch import Tensor
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import Network
-from image_diffusion.process.base import count_steps, evenly
+from image_diffusion.process.base import NoiseProcess, count_steps, evenly
 from image_diffusion.process.grid import Grid
 from image_diffusion.process.respacing import Respacing
 
@@ -63,7 +62,7 @@ class Flow(Config):
         return FlowProcess(self)
 
 
-class FlowProcess:
+class FlowProcess(NoiseProcess):
     """The straight path; t is float64 [B] in [0, 1]."""
 
     def __init__(self, config: Flow) -> None:
@@ -85,18 +84,6 @@ class FlowProcess:
     def network_time(self, t: Tensor) -> Tensor:
         """Return the times as the network is given them, for times [B]. Float32 [B]."""
         return (t.double() * self._time_scale).float()
-
-    def network_input(self, x_t: Tensor) -> Tensor:
-        """Return x_t itself as the input of the network."""
-        return x_t
-
-    def preconditioned(self, network: Network) -> Network:
-        """Return the network as it is."""
-        return network
-
-    def fraction(self, t: Tensor) -> Tensor:
-        """Return the position of times [B] on the noise scale. Float64 [B] in [0, 1)."""
-        return t.double().clamp(max=1 - 2**-24)
 
     def grid(self, num_steps: Respacing, last_step: float | None = None) -> Grid:
         """Times evenly spaced from 1 to 0, then shifted. last_step: size of the last step, where it is not that of the

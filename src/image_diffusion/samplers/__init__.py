@@ -9,16 +9,15 @@ from pydantic import Field
 from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.samplers.base import SamplerConfig
 from image_diffusion.samplers.ddim import Ddim
-from image_diffusion.samplers.dpm_solver import DpmSolver
 from image_diffusion.samplers.euler import Euler
 from image_diffusion.samplers.flow_map import FlowMap
 from image_diffusion.samplers.guidance import Guidance, guided
 from image_diffusion.samplers.heun import Heun
 from image_diffusion.samplers.image_noise import image_streams, initial_noise
+from image_diffusion.samplers.multistep import DpmSolver, UniPc
 from image_diffusion.samplers.sde import Sde
 from image_diffusion.samplers.tokens.autoregressive import Autoregressive
 from image_diffusion.samplers.tokens.maskgit import Masked
-from image_diffusion.samplers.unipc import UniPc
 
 Sampler = Annotated[Ddpm | Ddim | Euler | Heun | DpmSolver | UniPc | Sde | FlowMap, Field(discriminator="type")]
 

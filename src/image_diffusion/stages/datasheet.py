@@ -16,7 +16,7 @@ import numpy as np
 from image_diffusion.core.config.base import load
 from image_diffusion.core.files.atomic import make_folder, write_json, write_page
 from image_diffusion.core.files.checksums import describe
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process.command import Parser, run
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.quality.contact_sheets import repeated_pictures, strange_images
@@ -92,7 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load(DataConfig, arguments.config, arguments.changes)
     output: Path = arguments.output.parent
-    with Journal.open(arguments.journal, "datasheet") if arguments.journal else NullJournal() as journal:
+    with open_journal(arguments.journal, "datasheet") as journal:
         sheet = write_datasheet(arguments.data.parent, output, captions_of(config), arguments.processes)
         journal.params({"data": sheet["data"]})
         journal.metrics({f"found/{finding['kind']}": finding["count"] for finding in sheet["findings"]}, step=0)

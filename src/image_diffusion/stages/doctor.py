@@ -24,7 +24,6 @@ from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.nn.precision import tf32
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.sampling import Sampling
-from image_diffusion.training.forecast.checkpoint_time import seconds_to_save, told_too_late
 from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.forecast.forecast import (
     GIB,
@@ -34,6 +33,8 @@ from image_diffusion.training.forecast.forecast import (
     forecast,
     free_disk,
     memory_limit,
+    seconds_to_save,
+    told_too_late,
 )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.partial_results import resumable
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.experiments.experiment import EmbedStage
@@ -32,8 +32,7 @@ def main() -> None:
 
     stage = load(EmbedStage, arguments.config, arguments.changes)
     crops = arguments.data.parent if arguments.data else None
-    journal_of = Journal.open(arguments.journal, "embed") if arguments.journal else NullJournal()
-    with resumable(arguments.output, dump(stage)), journal_of as journal:
+    with resumable(arguments.output, dump(stage)), open_journal(arguments.journal, "embed") as journal:
         journal.params(dump(stage))
         inputs = PairInputs(
             crops, stage.source, stage.num_shards, arguments.detector, best_device(), arguments.output.parent

@@ -19,7 +19,7 @@ from image_diffusion.codecs.base import Codec, Tokens
 from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import remove_unfinished, write_text
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoded.imported_latents import Import
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"encode: part {arguments.part[0]} of {arguments.part[1]} is done, {written} shards written")
         return
 
-    with Journal.open(arguments.journal, "encode") if arguments.journal else NullJournal() as journal:
+    with open_journal(arguments.journal, "encode") as journal:
         journal.params(dump(stage))
         remove_unfinished(output)
         written = write_shards()

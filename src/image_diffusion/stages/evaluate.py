@@ -22,7 +22,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import make_folder, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.files.partial_results import resumable
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.process import command
 from image_diffusion.data.shards.reader import open_shards
@@ -113,7 +113,7 @@ def evaluate(
     samples = inputs.samples
     files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
     files += [inputs.detector, inputs.reference, inputs.previews]
-    journal = Journal.open(journal_folder, "evaluate", tags=tags) if journal_folder else NullJournal()
+    journal = open_journal(journal_folder, "evaluate", tags=tags)
     with resumable(output, identity, files, writes), journal:
         journal.params(settings)
         result = measure(evaluation, inputs, model)

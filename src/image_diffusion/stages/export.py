@@ -23,13 +23,14 @@ from image_diffusion.core.files.atomic import atomic_folder, read_json, sha256_f
 from image_diffusion.core.files.checksums import write_checksums
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.process import command
-from image_diffusion.experiments.experiment import Experiment, ExportStage, load_experiment
+from image_diffusion.experiments.experiment import ExportStage, load_experiment
 from image_diffusion.export.model_card import CardUse, model_card
 from image_diffusion.export.registry import export_of
 from image_diffusion.foreign.registry import read_weights
+from image_diffusion.foreign.weights import Description, S
 from image_diffusion.metrics.published_results import PublishedResult
 from image_diffusion.networks.weights.dit import class_of, load_tensors
-from image_diffusion.systems.base import Model, System, name_of
+from image_diffusion.systems.base import Model, name_of
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
@@ -37,8 +38,8 @@ from image_diffusion.training.trained_by import check_trained_by
 
 def write_model(model: Model, format_: str, codec_weights: Path | None, folder: Path) -> CardUse:
     """Write a model as another program reads it. Raises ValueError for what that has no place for."""
-    export = export_of(model.system, format_)
-    return export.write(model, load_codec(model, codec_weights, torch.device("cpu")), folder)
+    codec = load_codec(model, codec_weights, torch.device("cpu"))
+    return export_of(model.system, format_).write(model.system, model, codec, folder)
 
 
 def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) -> str:
@@ -49,15 +50,17 @@ def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) 
     """
     content = {} if path.is_dir() else load_tensors(path)
 
-    def described(kind: type[System]) -> Experiment | None:
-        description = None if experiment is None else load_experiment(experiment)
-        name = name_of(kind)
-        if description is not None and description.system.type != name:
+    def described(kind: type[S]) -> Description[S] | None:
+        if experiment is None:
+            return None
+        loaded = load_experiment(experiment)
+        if not isinstance(loaded.system, kind):
+            name = name_of(kind)
             raise ValueError(
-                f"{path} is of a system of type {name}, but {experiment} has system.type {description.system.type}. "
+                f"{path} is of a system of type {name}, but {experiment} has system.type {loaded.system.type}. "
                 f"Use {name}."
             )
-        return description
+        return Description(loaded.system, loaded.data)
 
     foreign = read_weights(content, path, codec, described)
     if foreign is None:

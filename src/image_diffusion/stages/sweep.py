@@ -13,7 +13,7 @@ from pathlib import Path
 
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.files.checksums import describe
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
 from image_diffusion.metrics.sweep_curve import plot_sweep, reading, sweep_curve
 
@@ -41,7 +41,7 @@ def main() -> None:
     results = {value: read_json(path) for value, path in arguments.points}
     curve = sweep_curve(arguments.axis, results, arguments.headline)
     stage = f"sweep-{arguments.axis}"
-    with Journal.open(arguments.journal, stage) if arguments.journal else NullJournal() as journal:
+    with open_journal(arguments.journal, stage) as journal:
         journal.params({"axis": arguments.axis, "values": list(results), "headline": arguments.headline})
         journal.params({"best": curve["best"], "best_is_apart": curve["apart"]})
         for number, point in enumerate(curve["points"]):

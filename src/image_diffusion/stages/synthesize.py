@@ -25,7 +25,7 @@ from image_diffusion.core.files.atomic import atomic_folder, to_json, write_json
 from image_diffusion.core.files.checksums import describe, write_checksums
 from image_diffusion.core.files.npz import read_arrays, stream_samples
 from image_diffusion.core.files.partial_results import partial_folder, resumable, rows_of_part
-from image_diffusion.core.journal.writer import Journal, NullJournal
+from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
 from image_diffusion.core.process.progress import Progress
 from image_diffusion.data.shards.reader import Shards, open_shards
@@ -77,7 +77,7 @@ def main() -> None:
     output: Path = arguments.output
     drawn_by = dump(config.model_copy(update={"require": "", "format": "folders"}))
     identity = [described, drawn_by, dump(model.system), model.codec]
-    journal = Journal.open(arguments.journal, "synthesize") if arguments.journal else NullJournal()
+    journal = open_journal(arguments.journal, "synthesize")
     with resumable(output, identity, [detector_folder, *arguments.references]), journal:
         journal.params({"synthesize": dump(config), "data": train.digest})
         samples = draw(generator, settings, model, partial_folder(output) / "images.npz")

@@ -3,17 +3,22 @@
     python -m image_diffusion track --store sqlite:///mlflow.db --project demo \
         --experiment results/demo --dataset results/datasets/digits-32 --output results/demo/tracked.json
 
-Training knows nothing of this: it writes its journal. `follow` does the same while the stages run.
+Training knows nothing of this: it writes its journal. With --follow the same is done while the stages run, until
+standard input ends:
+
+    python -m image_diffusion track --store sqlite:///mlflow.db --project demo --results results --follow demo
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.process.command import Parser, run
 from image_diffusion.core.process.secrets import store_named
-from image_diffusion.tracking.plan import Request, journals
+from image_diffusion.tracking.live import follow, send_apart, stop_at_end
+from image_diffusion.tracking.plan import Request, journals, request_of
 
 
 def main() -> None:
@@ -26,13 +31,26 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--experiment", type=Path, help="folder of the experiment, results/<experiment>")
     which.add_argument("--study", type=Path, help="folder of a study, results/studies/<study>")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="with --study: folder of all results")
+    which.add_argument(
+        "--follow", nargs="+", metavar="EXPERIMENT", help="names of experiments whose stages run: send until stdin ends"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="with --study or --follow: folder of all results"
+    )
+    parser.add_argument(
+        "--every", type=float, default=10.0, metavar="SECONDS", help="with --follow: interval of checks (default: 10)"
+    )
     parser.add_argument("--dataset", action="extend", nargs="+", type=Path, default=[], help="results/datasets/<name>")
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
     parser.add_argument("--best-metric", default="fid", help="metric that chooses the best model; lower is better")
     parser.add_argument("--largest-file-mb", type=float, default=64.0, help="largest file that is copied (default: 64)")
     parser.add_argument("--output", type=Path, help="file to write once everything is sent, tracked.json")
     options = parser.parse_args()
+    store = store_named(options.store)
+    if options.follow is not None:
+        stop, send = stop_at_end(), partial(send_apart, store, options.project)
+        follow(send, [request_of(options.results, name) for name in options.follow], options.every, stop)
+        return
     request = None
     if options.experiment is not None:
         request = Request(
@@ -46,7 +64,7 @@ def main() -> None:
     # It imports MLflow, which takes seconds: a wrong argument should fail before.
     from image_diffusion.tracking.tracker import Tracker
 
-    tracker = Tracker(store_named(options.store), options.project)
+    tracker = Tracker(store, options.project)
     tracked = tracker.send_study(options.study, options.results) if request is None else tracker.send(request)
     if options.output is not None:
         write_json(options.output, tracked)

@@ -7,8 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.synthesis.requirement import parse_requirement
-from image_diffusion.synthesis.scores import SCORES
+from image_diffusion.synthesis.scores import parse_requirement
 
 
 class SynthesizeConfig(Config):
@@ -34,5 +33,5 @@ class SynthesizeConfig(Config):
     def _one_size_and_known_scores(self) -> Self:
         if (self.per_class is None) == (self.like is None):
             raise ValueError("synthesize takes exactly one of per_class and like. Set per_class: 1000, or like: train.")
-        parse_requirement(self.require, SCORES)
+        parse_requirement(self.require)
         return self

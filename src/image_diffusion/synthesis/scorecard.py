@@ -20,8 +20,7 @@ from image_diffusion.metrics.images.memorization import mirrored, reduced
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
-from image_diffusion.synthesis.requirement import parse_requirement
-from image_diffusion.synthesis.scores import SCORES
+from image_diffusion.synthesis.scores import SCORES, parse_requirement
 from image_diffusion.synthesis.utility import MOST_IMAGES, MULTIPLES, reduced_set, utility
 
 _MOST = 10_000
@@ -53,8 +52,7 @@ def measure_set(
 
 def faults(scores: Scores, requirement: str) -> list[str]:
     """Return a sentence for each condition of a requirement that does not hold; none where the set may be released."""
-    conditions = parse_requirement(requirement, SCORES)
-    return [fault for condition in conditions if (fault := condition.fault(scores)) is not None]
+    return [fault for condition in parse_requirement(requirement) if (fault := condition.fault(scores)) is not None]
 
 
 def numbers_of(scores: Scores) -> dict[str, float]:

@@ -17,16 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlflow.entities import (
-    Dataset,
-    DatasetInput,
-    InputTag,
-    LoggedModelInput,
-    Metric,
-    Param,
-    Run,
-    RunTag,
-)
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from PIL import Image as PillowImage
 
 from image_diffusion.core.journal.reader import Image, Point
@@ -240,13 +231,6 @@ class Runs:
             info = self._fetched[run_id].info
             if (info.status, info.end_time) != (status, end_time):
                 self._write(self._client.set_terminated, run_id, status, end_time)
-
-    def use_model(self, run_id: str, model_id: str) -> None:
-        """Note that a run used a logged model."""
-        with self._naming_errors():
-            used = {entry.model_id for entry in self._fetched[run_id].inputs.model_inputs}
-            if model_id not in used:
-                self._write(self._client.log_inputs, run_id, models=[LoggedModelInput(model_id)])
 
     def _runs(self, key: str) -> list[Run]:
         return list(

@@ -117,19 +117,19 @@ class Trainer:
         layout = torch.channels_last if config.channels_last else torch.preserve_format
         self.task, self.config, self.world = task, config, world
         factors = tune(task.network, config)
-        if task.objective.has_layers:
-            task.objective.add_layers(task.network)
+        for name, build in task.objective.layers.items():
+            task.network.add_module(name, build())
         if config.augment is not None:
             add_augmentation(task.network, NUM_LABELS)
-        if task.objective.has_layers or config.augment is not None:
+        if task.objective.layers or config.augment is not None:
             trained = (name for name, parameter in task.network.named_parameters() if parameter.requires_grad)
             factors = {name: factors.get(name, 1.0) for name in trained}
         self.network = task.network.to(world.device)
         for tensor in self.network.state_dict().values():  # the first process's may be others, by `init_from`
             world.broadcast(tensor)
         self.network.to(memory_format=layout)
-        if task.objective.has_teacher:
-            task.objective.learn_from(_teacher(self.network, config))
+        if task.objective.teacher is not None:
+            task.objective.teacher.network = _teacher(self.network, config)
         self.flat = _flat(self.network, config, world, dtype_of(config.precision), dtype_of(config.reduce))
         self.optimizer: FlatOptimizer = config.optimizer.build(self.flat, factors)
         self.precision = Precision(config.precision, world.device, self.flat.is_whole, not sharded)
@@ -142,9 +142,9 @@ class Trainer:
         )
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers)
-        self._components: dict[str, Stateful] = {
-            "meter": self.meter, "precision": self.precision, "best": self.best, "objective": task.objective,
-        }  # fmt: skip
+        self._components: dict[str, Stateful] = {"meter": self.meter, "precision": self.precision, "best": self.best}
+        if task.objective.memory is not None:
+            self._components["objective"] = task.objective.memory
         if config.compile:
             compile_by_block(self.network, config.records)
         self.network.train()
@@ -223,12 +223,12 @@ class Trainer:
         objective and network."""
         self.meter.add(losses, norm)
         self.health.watch(step, losses.loss.mean(), norm, self.precision.skips_overflow)
-        objective, network = self.task.objective, self.network
-        reads_all = objective.observes or isinstance(network, TakesIn)
+        memory, network = self.task.objective.memory, self.network
+        reads_all = memory is not None or isinstance(network, TakesIn)
         if reads_all and self.config.deterministic != "strict":
             losses = gather_losses(losses, shares(self.config.global_batch, self.world), self.world)
-        if objective.observes:
-            objective.observe(losses)
+        if memory is not None:
+            memory.observe(losses)
         if isinstance(network, TakesIn):
             for tensor in network.take_in(losses.seen):  # sums on a GPU may differ in last bits
                 self.world.broadcast(tensor)
@@ -352,7 +352,7 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
             f"train.sharding is {config.sharding}, but {world.size} processes cannot share a global batch of "
             f"{config.global_batch} evenly. Use a number of processes that divides it."
         )
-    if sharded and task.objective.has_layers:
+    if sharded and task.objective.layers:
         raise ValueError(
             f"train.sharding is {config.sharding}, but the objective has layers of its own. "
             f"Set it to optimizer, or to none."

@@ -258,6 +258,11 @@ def attempt_number(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
+def open_journal(folder: Path | None, stage: str, tags: Mapping[str, str] | None = None) -> Journal | NullJournal:
+    """Start a new attempt of a stage (`Journal.open`) in a folder; None: nothing is kept."""
+    return NullJournal() if folder is None else Journal.open(folder, stage, tags=tags)
+
+
 def receipts_of(folder: Path) -> Path:
     """Return the folder of the receipts that belong to the journal of a stage,
     `results/<experiment>/journal/<stage>`."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import Stamp
@@ -124,7 +124,34 @@ def add_stamp(stamps: array[int], stamp: Stamp) -> None:
         stamps.fromlist([(number + 2**63) % 2**64 - 2**63 for number in stamp])
 
 
-class FewFiles(Config):
+class ImageSource(Config):
+    """Base of every source. A source also has `read(item)`, which returns the bytes of one image file and raises
+    OSError; one whose items are tars has the methods of `reading.InTars` in its place."""
+
+    no_captions: ClassVar[str]
+    """Message of a source that has no captions."""
+
+    @abstractmethod
+    def listing(self) -> Listing:
+        """Return every image of the source. Raises ValueError when the source has none."""
+
+    @abstractmethod
+    def file_groups(self) -> Iterator[FileGroup]:
+        """Yield the files of the images, group by group. Raises ValueError when the source has none."""
+
+    def known_classes(self) -> list[str] | None:
+        """Return the classes by number, where they can be known without opening an image; None: `listing` gives
+        them."""
+        return None
+
+    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
+        """Return the captions that come with the images, by the name of the image or by that without its extension.
+        columns: where the source has columns, those of captions. Raises ValueError where it has none, or one cannot be
+        read."""
+        raise ValueError(self.no_captions)
+
+
+class FewFiles(ImageSource):
     """A source of so few files that all of them can be named at once."""
 
     @abstractmethod
@@ -154,33 +181,6 @@ class RowSource(FewFiles):
     def values_beside(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         """Return some columns, by the name of the image."""
         return {name: dict(zip(names, row, strict=True)) for name, row in self.rows(names)}
-
-
-class ImageSource(Protocol):
-    """Interface of every source; one whose items are tars has the methods of `reading.InTars` in place of `read`."""
-
-    def listing(self) -> Listing:
-        """Return every image of the source. Raises ValueError when the source has none."""
-        ...
-
-    def known_classes(self) -> list[str] | None:
-        """Return the classes by number, where they can be known without opening an image; None: `listing` gives
-        them."""
-        ...
-
-    def read(self, item: Item) -> bytes:
-        """Return the bytes of one image file. Raises OSError."""
-        ...
-
-    def file_groups(self) -> Iterator[FileGroup]:
-        """Yield the files of the images, group by group. Raises ValueError when the source has none."""
-        ...
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Return the captions that come with the images, by the name of the image or by that without its extension.
-        columns: where the source has columns, those of captions. Raises ValueError where it has none, or one cannot be
-        read."""
-        ...
 
 
 def captions_in(data: bytes, extension: str) -> list[str]:

@@ -8,7 +8,7 @@ over a dark level, with shot noise, as a 12-bit camera counts them.
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,7 @@ class DrawnCells(FewFiles):
     """Cells of five channels of 12 bits, drawn by code."""
     num_images: int = Field(3000, ge=3, le=100_000)
     """Number of images."""
+    no_captions: ClassVar[str] = "The drawn cells have no captions. Set pairs.captions.type to classes or table."
 
     def listing(self) -> Listing:
         """Return every image; the classes take turns."""
@@ -51,10 +52,6 @@ class DrawnCells(FewFiles):
         buffer = io.BytesIO()
         np.save(buffer, drawn(int(item.address[0])))
         return buffer.getvalue()
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no captions."""
-        raise ValueError("The drawn cells have no captions. Set pairs.captions.type to classes or table.")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return an empty dictionary: the images are drawn by code."""

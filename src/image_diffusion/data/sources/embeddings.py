@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -56,13 +56,11 @@ class Embeddings(FewFiles):
     id_column: str | None = None
     """Name of the column that names a pair for good, which decides its split; unset: its part and row."""
 
+    no_captions: ClassVar[str] = "data.source.type is embeddings: there are no images beside which captions could lie."
+
     def listing(self) -> Listing:
         """Raise ValueError: the source has no images."""
         raise ValueError("data.source.type is embeddings: there are no images to crop. Set pairs.type to files.")
-
-    def known_classes(self) -> list[str] | None:
-        """Return None: the classes are known once the files have been read."""
-        return None
 
     def read(self, item: Item) -> bytes:
         """Raise OSError: the source has no images."""
@@ -112,10 +110,6 @@ class Embeddings(FewFiles):
                 )
             parts.append(Part(image, text, table, rows, dim))
         return parts
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no images."""
-        raise ValueError("data.source.type is embeddings: there are no images beside which captions could lie.")
 
     def captions(self, part: Part) -> list[str]:
         """Return the caption of every row of a part, empty where a row has none."""

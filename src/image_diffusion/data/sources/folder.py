@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import Stamp, stamp_in
 from image_diffusion.core.texts import class_name
 from image_diffusion.data.sources.base import (
     LARGEST_TEXT,
     FileGroup,
+    ImageSource,
     Item,
     Listing,
     add_stamp,
@@ -48,7 +48,7 @@ _METADATA = ("metadata.csv", "metadata.jsonl")  # of the layout imagefolder of H
 _CAPTIONS = (".txt", ".json")
 
 
-class Folder(Config):
+class Folder(ImageSource):
     """Images in a folder. Each folder at the first level is a class, with everything below it; images that lie in
     the folder itself, with no folders beside them, have no class.
 

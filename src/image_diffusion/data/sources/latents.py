@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import Stamp, stamp_of
 from image_diffusion.data.sources.archives.zip import ZipArchive
-from image_diffusion.data.sources.base import FewFiles, FileGroup, Item, Listing
+from image_diffusion.data.sources.base import FewFiles, FileGroup, ImageSource, Item, Listing
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.layouts import LABELS_FILE, labels_in
 
@@ -42,7 +41,7 @@ class Encoded:
     sha256: str
 
 
-class LatentSource(Config):
+class LatentSource(ImageSource):
     """Latents in place of images. Every layout is a class; its name is in `Source`."""
 
     type: str
@@ -50,6 +49,7 @@ class LatentSource(Config):
     path: str = Field(min_length=1)
     """Path of the latents."""
 
+    no_captions: ClassVar[str] = "data.source holds latents: there are no images beside which captions could lie."
     has_mirror_images: ClassVar[bool] = False
     """True if the mirror image of each image has been encoded too."""
     num_moments: ClassVar[Literal[1, 2]] = 1
@@ -63,10 +63,6 @@ class LatentSource(Config):
         files that are missing, cut short, or do not fit together."""
 
     @abstractmethod
-    def file_groups(self) -> Iterator[FileGroup]:
-        """Yield the files of the latents, group by group. Raises ValueError when the source has none."""
-
-    @abstractmethod
     def encoded(self, item: Item) -> Encoded:
         """Return one encoded image. Raises ValueError naming the file that cannot be read or holds something else."""
 
@@ -74,17 +70,9 @@ class LatentSource(Config):
         """Return the further settings that decide the numbers that `encoded` gives."""
         return {}
 
-    def known_classes(self) -> list[str] | None:
-        """Return None: the classes are known once the files have been read."""
-        return None
-
     def read(self, item: Item) -> bytes:
         """Raise OSError: the source has no images."""
         raise OSError(f"{item.name} is a latent, not an image")
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no images."""
-        raise ValueError("data.source holds latents: there are no images beside which captions could lie.")
 
 
 class Edm2Latents(LatentSource):

@@ -12,7 +12,7 @@ import io
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,8 @@ class Digits(FewFiles):
     """The digits embedded in scikit-learn."""
     only: Annotated[list[Annotated[int, Field(ge=0, le=9)]], Field(min_length=1)] | None = None
     """Some of the digits; unset: all ten."""
+
+    no_captions: ClassVar[str] = "The embedded digits have no captions. Set pairs.captions.type to classes or table."
 
     def listing(self) -> Listing:
         """Return every digit, labelled with itself."""
@@ -54,10 +56,6 @@ class Digits(FewFiles):
         buffer = io.BytesIO()
         Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)
         return buffer.getvalue()
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no captions."""
-        raise ValueError("The embedded digits have no captions. Set pairs.captions.type to classes or table.")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return an empty dictionary: the digits are part of scikit-learn."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -46,6 +46,10 @@ class TorchvisionSet(FewFiles):
     download: bool = False
     """Let torchvision download what is missing. It then checks the files itself, and a change of them re-runs
     nothing."""
+
+    no_captions: ClassVar[str] = (
+        "data.source.type is torchvision, whose sets have no captions. Set pairs.captions.type to classes."
+    )
 
     @field_validator("options")
     @classmethod
@@ -89,12 +93,6 @@ class TorchvisionSet(FewFiles):
                 reason = reason.replace(f"{prefix}/", "")
             raise OSError(f"torchvision cannot read it: {reason}") from None
         return buffer.getvalue()
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no captions."""
-        raise ValueError(
-            "data.source.type is torchvision, whose sets have no captions. Set pairs.captions.type to classes."
-        )
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return every file in the folder; empty where torchvision downloads and checks them. Raises ValueError when

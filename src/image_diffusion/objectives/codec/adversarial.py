@@ -10,17 +10,18 @@ of the whole batch; here every example has its own loss, and the weight is fixed
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Objective
 from image_diffusion.networks.patch_discriminator import PatchDiscriminator
-from image_diffusion.objectives.codec.reconstruction import Watched
+from image_diffusion.objectives.codec.perceptual import Watched
 
 DISCRIMINATOR = "discriminator"
 """Name of the discriminator in the network that is trained. Saved weights do without it."""
@@ -55,18 +56,12 @@ class Discriminated(Objective):
     step on that they begin with.
     """
 
-    has_layers = True
-
     def __init__(self, config: Adversarial, objective: Objective, spec: DataSpec) -> None:
-        self._config, self._objective, self._channels = config, objective, spec.channels
-
-    def add_layers(self, network: nn.Module) -> None:
-        """Give the network the discriminator, freshly initialised from torch's global generator."""
-        config = self._config
-        network.add_module(DISCRIMINATOR, PatchDiscriminator(self._channels, config.width, config.num_layers))
+        self._config, self._objective = config, objective
+        self.layers = {DISCRIMINATOR: partial(PatchDiscriminator, spec.channels, config.width, config.num_layers)}
 
     def __call__(self, network: Any, batch: Batch) -> Losses:
-        """Return the codec's losses with both terms. network: the codec's, with the layers of `add_layers`."""
+        """Return the codec's losses with both terms. network: the codec's, with the discriminator."""
         if batch.step <= self._config.start_step:
             return self._objective(network, batch)
         watched = Watched(network)

@@ -8,7 +8,23 @@ from typing import Any
 from torch import Tensor
 
 from image_diffusion.core.types import Batch, Losses, Objective
-from image_diffusion.objectives.codec.reconstruction import Watched
+
+
+class Watched:
+    """Codec's network that remembers its last reconstruction: the first that it returns, as `images` of it gives it,
+    [B, C, H, W] in [-1, 1] where it is right."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+        self.reconstruction: Tensor
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self._network(*inputs)
+        self.reconstruction = self._network.images(outputs[0])
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
 
 
 class Perceptual(Objective):

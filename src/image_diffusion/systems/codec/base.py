@@ -4,20 +4,60 @@ samples."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+import torch
+from pydantic import Field
+from torch import Tensor
+
 from image_diffusion.codecs.base import LatentShape
+from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec, Objective
 from image_diffusion.metrics.config import EvaluateConfig
+from image_diffusion.metrics.images.lpips import SMALLEST, LpipsConfig
 from image_diffusion.objectives.codec.adversarial import Adversarial, Discriminated
 from image_diffusion.objectives.codec.perceptual import Perceptual
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.codec.evaluation import CodecEvaluation
-from image_diffusion.systems.codec.perceptual import PerceptualConfig
 from image_diffusion.systems.codec.reconstruction import CodecSampling
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section
+
+_PERCEPTUAL = "system.perceptual"
+
+
+class PerceptualConfig(LpipsConfig):
+    """LPIPS (Zhang et al. 2018) of an image and its reconstruction, and its weight. The weights are never
+    downloaded."""
+
+    weight: float = Field(1.0, gt=0)
+    """Factor of the distance in the loss."""
+
+    def check(self, spec: DataSpec) -> None:
+        """Raise ValueError where a file is missing, or the images do not fit."""
+        if spec.channels not in (1, 3) or min(spec.size) < SMALLEST:
+            raise ValueError(
+                f"{_PERCEPTUAL} is set, but LPIPS compares grey or RGB images of at least {SMALLEST} pixels; these "
+                f"have {spec.channels} channels and {shown(spec.resolution)} pixels. Leave it out."
+            )
+        for name, path in (("backbone", self.backbone), ("heads", self.heads)):
+            if not path.is_file():
+                raise ValueError(
+                    f"{_PERCEPTUAL}.{name} is {path}, which does not exist. Bring the file, or leave it out."
+                )
+
+    def distance(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return LPIPS, [B], of two sets of images [B, C, H, W] in [-1, 1], computed in float32 on their device. Raises
+        ValueError for files with other contents."""
+        lpips = self.build(torch.device("cpu"), _PERCEPTUAL)
+
+        def measure(first: Tensor, second: Tensor) -> Tensor:
+            lpips.to(first.device)
+            with torch.autocast(first.device.type, enabled=False):
+                return lpips.distance(first.float(), second.float())
+
+        return measure
 
 
 class CodecSystem(System):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import psutil
 import torch
 
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.nn.precision import Precision as SampledIn
 from image_diffusion.nn.precision import tf32
 from image_diffusion.training.checkpoint.stop_signal import Stop
@@ -28,6 +31,7 @@ from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
 GIB = 2.0**30
+_PROBE, _BLOCK = 256 << 20, 8 << 20  # bytes that are written to measure a disk
 MEASURING_S = 20.0
 """Seconds that a forecast measures, apart from the first step and whatever is under way when the time is over."""
 
@@ -249,3 +253,31 @@ def _checkpoints_at_most(config: TrainConfig) -> int:
     saves = -(-config.steps // config.checkpoint.every_steps)
     for_good = config.steps // config.checkpoint.keep_every if config.checkpoint.keep_every else 0
     return min(config.checkpoint.keep_last + 1, saves) + for_good
+
+
+def seconds_to_save(size: int, folder: Path) -> float:
+    """Return the seconds that a checkpoint of a number of bytes takes in a folder, which may not exist yet: written, on
+    the disk, and hashed, as `training.checkpoint` does it. Up to 256 MiB are written and removed. Raises OSError."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    probe = max(_BLOCK, min(size, _PROBE))
+    block = os.urandom(_BLOCK)  # what a file system could not make smaller
+    with tempfile.NamedTemporaryFile(dir=existing, prefix=".doctor-") as file:
+        started = time.perf_counter()
+        for _ in range(0, probe, _BLOCK):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        sha256_file(Path(file.name))
+        return (time.perf_counter() - started) * size / (-(-probe // _BLOCK) * _BLOCK)
+
+
+def told_too_late(save_s: float, grace_s: float) -> str | None:
+    """Return advice if saving takes longer than the time between Slurm's signal and the end; None otherwise."""
+    if save_s <= grace_s:
+        return None
+    lead = -(-round(2 * save_s + 30) // 60) * 60
+    return (
+        f"A checkpoint takes {save_s:.0f} s to save, and a time limit leaves {grace_s:.0f}: steps since the one before "
+        f'would be lost. Let Slurm say so earlier, in config.yaml: slurm: {{stages: {{train: {{slurm_extra: "--signal='
+        f'TERM@{lead}"}}}}}}.'
+    )

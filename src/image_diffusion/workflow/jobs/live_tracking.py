@@ -21,7 +21,7 @@ LAST_WORD_S = 60.0
 
 @dataclass
 class Following:
-    """`follow`, where config.yaml asks for it."""
+    """`track --follow`, where config.yaml asks for it."""
 
     tracking: Mapping[str, Any]
     """The section `tracking` of config.yaml. The store's URI, which can hold a password, goes by the environment."""
@@ -87,7 +87,7 @@ class Following:
 
     def _command(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "image_diffusion", "follow", "--results", self.results),
+            *(sys.executable, "-m", "image_diffusion", "track", "--results", self.results),
             *("--every", str(self.tracking["every_s"])),
-            *("--project", self.tracking["project"], "--experiments", *self.experiments),
+            *("--project", self.tracking["project"], "--follow", *self.experiments),
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,6 +36,8 @@ class Lmdb(FewFiles):
     """The folder of a database, or one that holds such folders."""
     classes: Literal["databases", "none"] = "databases"
     """databases: those of a folder are the classes, and a single one has none. none: unconditional data."""
+
+    no_captions: ClassVar[str] = "data.source.type is lmdb, which holds no captions. Set pairs.captions.type to table."
 
     def listing(self) -> Listing:
         """Return every key as an image, by database and key. Raises ValueError for a database that is missing or
@@ -71,10 +73,6 @@ class Lmdb(FewFiles):
                 return bytes(data)
         except _faults() as error:
             raise OSError(f"damaged in the database: {str(error).replace(folder, Path(folder).name)}") from None
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no captions."""
-        raise ValueError("data.source.type is lmdb, which holds no captions. Set pairs.captions.type to table.")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return the file of each database, by the name of its folder. Raises ValueError when the folder has none."""

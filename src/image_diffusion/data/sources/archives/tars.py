@@ -109,10 +109,6 @@ class Webdataset(TarSource):
                 f"or write classes to .cls."
             )
 
-    def known_classes(self) -> list[str] | None:
-        """Return None: the classes are known once the files have been read."""
-        return None
-
     def read(self, item: Item) -> bytes:
         """Return the bytes of one image, straight from its place in the tar. Raises OSError."""
         path, start, size = item.address

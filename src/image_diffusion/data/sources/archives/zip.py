@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -48,6 +48,8 @@ class ZipArchive(FewFiles):
     the names of splits (train, val, test) are refused. {level: 2}: the folders at the second level, whatever their
     names. none: unconditional data."""
 
+    no_captions: ClassVar[str] = "data.source.type is zip, which holds no captions. Set pairs.captions.type to table."
+
     def listing(self) -> Listing:
         """Return every member as an image, sorted by name. Raises ValueError for a zip that is missing, damaged or
         empty."""
@@ -85,10 +87,6 @@ class ZipArchive(FewFiles):
                 return file.read(LARGEST_IMAGE)
         except ZIP_FAULTS as error:
             raise OSError(f"damaged in the zip: {error}") from None
-
-    def captions_beside(self, columns: tuple[str, ...]) -> dict[str, list[str]]:
-        """Raise ValueError: the source has no captions."""
-        raise ValueError("data.source.type is zip, which holds no captions. Set pairs.captions.type to table.")
 
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return the zip. Raises ValueError when it is missing."""

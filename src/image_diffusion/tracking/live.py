@@ -1,10 +1,8 @@
 """Send the journals of running stages to MLflow until standard input ends, and then all that is left.
 
-    python -m image_diffusion follow --store sqlite:///mlflow.db --project demo --results results --experiments demo
-
-The workflow keeps one of these beside itself. It looks at journals only: training does not know of it, and a store that
-is down or slow delays nothing but what is shown. A process that ends when it has sent them sends new entries, so that
-little memory is held. A Snakemake that dies closes the pipe to this one, so that it ends as well.
+The workflow keeps a process with `track --follow` beside itself. It looks at journals only: training does not know of
+it, and a store that is down or slow delays nothing but what is shown. A process that ends when it has sent them sends
+new entries, so that little memory is held. A Snakemake that dies closes the pipe to this one, so that it ends as well.
 """
 
 from __future__ import annotations
@@ -15,17 +13,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.process.command import Parser, run
 from image_diffusion.core.process.errors import log_line
 from image_diffusion.core.process.parent_watch import end_with, mark
-from image_diffusion.core.process.secrets import store_named
-from image_diffusion.tracking.plan import Request, request_of, watched
+from image_diffusion.tracking.plan import Request, watched
+
+
+def stop_at_end() -> threading.Event:
+    """Return an event that is set at SIGTERM, at SIGINT, and when standard input ends."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    def wait_for_end() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        stop.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    return stop
 
 
 def follow(
@@ -106,39 +116,3 @@ def _send_and_report(sender: Connection, parent: str, *arguments: Any) -> None:
 def _cpu_seconds() -> float:
     """Return the CPU seconds of this process and of those that it has waited for."""
     return sum(os.times()[:4])
-
-
-def main() -> None:
-    parser = Parser(prog="python -m image_diffusion follow", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--store",
-        help="MLflow tracking URI, e.g. sqlite:///mlflow.db (default: MLFLOW_TRACKING_URI, which hides a password)",
-    )
-    parser.add_argument("--project", required=True, help="MLflow experiment of the runs")
-    parser.add_argument("--results", required=True, type=Path, help="folder of all results")
-    parser.add_argument("--experiments", required=True, nargs="+", help="names of configured experiments")
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="interval of checks (default: 10)",
-    )
-    options = parser.parse_args()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-
-    def wait_for_end() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        stop.set()
-
-    threading.Thread(target=wait_for_end, daemon=True).start()
-    store = store_named(options.store)
-    requests = [request_of(options.results, name) for name in options.experiments]
-    follow(partial(send_apart, store, options.project), requests, options.every, stop)
-
-
-if __name__ == "__main__":
-    run(main)
