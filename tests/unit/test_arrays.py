@@ -15,10 +15,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from image_diffusion.codecs.dvae import DVAECodec
+from image_diffusion.codecs.kl import KlCodec
+from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.tiff import write_tiff
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.pictures import as_pictures
+from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.arrays import BadImage, Undecided, read_array
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
@@ -26,7 +30,10 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.drawn_cells import CHANNELS, drawn
 from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.networks.autoencoder import AutoencoderConfig
+from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.systems.base import Others
+from image_diffusion.systems.codec.reconstruction import reconstruct
 
 Numbers = NDArray[Any]
 
@@ -594,7 +601,10 @@ def check(**sections: Any) -> None:
     ("sections", "says"),
     [
         ({"codec": {"type": "stability_vae"}}, "data.dtype is uint16, but codec.type stability_vae takes pictures"),
-        ({"system": {"type": "dvae"}}, "data.dtype is uint16, but system.type dvae takes pictures"),
+        (
+            {"system": {"type": "prior"}, "pairs": {"type": "hashed"}},
+            "data.dtype is uint16, but system.type prior takes pictures",
+        ),
         ({"system": {"type": "iddpm", "network": {"low_resolution": 8}}}, "but system.network.low_resolution is for"),
         ({"evaluate": {"likelihood": {}}}, "but evaluate.likelihood is for pictures"),
         ({"sample": {"start": {"images": "x", "strength": 0.5}}}, "sample.start"),
@@ -613,3 +623,37 @@ def test_what_knows_pictures_alone_says_so_before_any_work(sections: Any, says: 
     with pytest.raises(ValueError, match=says) as caught:
         check(**sections)
     assert "\n" not in str(caught.value)
+
+
+LEVELS = Levels(dtype="uint16", channels=("a", "b"), low=(100, 100), high=(4095, 3000))
+
+
+def test_an_exported_codec_keeps_the_levels() -> None:
+    spec = DataSpec(channels=2, resolution=16, levels=LEVELS)
+    dvae = DVAEConfig(num_tokens=6, codebook_dim=4, num_layers=2, num_resnet_blocks=0, hidden_dim=8).build(spec).eval()
+    vae = AutoencoderConfig(block_channels=[16, 16]).build(spec).eval().vae
+    numbers = torch.from_numpy(counts((3, 2, 16, 16)))
+    for codec in (
+        DVAECodec({"type": "dvae"}, lambda: dvae, 2.0, LEVELS),
+        KlCodec({"type": "kl"}, lambda: vae, 2.0, levels=LEVELS),
+    ):
+        again = type(codec).unpacked(codec.packed())
+        x = codec.normalise(codec.encode(numbers)[:, 0])
+        assert codec.decode(x).dtype == torch.uint16
+        assert np.array_equal(again.decode(x).numpy(), codec.decode(x).numpy())
+    pixels = Rgb().build(None, Rgb().scale_of({"levels": LEVELS.model_dump()}), torch.device("cpu"), torch.float32)
+    again = Rgb.unpacked(pixels.packed())
+    clipped = numbers.float().clamp(100).minimum(torch.tensor([4095.0, 3000.0]).view(2, 1, 1))
+    assert torch.equal(again.decode(pixels.pixels(numbers)).float(), clipped)
+    assert Rgb.unpacked(Rgb().packed()) == Rgb()
+
+
+def test_reconstructions_of_arrays_are_compared_without_rounding() -> None:
+    numbers = torch.from_numpy(counts((4, 2, 16, 16)))
+    network = AutoencoderConfig(block_channels=[16, 16]).build(DataSpec(channels=2, resolution=16)).eval()
+    result = reconstruct(network, LEVELS.rendered(numbers))
+    assert result.decoded["mean"].dtype == torch.float32
+    assert not torch.equal(result.decoded["mean"], result.decoded["mean"].round())
+    error = (result.images.double() - result.decoded["mean"].double()).square().mean((1, 2, 3))
+    torch.testing.assert_close(result.quality()["psnr_mean"], 10 * torch.log10(255**2 / error))
+    assert result.picture().mode == "RGB"

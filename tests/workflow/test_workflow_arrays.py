@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from projects import Project, make_project
+from projects import ROOT, Project, make_project
 
 from image_diffusion.data.sources.drawn_cells import CHANNELS, CLASSES, drawn
 
@@ -18,6 +18,14 @@ pytestmark = pytest.mark.slow
 
 U_NET = {"channels": 32, "multipliers": [1, 2], "num_res_blocks": 1, "attention_resolutions": [], "num_heads": 2}
 NETWORKS = {"iddpm": U_NET, "rin": {"width": 32, "patch": 4, "depth": 1, "num_latents": 8, "latent_width": 32}}
+
+DATA = {
+    "name": "cells",
+    "source": {"type": "folder", "path": "plates"},
+    "resolution": 16,
+    "dtype": "uint16",
+    "channels": list(CHANNELS),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +39,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     (made / "plates" / "resting" / "broken.tif").write_bytes(b"II*\0 and no more")
 
     def change(experiment: dict[str, Any]) -> None:
-        experiment["data"] |= {
-            "name": "cells",
-            "source": {"type": "folder", "path": "plates"},
-            "resolution": 16,
-            "dtype": "uint16",
-            "channels": list(CHANNELS),
-        }
+        experiment["data"] |= DATA
         experiment["train"] |= {"steps": 4, "flip_probability": 0.5}
         experiment["export"] = {"format": "pipeline"}
 
@@ -105,6 +107,32 @@ def test_other_systems_learn_arrays_too(project: Project, system: str) -> None:
     path.with_name(f"{system}.yaml").write_text(yaml.safe_dump(experiment))
     project.run(f"results/{system}/metrics.json", "--config", f"experiments=[{system}]")
     assert np.load(project / f"results/{system}/samples/samples.npz")["arr_0"].dtype == np.uint16
+
+
+def test_latents_and_tokens_of_a_trained_codec_are_those_of_arrays(project: Project) -> None:
+    names = ("micro_dvae", "micro_latent", "micro_tokens")
+    for name in names:
+        experiment = yaml.safe_load((ROOT / "tests" / "workflow" / f"{name}.yaml").read_text())
+        experiment["data"] |= DATA
+        if name == "micro_dvae":
+            experiment |= {"export": {"format": "pipeline"}}
+        (project / f"config/experiments/{name}.yaml").write_text(yaml.safe_dump(experiment))
+    targets = [f"results/{name}/metrics.json" for name in names]
+    project.run(*targets, "results/micro_dvae/diffusers", "--config", f"experiments=[{','.join(names)}]")
+    for name in ("micro_latent", "micro_tokens"):
+        samples = np.load(project / f"results/{name}/samples/samples.npz")["arr_0"]
+        assert (samples.dtype, samples.shape[1:]) == (np.uint16, (16, 16, 5))
+        assert (project / f"results/{name}/samples/samples.ome.tif").is_file()
+    metrics = json.loads((project / "results/micro_dvae/metrics.json").read_text())["metrics"]
+    assert 5 < metrics["psnr_soft"]["value"] < 40
+    manifest = json.loads((project / "results/datasets/cells-16/micro_dvae/manifest.json").read_text())
+    assert manifest["levels"]["channels"] == list(CHANNELS)
+    diffusers = pytest.importorskip("diffusers")
+    folder = str(project / "results/micro_dvae/diffusers")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    images = np.stack([drawn(number)[:, :16, :16].transpose(1, 2, 0) for number in range(2)])
+    decoded = pipeline(images, output_type="np").images
+    assert (decoded.dtype, decoded.shape) == (np.uint16, images.shape)
 
 
 def test_a_killed_training_goes_on_to_the_same_bytes(project: Project) -> None:

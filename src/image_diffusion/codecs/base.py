@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import divided, resolution_of, written
 from image_diffusion.core.types import DataSpec
@@ -77,8 +78,8 @@ class Codec(Protocol):
         ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 [B, C, H, W] -> float32 [B, 2, c, h, w]: mean and standard deviation, not scaled. [B, 1, c, h,
-        w] for latents without a deviation."""
+        """Encode images [B, C, H, W], as they are stored -> float32 [B, 2, c, h, w]: mean and standard deviation, not
+        scaled. [B, 1, c, h, w] for latents without a deviation."""
         ...
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
@@ -90,7 +91,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, x: Tensor) -> Tensor:
-        """Decode x, float32 [B, c, h, w] -> uint8 images [B, C, H, W]."""
+        """Decode x, float32 [B, c, h, w] -> images [B, C, H, W], of the type they are stored in."""
         ...
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
@@ -132,24 +133,26 @@ class Tokens(Protocol):
         ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 [B, C, H, W] -> int64 [B, h, w], from 0 to num_tokens - 1."""
+        """Encode images [B, C, H, W], as they are stored -> int64 [B, h, w], from 0 to num_tokens - 1."""
         ...
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        """Decode tokens [B, h, w] -> images [B, C, H, W], of the type they are stored in."""
         ...
 
 
 class CodecSettings(Config, ABC):
     """Base of the section `codec`: the settings that the stages read before the codec is built."""
 
-    takes_arrays: ClassVar[bool] = False
-    """True if images may be arrays (data.dtype), and not pictures of 8 bits alone."""
-
     @property
     @abstractmethod
     def name(self) -> str | None:
         """Return the name of the folder of encoded data, beside the crops; None: nothing is encoded."""
+
+    @property
+    def takes_arrays(self) -> bool:
+        """True if images may be arrays (data.dtype), and not pictures of 8 bits alone."""
+        return False
 
     @property
     def trained_by(self) -> str | None:
@@ -251,3 +254,23 @@ def to_uint8(x: Tensor) -> Tensor:
 def from_uint8(images: Tensor) -> Tensor:
     """Convert uint8 pixels -> float32 in [-1, 1]."""
     return images.to(torch.float32) / 127.5 - 1.0
+
+
+def to_x(images: Tensor, levels: Levels | None) -> Tensor:
+    """Convert images [B, C, H, W] -> float32 in [-1, 1]. levels: of arrays; None for pictures, uint8."""
+    return from_uint8(images) if levels is None else levels.normalise(images)
+
+
+def to_images(x: Tensor, levels: Levels | None) -> Tensor:
+    """Convert pixels in [-1, 1] -> pictures, uint8, or arrays of `levels.dtype`."""
+    return to_uint8(x) if levels is None else levels.restore(x)
+
+
+def packed_levels(levels: Levels | None) -> dict[str, Any]:
+    """Return the levels as a part of the settings of a packed codec; nothing for pictures."""
+    return {} if levels is None else {"levels": dump(levels)}
+
+
+def unpacked_levels(settings: Mapping[str, Any]) -> Levels | None:
+    """Return the levels in the settings of a packed codec; None for pictures."""
+    return Levels(**settings["levels"]) if "levels" in settings else None

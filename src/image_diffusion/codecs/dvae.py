@@ -10,7 +10,8 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.base import Packed, from_uint8, to_uint8
+from image_diffusion.codecs.base import Packed, packed_levels, to_images, to_x, unpacked_levels
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.networks.dvae import DVAE
 
@@ -20,13 +21,15 @@ class DVAECodec:
     """A discrete VAE and its scale.
 
     identity: says which weights these are. load: gives the network, in evaluation mode, on the device it is to run on;
-    called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x.
+    called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x. levels:
+    of the arrays that it was trained on; None for pictures.
     A latent is certain: its standard deviation is stored as 0, and nothing is drawn.
     """
 
     identity: dict[str, Any]
     load: Callable[[], DVAE]
     scale: float
+    levels: Levels | None = None
 
     @cached_property
     def network(self) -> DVAE:
@@ -56,21 +59,27 @@ class DVAECodec:
         raise ValueError(f"sample.decoder is {weights}, but a discrete VAE has one decoder only. Leave it out.")
 
     def packed(self) -> Packed:
-        return Packed({"identity": self.identity, "scale": self.scale}, self.network)
+        return Packed({"identity": self.identity, "scale": self.scale, **packed_levels(self.levels)}, self.network)
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
-        return cls(packed.settings["identity"], lambda: cast("DVAE", packed.network), packed.settings["scale"])
+        settings = packed.settings
+        return cls(
+            identity=settings["identity"],
+            load=lambda: cast("DVAE", packed.network),
+            scale=settings["scale"],
+            levels=unpacked_levels(settings),
+        )
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         weight = self.network.codebook.weight
-        return to_uint8(self.network.decode((x / self.scale).to(weight.device, weight.dtype)))
+        return to_images(self.network.decode((x / self.scale).to(weight.device, weight.dtype)), self.levels)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Convert uint8 [B, C, H, W] -> the input of the network."""
+        """Convert images [B, C, H, W] -> the input of the network."""
         weight = self.network.codebook.weight
-        return from_uint8(images.to(weight.device)).to(weight.dtype)
+        return to_x(images.to(weight.device), self.levels).to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -93,11 +102,12 @@ class DVAETokens:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        """Encode images [B, C, H, W] -> int64 [B, h, w]."""
         return self.codec.network.indices(self.codec.pixels(images))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
-        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        """Decode tokens [B, h, w] -> images [B, C, H, W]."""
         network = self.codec.network
-        return to_uint8(network.decode(network.hard_latent(tokens.to(network.codebook.weight.device).long())))
+        latent = network.hard_latent(tokens.to(network.codebook.weight.device).long())
+        return to_images(network.decode(latent), self.codec.levels)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor
 
-from image_diffusion.codecs.base import Packed, from_uint8, in_slices, to_uint8
+from image_diffusion.codecs.base import Packed, in_slices, packed_levels, to_images, to_x, unpacked_levels
 from image_diffusion.codecs.diffusers_families import Decoder
+from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 
 if TYPE_CHECKING:  # diffusers takes seconds to import, and training on stored latents needs none of it
@@ -28,12 +29,14 @@ class KlCodec:
     identity: says which weights these are. load: gives the autoencoder, in evaluation mode, on the device it is to run
     on; called once, when an image is first encoded or decoded. scale: what a latent is multiplied with to become x, so
     that x has a standard deviation near 1 (0.18215 for the SD VAE). decoder: decodes in place of the autoencoder's own.
+    levels: of the arrays that it was trained on; None for pictures.
     """
 
     identity: dict[str, Any]
     load: Callable[[], AutoencoderKL]
     scale: float
     decoder: Decoder | None = None
+    levels: Levels | None = None
 
     @cached_property
     def vae(self) -> AutoencoderKL:
@@ -49,7 +52,7 @@ class KlCodec:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        x = from_uint8(images.to(self.vae.device)).to(self.vae.dtype)
+        x = to_x(images.to(self.vae.device), self.levels).to(self.vae.dtype)
         posterior = self.vae.encode(x).latent_dist
         return torch.stack([posterior.mean, posterior.std], dim=1).to(torch.float32)
 
@@ -67,11 +70,17 @@ class KlCodec:
         return replace(self, decoder=Decoder(weights, device))
 
     def packed(self) -> Packed:
-        return Packed({"identity": self.identity, "scale": self.scale}, self.vae)
+        return Packed({"identity": self.identity, "scale": self.scale, **packed_levels(self.levels)}, self.vae)
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:
-        return cls(packed.settings["identity"], lambda: cast("AutoencoderKL", packed.network), packed.settings["scale"])
+        settings = packed.settings
+        return cls(
+            identity=settings["identity"],
+            load=lambda: cast("AutoencoderKL", packed.network),
+            scale=settings["scale"],
+            levels=unpacked_levels(settings),
+        )
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
@@ -80,4 +89,4 @@ class KlCodec:
         latent = (x / self.scale).to(self.vae.device, self.vae.dtype)
         edge = 2 ** (len(self.vae.config.block_out_channels) - 1)
         pixels = edge**2 * latent.shape[2] * latent.shape[3]
-        return in_slices(lambda part: to_uint8(self.vae.decode(part).sample), latent, pixels)
+        return in_slices(lambda part: to_images(self.vae.decode(part).sample, self.levels), latent, pixels)

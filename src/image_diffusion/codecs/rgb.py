@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, from_uint8, to_uint8
-from image_diffusion.core.config.base import dump
+from image_diffusion.codecs.base import Codec, CodecSettings, LatentShape, Packed, packed_levels, to_images, to_x
 from image_diffusion.core.levels import Levels
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
@@ -23,13 +22,16 @@ class Rgb(CodecSettings):
     type: Literal["rgb"] = "rgb"
     """Pixels, scaled to [-1, 1]."""
 
-    takes_arrays: ClassVar[bool] = True
     _levels: Levels | None = PrivateAttr(None)
 
     @property
     def name(self) -> None:
         """Return None: pixels have no folder of latents."""
         return None
+
+    @property
+    def takes_arrays(self) -> bool:
+        return True
 
     def build(self, weights: Path | None, scale: Any, device: torch.device, dtype: torch.dtype) -> Self:
         """Build the codec, which has no weights to load. scale: the levels of arrays; None for pictures."""
@@ -65,21 +67,21 @@ class Rgb(CodecSettings):
 
     def pixels(self, images: Tensor) -> Tensor:
         """Map images [B, C, H, W] of the data set's type to float32 in [-1, 1]."""
-        return from_uint8(images) if self._levels is None else self._levels.normalise(images)
+        return to_x(images, self._levels)
 
     def normalise(self, latent: Tensor) -> Tensor:
         return latent
 
     def decode(self, x: Tensor) -> Tensor:
         """Map x to images [B, C, H, W] of the data set's type."""
-        return to_uint8(x) if self._levels is None else self._levels.restore(x)
+        return to_images(x, self._levels)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:
         """Raise ValueError: pixels are not decoded."""
         raise ValueError(f"sample.decoder is {weights}, but the codec rgb decodes nothing. Leave it out.")
 
     def packed(self) -> Packed:
-        return Packed() if self._levels is None else Packed({"levels": dump(self._levels)})
+        return Packed(packed_levels(self._levels))
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Self:

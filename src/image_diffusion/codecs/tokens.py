@@ -34,6 +34,10 @@ class TokensOf(CodecSettings):
         return tokens_of(self.of.name)
 
     @property
+    def takes_arrays(self) -> bool:
+        return self.of.takes_arrays
+
+    @property
     def trained_by(self) -> str | None:
         return self.of.trained_by
 
@@ -95,7 +99,7 @@ class TokenCodec:
         self.tokens.compile_encoder()
 
     def encode(self, images: Tensor) -> Tensor:
-        """Encode uint8 [B, C, H, W] -> int64 [B, h, w]."""
+        """Encode images [B, C, H, W] -> int64 [B, h, w]."""
         return self.tokens.encode(images)
 
     def draw(self, stored: Tensor, streams: Streams) -> Tensor:
@@ -105,7 +109,7 @@ class TokenCodec:
         return latent
 
     def decode(self, x: Tensor) -> Tensor:
-        """Decode tokens [B, h, w] -> uint8 images [B, C, H, W]."""
+        """Decode tokens [B, h, w] -> images [B, C, H, W]."""
         return self.tokens.decode(x)
 
     def with_decoder(self, weights: str, device: torch.device) -> Codec:

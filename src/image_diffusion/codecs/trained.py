@@ -35,6 +35,10 @@ class Trained(CodecSettings):
         return self.experiment
 
     @property
+    def takes_arrays(self) -> bool:
+        return True
+
+    @property
     def trained_by(self) -> str:
         return self.experiment
 
@@ -65,13 +69,13 @@ class Trained(CodecSettings):
             network.load_state_dict(read_weights(weights)[0])
             return placed(network.to(dtype), device)
 
-        scale = self.scale or scale or 1.0
+        scale, levels = self.scale or scale or 1.0, parse(DataSpec, model["spec"], f"{weights}/model.json").levels
         if kind == "autoencoder":
             identity = {"type": "kl", "sha256": model["sha256"]}
-            return KlCodec(identity, lambda: cast("Autoencoder", load(AutoencoderConfig)).vae, scale)
+            return KlCodec(identity, lambda: cast("Autoencoder", load(AutoencoderConfig)).vae, scale, levels=levels)
         if kind == "dvae":
             identity = {"type": "dvae", "sha256": model["sha256"]}
-            return DVAECodec(identity, lambda: cast("DVAE", load(DVAEConfig)), scale)
+            return DVAECodec(identity, lambda: cast("DVAE", load(DVAEConfig)), scale, levels)
         raise ValueError(
             f"{weights} was trained by a {kind}, which is not a codec. Set codec.experiment to one whose system is "
             f"an autoencoder or a dvae."

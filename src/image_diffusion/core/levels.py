@@ -53,3 +53,8 @@ class Levels(Config):
 
     def _bounds(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         return numbers.new_tensor(self.low).view(-1, 1, 1), numbers.new_tensor(self.high).view(-1, 1, 1)
+
+
+def rendered(images: Tensor, levels: Levels | None) -> Tensor:
+    """Return images [B, C, H, W] as they are judged and drawn: pictures, uint8, or arrays as float32 from 0 to 255."""
+    return images if levels is None else levels.rendered(images)

@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.levels import Levels
+from image_diffusion.core.levels import Levels, rendered
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Resolution, height_width
 
@@ -59,7 +59,7 @@ class DataSpec(Config):
 
     def shown(self, images: Tensor) -> Tensor:
         """Return images [N, C, H, W] as they are drawn: pictures, uint8, or arrays as float32 from 0 to 255."""
-        return images if self.levels is None else self.levels.rendered(images)
+        return rendered(images, self.levels)
 
     @model_serializer(mode="wrap")
     def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

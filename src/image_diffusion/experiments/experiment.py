@@ -28,7 +28,16 @@ from image_diffusion.export.registry import check_export, export_of
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.systems import SYSTEMS, AnySystem
-from image_diffusion.systems.base import Others, System, check_augment, check_flips, makes, name_of, spec_of
+from image_diffusion.systems.base import (
+    Others,
+    System,
+    check_arrays,
+    check_augment,
+    check_flips,
+    makes,
+    name_of,
+    spec_of,
+)
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import PairsConfig
 from image_diffusion.systems.sampling import SampleSettings, SamplingSources
@@ -326,6 +335,7 @@ def check_experiment(experiment: Experiment, others: Others) -> None:
     """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
     if others.codec is not None and others.codec.data != experiment.data:
         raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
+    check_arrays(experiment)
     check_flips(experiment.system, experiment.train.flip_probability)
     check_augment(experiment)
     if isinstance(experiment.data.source, LatentSource):

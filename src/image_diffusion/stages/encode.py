@@ -20,6 +20,7 @@ from image_diffusion.core.config.base import dump, load
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.files.atomic import remove_unfinished, write_text
 from image_diffusion.core.journal.writer import open_journal
+from image_diffusion.core.levels import rendered
 from image_diffusion.core.process import command
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.encoded.imported_latents import Import
@@ -109,7 +110,8 @@ def show_reconstructions(crops: Path, codec: Codec | Tokens, device: torch.devic
     images = dataset.gather(chosen)
     encoded = codec.encode(images.to(device))
     decoded = codec.decode(encoded if isinstance(codec, Tokens) else codec.normalise(encoded[:, 0]))
-    reconstruction_sheet(images.numpy(), decoded.cpu().numpy(), path)
+    shown, reconstructed = (rendered(pictures.cpu(), dataset.levels).numpy() for pictures in (images, decoded))
+    reconstruction_sheet(shown, reconstructed, path)
 
 
 if __name__ == "__main__":

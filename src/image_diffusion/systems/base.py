@@ -90,8 +90,6 @@ class System(Adaptable, ABC):
                 f"codec.type is {experiment.codec.type}, but a system of type {self.type} learns from "
                 f"{' or '.join(self.reads)}, not from {experiment.codec.stores}. Name another codec."
             )
-        if experiment.data.dtype is not None:
-            _check_arrays(experiment)
         spec = spec_of(experiment, others.codec)
         self.check_network(spec)
         if others.start is not None:
@@ -144,13 +142,13 @@ class System(Adaptable, ABC):
         """Return how a trained network is evaluated."""
 
 
-def _check_arrays(experiment: Sections) -> None:
-    """Raise ValueError for a system or codec that only knows pictures."""
+def check_arrays(experiment: Sections) -> None:
+    """Raise ValueError for a system or codec that knows pictures alone, where the images are arrays."""
     for key, value in {"system.type": experiment.system, "codec.type": experiment.codec}.items():
-        if not value.takes_arrays:
+        if experiment.data.dtype is not None and not value.takes_arrays:
             raise ValueError(
                 f"data.dtype is {experiment.data.dtype}, but {key} {value.type} takes pictures of 8 bits alone. "
-                "Train dit, iddpm or rin on pixels, codec.type rgb."
+                "Train dit, iddpm or rin on pixels, or on the latents of an autoencoder that is trained here."
             )
 
 

@@ -90,7 +90,7 @@ def usage(folder: Path, embeds: bool = False) -> Usage | None:
     columns = [ColSpec(column.kind, name, required=column.required) for name, column in served.columns.items()]
     example: Any = pandas.DataFrame({name: column.example for name, column in served.columns.items() if column.example})
     if served.images is not None:
-        columns = [TensorSpec(np.dtype("uint8"), (-1, *served.images))]
-        example = np.zeros((1, *served.images), np.uint8)
+        columns = [TensorSpec(np.dtype(served.dtype), (-1, *served.images))]
+        example = np.zeros((1, *served.images), served.dtype)
     images = Schema([TensorSpec(np.dtype(served.dtype), (-1, -1, -1, -1))])
     return Usage(ModelSignature(inputs=Schema(columns), outputs=images), example)

@@ -154,7 +154,7 @@ def write_manifest(
         "crops": source.digest,
         **{
             name: source.manifest[name]
-            for name in (*_SPLITS, "name", "classes", "histogram")
+            for name in (*_SPLITS, "name", "classes", "histogram", "levels")
             if name in source.manifest
         },
     }

@@ -59,17 +59,17 @@ def contact_sheet(dataset: Shards, path: Path, max_rows: int = 20, columns: int 
 
 
 def reconstruction_sheet(
-    images: NDArray[np.uint8], decoded: NDArray[np.uint8], path: Path, tile: int = 128, gain: int = 4
+    images: NDArray[Any], decoded: NDArray[Any], path: Path, tile: int = 128, gain: int = 4
 ) -> None:
     """Write a sheet as PNG: images, the same decoded from their latents, and the difference times `gain`.
 
-    images, decoded: uint8 [B, C, H, W].
+    images, decoded: [B, C, H, W], pictures or arrays as `core.pictures.as_pictures` takes them.
     """
-    difference = np.abs(images.astype(np.int16) - decoded.astype(np.int16)) * gain
+    difference = np.abs(images.astype(np.float32) - decoded.astype(np.float32)) * gain
     rows = [
         ("image", list(images)),
         ("decoded from its latent", list(decoded)),
-        (f"difference x {gain}", list(difference.clip(0, 255).astype(np.uint8))),
+        (f"difference x {gain}", list(difference.clip(0, 255).astype(images.dtype))),
     ]
     _write(_sheet(rows, tile), path)
 

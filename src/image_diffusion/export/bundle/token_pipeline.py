@@ -20,7 +20,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.no_grad()
     def encode(self, images: Any) -> Tensor:
-        """PIL images, or uint8 [N, H, W, C], of the size that the codec was trained on -> tokens, int64 [N, h, w]."""
+        """PIL images, or arrays [N, H, W, C], of the size that the codec was trained on -> tokens, int64 [N, h, w]."""
         arrays = np.stack([np.asarray(image) for image in images])
         arrays = arrays[..., None] if arrays.ndim == 3 else arrays
         tokens: Tensor = self.model.encode(torch.tensor(arrays).permute(0, 3, 1, 2))
@@ -28,8 +28,11 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, output_type: str = "pil") -> Any:
-        """Tokens [N, h, w] -> images: "pil", or "np", uint8 [N, H, W, C]."""
-        arrays = self.model.decode(tokens).permute(0, 2, 3, 1).contiguous().numpy()
+        """Tokens [N, h, w] -> images: "pil", or "np", [N, H, W, C]: uint8, or the numbers of arrays."""
+        images = self.model.decode(tokens)
+        if output_type == "pil":
+            images = self.model.pictures(images)
+        arrays = images.permute(0, 2, 3, 1).contiguous().numpy()
         return arrays if output_type == "np" else [Image.fromarray(array.squeeze()) for array in arrays]
 
     def __call__(self, images: Any, output_type: str = "pil") -> Any:

@@ -19,15 +19,16 @@ _MOST_DB = 100.0
 
 
 def psnr(original: Tensor, decoded: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image in dB, float64 [B]; 100 for an exact copy. Both: uint8 [B, C,
-    H, W]."""
+    """Return the peak signal-to-noise ratio of each image in dB, float64 [B]; 100 for an exact copy. Both: [B, C,
+    H, W], uint8 or float32 from 0 to 255."""
     _check(original, decoded)
     error = (original.to(torch.float64) - decoded.to(torch.float64)).square().mean(dim=(1, 2, 3))
     return (10 * torch.log10(_RANGE**2 / error)).clamp(max=_MOST_DB)
 
 
 def ssim(original: Tensor, decoded: Tensor) -> Tensor:
-    """Return the structural similarity of each image, float64 [B] (Wang et al. 2004, eq. 13). Both: uint8 [B, C, H, W].
+    """Return the structural similarity of each image, float64 [B] (Wang et al. 2004, eq. 13). Both: [B, C, H, W], uint8
+    or float32 from 0 to 255.
 
     Gaussian window of 11 pixels, sigma 1.5, K = (0.01, 0.03), data range 255, over the windows inside the image.
     """
@@ -105,8 +106,9 @@ def _window_mean(x: Tensor) -> Tensor:
 
 
 def _check(original: Tensor, decoded: Tensor) -> None:
-    if original.shape != decoded.shape or original.dtype != torch.uint8 or decoded.dtype != torch.uint8:
+    known = (torch.uint8, torch.float32)
+    if original.shape != decoded.shape or original.dtype != decoded.dtype or original.dtype not in known:
         raise ValueError(
-            f"Reconstructions are compared as uint8 images of one shape; got {original.dtype} {list(original.shape)} "
-            f"and {decoded.dtype} {list(decoded.shape)}."
+            f"Reconstructions are compared as float32 or uint8 images of one shape; got {original.dtype} "
+            f"{list(original.shape)} and {decoded.dtype} {list(decoded.shape)}."
         )

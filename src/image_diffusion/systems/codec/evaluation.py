@@ -66,7 +66,8 @@ class CodecEvaluation(ImageEvaluation):
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         assert inputs.model is not None
         settings: EvaluateConfig = inputs.settings
-        data = RealImages(open_shards(inputs.data, "train"), open_shards(inputs.data, "validation"))
+        train, validation = (open_shards(inputs.data, split, renders=True) for split in ("train", "validation"))
+        data = RealImages(train, validation, train.levels)
         detectors = [detector.build(inputs.detector, str(best_device())) for detector in settings.detectors]
         return evaluate_codec(on_best_device(inputs.model), data, detectors, settings, inputs.report)
 

@@ -32,8 +32,9 @@ _SMALLEST_SSIM = 11  # pixels of its window
 class Reconstruction:
     """Reconstructions of a batch by a codec.
 
-    images: uint8 [B, C, H, W]. decoded: the same shape, for each way the network has to decode them ("mean" of the
-    posterior; "soft" and "hard" tokens). tokens: the most probable ones, int64 [B, h, w]; None without a codebook.
+    images: [B, C, H, W], uint8 or float32 from 0 to 255. decoded: the same shape, for each way the network has to
+    decode them ("mean" of the posterior; "soft" and "hard" tokens). tokens: the most probable ones, int64 [B, h, w];
+    None without a codebook.
     """
 
     images: Tensor
@@ -55,18 +56,23 @@ class Reconstruction:
 
 @torch.no_grad()
 def reconstruct(network: nn.Module, images: Tensor) -> Reconstruction:
-    """Encode and decode uint8 images [B, C, H, W], on the network's device."""
+    """Encode and decode images [B, C, H, W], on the network's device: pictures, uint8, or arrays as float32 from 0 to
+    255."""
     assert isinstance(network, Autoencoder | DVAE)
     images = images.to(next(network.parameters()).device)
     x = from_uint8(images)
-    decoded = {way: to_uint8(values) for way, values in network.reconstructions(x).items()}
+    decoded = {
+        way: (values.float().clamp(-1, 1) + 1) * 127.5 if images.is_floating_point() else to_uint8(values)
+        for way, values in network.reconstructions(x).items()
+    }
     return Reconstruction(images, decoded, network.indices(x) if isinstance(network, DVAE) else None)
 
 
 def show_reconstructions(
     network: nn.Module, images: Tensor, batch_size: int, folder: Path, step: int
 ) -> dict[str, Path | float]:
-    """Encode and decode images, uint8 [N, C, H, W], and return the measures of their reconstructions, by name.
+    """Encode and decode images, [N, C, H, W] as `reconstruct` takes them, and return the measures of their
+    reconstructions, by name.
 
     "reconstructions": a picture, the first images in a row, and under them a row for each way the network has to
     decode them. "psnr_…" in dB and "ssim_…" of each way, means over the images. Of a discrete VAE also "codebook": a
@@ -105,12 +111,12 @@ class CodecSampling(Sampling):
 
         def draw(network: nn.Module, step: int, folder: Path) -> dict[str, Path | float]:
             images = inputs.held_out.gather(np.arange(min(inputs.held_out.num_samples, inputs.num_samples)))
-            return show_reconstructions(network, images, inputs.settings.batch_size, folder, step)
+            return show_reconstructions(network, inputs.spec.shown(images), inputs.settings.batch_size, folder, step)
 
         return draw
 
     def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served:
-        return Served(images=(*spec.size, spec.channels))
+        return Served(images=(*spec.size, spec.channels), dtype="uint8" if spec.levels is None else spec.levels.dtype)
 
     def predictor(
         self,
@@ -122,9 +128,12 @@ class CodecSampling(Sampling):
     ) -> Predict:
         network = on_best_device(model)
 
-        def predict(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-            """Return the images, uint8 [N, H, W, C], as they are decoded from their latents."""
-            decoded = reconstruct(network, torch.tensor(images).permute(0, 3, 1, 2)).decoded[self.decoded]
+        def predict(images: NDArray[Any]) -> NDArray[Any]:
+            """Return the images, [N, H, W, C], as they are decoded from their latents."""
+            shown = model.spec.shown(torch.tensor(images).permute(0, 3, 1, 2))
+            decoded = reconstruct(network, shown).decoded[self.decoded]
+            if model.spec.levels is not None:
+                decoded = model.spec.levels.restore(from_uint8(decoded))
             return decoded.permute(0, 2, 3, 1).cpu().contiguous().numpy()
 
         return predict

@@ -174,4 +174,4 @@ class TokenGenerator:
         hidden = tokens == self._spec.channels
         images = self._decode(tokens.masked_fill(hidden, 0))
         gaps = F.interpolate(hidden.view(-1, 1, *self._spec.size).float(), size=images.shape[2:]).bool().cpu()
-        return images.masked_fill(gaps, _GREY)
+        return torch.where(gaps, images.new_full((), _GREY), images)

@@ -100,6 +100,7 @@ class TokensSystem(System):
         "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0},
     }
     reads: ClassVar = ("tokens",)
+    takes_arrays: ClassVar[bool] = True
     warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
 
     @property
@@ -129,7 +130,12 @@ class TokensSystem(System):
         """Return the shapes that the data fix: tokens are stored as [h, w], and have as many channels as there are
         different tokens."""
         resolution = resolution_of(*data.shape[-2:])
-        spec = DataSpec(channels=data.manifest["num_tokens"], resolution=resolution, num_classes=data.num_classes)
+        spec = DataSpec(
+            channels=data.manifest["num_tokens"],
+            resolution=resolution,
+            num_classes=data.num_classes,
+            levels=data.levels,
+        )
         return self.condition.spec(spec, data.beside)
 
     @property
