@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
-from mlflow.entities import LoggedModelStatus
 from tracked import check_same, check_whole, contents, forked, make_experiment, status_of, track
 
 from image_diffusion.core.files.atomic import write_json, write_text
@@ -28,7 +26,6 @@ from image_diffusion.core.journal.writer import Journal
 from image_diffusion.core.process import command
 from image_diffusion.tracking.live import follow, send
 from image_diffusion.tracking.plan import Request
-from image_diffusion.tracking.tracker import Tracker
 from image_diffusion.workflow.integrity.damage import Damage
 
 pytestmark = pytest.mark.slow
@@ -46,6 +43,8 @@ def test_a_replay_sends_no_point_that_a_run_has(
     finished: Path, sent: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow looks for one point that it has among all of its batch: 45,000 took 80 seconds to send again."""
+
+    from mlflow import MlflowClient  # seconds, which collecting the tests should not take
 
     batches = []
     log_batch = MlflowClient.log_batch
@@ -67,6 +66,8 @@ def test_who_stays_logs_no_model_and_whoever_comes_after_does(
 
     database = tmp_path / "mlflow.db"
     shutil.copy(empty, database)
+    from image_diffusion.tracking.tracker import Tracker  # as above
+
     tracker = Tracker(f"sqlite:///{database}", "faults")
     tracker.send(Request(finished), live=True)
     assert not contents(database)["models"]
@@ -102,6 +103,8 @@ def test_a_journal_that_lost_records_makes_a_finished_run_that_is_tagged_incompl
     assert ("demo", "FINISHED") in [run[:2] for run in held["runs"]]
     (incomplete,) = (value for run, key, value in held["tags"] if (run, key) == ("demo", "incomplete"))
     assert re.fullmatch(r"\d+ of \d+ records are lost", incomplete)
+    from mlflow.entities import LoggedModelStatus  # as above
+
     assert held["models"] == [("demo", LoggedModelStatus.READY.to_int())]
     said = capsys.readouterr().err
     assert "records of attempt" in said or "is damaged and left out" in said
@@ -158,6 +161,7 @@ def test_damage_to_what_mlflow_shows_is_seen_and_sent_again(
 
 def test_a_damaged_store_is_told_with_what_to_do(tmp_path: Path) -> None:
     from image_diffusion.tracking.connection import TrackingError
+    from image_diffusion.tracking.tracker import Tracker
 
     (tmp_path / "mlflow.db").write_bytes(b"x" * 4096)
     with pytest.raises(TrackingError, match=rf"not a database\. Move {tmp_path}/mlflow\.db away and run the"):

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import grimp
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 PACKAGE = "image_diffusion"
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
@@ -33,6 +31,9 @@ def circles() -> set[frozenset[str]]:
     number = {name: index for index, name in enumerate(names)}
     edges = [(number[name], number[to]) for name in names for to in graph.find_modules_directly_imported_by(name)]
     rows, columns = np.array(edges).T
+    from scipy.sparse import coo_array  # slow to import
+    from scipy.sparse.csgraph import connected_components
+
     matrix = coo_array((np.ones(len(edges)), (rows, columns)), shape=(len(names), len(names)))
     _, component = connected_components(matrix, connection="strong")
     sizes = Counter(component.tolist())

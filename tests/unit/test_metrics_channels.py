@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy.stats import wasserstein_distance
 
 from image_diffusion.core.levels import Levels
 from image_diffusion.metrics.images.channels import channel_sums, evaluate_channels
@@ -33,6 +32,8 @@ def measured(samples: NDArray[Any], real: NDArray[Any], other: NDArray[Any]) -> 
 
 
 def test_the_distance_of_intensities_is_scipys() -> None:
+    from scipy.stats import wasserstein_distance  # slow to import
+
     a, b = correlated(60, 0), correlated(60, 1, mean=2300)
     _, by_channel = evaluate_channels(of(a), of(b), of(b[:0]), LEVELS.channels)
     for channel, name in enumerate(LEVELS.channels):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from huggingface_hub import ModelCard
 
 from image_diffusion.export.model_card import CardUse, model_card
 from image_diffusion.training.load_model import load_model
 from tiny_models import write_model
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 USE = CardUse("unconditional-image-generation", "DiTPipeline", 'pipeline = DiTPipeline.from_pretrained(".")')
 MEASURED = {
@@ -26,6 +29,8 @@ def card(tmp_path: Path) -> ModelCard:
     write_model(tmp_path, step=10)
     text = model_card("mine", "flowers-64", load_model(tmp_path / "train"), USE, MEASURED, {"grid.png": "Samples"})
     (tmp_path / "README.md").write_text(text)
+    from huggingface_hub import ModelCard  # slow to import
+
     return ModelCard.load(tmp_path / "README.md")
 
 

@@ -8,15 +8,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from snakemake import persistence
-from snakemake.cli import parse_args
 
 from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
 
 
 def persistence_class() -> Any:
     """Return the class that keeps Snakemake's records, under the name of this Snakemake."""
+    from snakemake import persistence  # slow to import
+
     return getattr(persistence, "PersistenceBase", None) or persistence.Persistence
+
+
+def parse_args(words: list[str]) -> Any:
+    """Return what Snakemake makes of its arguments."""
+    from snakemake.cli import parse_args as parse  # slow to import
+
+    return parse(words)
 
 
 @pytest.fixture(autouse=True)
