@@ -83,7 +83,7 @@ def as_code(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: 
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """What Sphinx calls."""
+    """Connect the functions of this file to Sphinx."""
     app.add_source_parser(Notebook)
     app.add_source_suffix(".ipynb", "ipynb")
     app.connect("source-read", to_pages)

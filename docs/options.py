@@ -52,7 +52,7 @@ def sections() -> list[str]:
 
 
 def examples() -> dict[str, dict[str, str]]:
-    """What the shipped experiments write: by the schema's name of a section, then by key, the first that is short."""
+    """Return the values in the shipped experiments: by the schema's name of a section, then by key, the first that is short."""
     found: dict[str, dict[str, str]] = {}
 
     def look(section: BaseModel, name: str) -> None:
@@ -132,7 +132,7 @@ def _table(title: str, properties: dict[str, Any], shown: dict[str, str]) -> str
 
 
 def _values(each: dict[str, Any]) -> str:
-    """What a key takes, as the schema says it."""
+    """Return the values that a key takes, as the schema states them."""
     if "const" in each or "enum" in each:
         return ", ".join(f"`{value}`" for value in each.get("enum", [each.get("const")]))
     if "discriminator" in each:

@@ -68,9 +68,10 @@ def test_names_say_something() -> None:
 
 
 def test_docstrings_stand_alone() -> None:
+    root = SOURCE.parents[1]
     opening = [
-        f"{path.relative_to(SOURCE)}:{node.value.lineno}"
-        for path in SOURCE.rglob("*.py")
+        f"{path.relative_to(root)}:{node.value.lineno}"
+        for path in (*SOURCE.rglob("*.py"), *(root / "workflow").rglob("*.py"), *(root / "docs").glob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if node.value.value.strip().startswith(EMPTY_OPENINGS)

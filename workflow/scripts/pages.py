@@ -1,4 +1,4 @@
-"""What the pages of HTML share: templates, numbers as text, pictures and charts inside the file, without a network.
+"""Parts that the HTML pages share: templates, numbers as text, pictures and charts inside the file, without a network.
 
 The templates are Jinja's, in workflow/pages. Charts are drawn by Bokeh's script, which every page with a chart carries
 (1.4 MB; Plotly's has 4.8 MB).
@@ -22,7 +22,7 @@ from image_diffusion.core.journal.metric_definitions import definition_of
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "pages"
 MOST_POINTS = 1000
-"""Of a curve; of more, the lowest and the highest of each stretch are drawn."""
+"""Points of a curve; of more, the lowest and the highest of each stretch are drawn."""
 ARROWS = {"higher": "↑", "lower": "↓"}
 
 

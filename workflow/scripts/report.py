@@ -109,7 +109,7 @@ def comparisons(judged: dict[str, Any] | None) -> Iterator[str]:
 def proposals(
     experiment: Path, judged: dict[str, Any] | None, findings: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """What is likeliest to help, first what matters most: a reason, and the lines of YAML.
+    """Return the changes that are likeliest to help, the most important first: a reason, and the lines of YAML.
 
     findings: how often the data sheet has each.
     """
@@ -141,7 +141,7 @@ def read_findings(datasheet: Path) -> dict[str, int]:
 
 
 def facts(history: History | None, benchmarks: Path) -> dict[str, object]:
-    """What stands on the card beside the headline."""
+    """Return the text of the card beside the headline."""
     values: dict[str, object] = {}
     if history is not None:
         power = history.series("system/gpu_power_usage_watts")[1]
@@ -154,7 +154,7 @@ def facts(history: History | None, benchmarks: Path) -> dict[str, object]:
 
 
 def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
-    """What `sample` and `evaluate` drew; of classes a strip each, with its name."""
+    """Return the pictures of `sample` and `evaluate`; of classes a strip each, with its name."""
     of_judges = {
         f"evaluation/{path.name}": f"Nearest training images by {path.stem.removeprefix('nearest-')}"
         for path in sorted((experiment / "evaluation").glob("nearest-*.png"))
@@ -169,7 +169,7 @@ def pictures(experiment: Path, data: Path) -> Iterator[dict[str, Any]]:
 
 
 def class_names(experiment: Path, data: Path) -> list[str]:
-    """Of the classes that were drawn, a row each in the picture of classes; none where that cannot be told."""
+    """Return the row of each class in the picture of classes; none where that is unknown."""
     samples, manifest = experiment / "samples" / "samples.npz", data / "manifest.json"
     if not samples.is_file() or not manifest.is_file():
         return []
@@ -234,7 +234,7 @@ def training(journal: Path, weights: Path) -> History | None:
 
 
 def told(history: History | None, is_trained: bool) -> dict[str, Any] | None:
-    """What the history is, in words. is_trained: whether there are weights, and so was a journal."""
+    """Return the history in words. is_trained: True if there are weights, so that there was a journal."""
     if history is None:
         return {"incomplete": "the journal of the training is lost"} if is_trained else None
     damaged = {"damaged or missing in the journal, left out": ", ".join(history.damaged)} if history.damaged else {}
@@ -254,17 +254,17 @@ def charts(history: History | None) -> dict[str, dict[str, Any]]:
 
 
 def examples(folder: Path) -> dict[str, Any] | None:
-    """What it was trained on."""
+    """Return the pictures and the manifest of the training data; None without a manifest."""
     if not (folder / "manifest.json").is_file():
         return None
-    shown = {"sheet.png": "Training images", "histograms.png": "Sizes and classes"}
+    shown = {"sheet.png": "Training images", "histograms.png": "Sizes and classes", "channels.png": "Numbers"}
     sources = {title: source_of(folder.parent / "crops" / name) for name, title in shown.items()}
     drawn = [{"title": title, "source": source} for title, source in sources.items() if source]
     return {"pictures": drawn, "manifest": plain(folder / "manifest.json")}
 
 
 def datasheet(folder: Path) -> Markup | None:
-    """What was found in the images."""
+    """Return the data sheet; None without one."""
     if not (folder / "datasheet.json").is_file():
         return None
     return Markup(body(read_json(folder / "datasheet.json"), lambda name: source_of(folder / name) or ""))
@@ -280,7 +280,7 @@ def quarantine(path: Path) -> dict[str, Any] | None:
 
 
 def measured(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """What Snakemake measured of each start of a stage."""
+    """Return the measurements by Snakemake of each start of a stage."""
     if path.is_file():
         with path.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file, delimiter="\t"):
@@ -288,7 +288,7 @@ def measured(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def runtimes(*folders: Path) -> list[list[str]]:
-    """What Snakemake measured of every stage."""
+    """Return the measurements by Snakemake of every stage."""
     lines = []
     for folder in folders:
         for path in sorted(folder.rglob("*.tsv")):
@@ -319,7 +319,7 @@ def plain(path: Path) -> dict[str, Any] | None:
 
 
 def configurations(plan: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
-    """What every stage ran with: lines, and whether each differs from what the system does by itself."""
+    """Return the configuration of every stage: lines, and for each whether it differs from the default of the system."""
     paths = {stage: Path(path) for stage, path in plan.get("configs", {}).items()}
     changed = set(plan.get("beyond_defaults", ()))
     return {

@@ -22,7 +22,7 @@ HEADS = ["experiment", "system", "data", "steps", "metric", "value", "95 % inter
 
 @dataclass
 class Line:
-    """What is shown of an experiment. metrics: values that are not doubted, with their intervals, as
+    """Facts of an experiment that are shown. metrics: values that are not doubted, with their intervals, as
     text."""
 
     name: str
@@ -42,7 +42,8 @@ class Line:
 
 
 def line(name: str, results: Path, benchmarks: Path) -> Line:
-    """Of an experiment that was made. Raises ValueError or KeyError where there are no whole results of it."""
+    """Return the facts of an experiment that was made. Raises ValueError or KeyError where its results are not
+    whole."""
     folder = results / name
     plan, model = read_json(folder / "config" / "plan.json"), read_json(folder / "train" / "model.json")
     metrics = read_json(folder / "metrics.json")["metrics"]

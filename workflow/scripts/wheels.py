@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "envs/requirements.lock"
 FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis")
-"""What `make first-gpu` needs beside the package."""
+"""Packages that `make first-gpu` needs beside this one."""
 _OF_PYTORCH = re.compile(r"torch|torchvision|triton|(nvidia-(?!ml-py)|cuda-).*|sympy|mpmath|networkx")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(?:.*\\\n)*.*$", re.MULTILINE)
 

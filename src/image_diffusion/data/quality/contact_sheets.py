@@ -32,6 +32,7 @@ def write_sheets(folder: Path, manifest: Mapping[str, Any], records: Sequence[Sh
     contact_sheet(dataset, sheet)
     histograms(dataset.classes, dataset.manifest["histogram"], records, plot)
     written = [sheet, plot]
+    (folder / "channels.png").unlink(missing_ok=True)
     if dataset.levels is not None:
         channel_histograms(Shards(folder, dict(manifest), "all"), dataset.levels, folder / "channels.png")
         written.append(folder / "channels.png")
