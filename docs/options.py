@@ -52,7 +52,8 @@ def sections() -> list[str]:
 
 
 def examples() -> dict[str, dict[str, str]]:
-    """Return the values in the shipped experiments: by the schema's name of a section, then by key, the first that is short."""
+    """Return the values in the shipped experiments: by the schema's name of a section, then by key, the
+    first that is short."""
     found: dict[str, dict[str, str]] = {}
 
     def look(section: BaseModel, name: str) -> None:

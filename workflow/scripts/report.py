@@ -319,7 +319,7 @@ def plain(path: Path) -> dict[str, Any] | None:
 
 
 def configurations(plan: Mapping[str, Any]) -> dict[str, list[tuple[str, bool]]]:
-    """Return the configuration of every stage: lines, and for each whether it differs from the default of the system."""
+    """Return the configuration of every stage: lines, and for each whether it differs from the system's default."""
     paths = {stage: Path(path) for stage, path in plan.get("configs", {}).items()}
     changed = set(plan.get("beyond_defaults", ()))
     return {
