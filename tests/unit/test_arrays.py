@@ -560,8 +560,13 @@ STORED = counts((20, 24))
         ({"RescaleSlope": "0.5", "RescaleIntercept": 0}, "float32", STORED / np.float32(2)),
         ({"PhotometricInterpretation": "MONOCHROME1"}, "uint16", 4095 - STORED),
         ({"WindowCenter": 40, "WindowWidth": 80}, "uint16", STORED),
+        (
+            {"RescaleSlope": 2, "RescaleIntercept": 0, "PhotometricInterpretation": "MONOCHROME1"},
+            "uint16",
+            2 * (4095 - STORED),
+        ),
     ],
-    ids=["plain", "hounsfield", "fractions", "white is 0", "a window"],
+    ids=["plain", "hounsfield", "fractions", "white is 0", "a window", "white is 0 and a slope"],
 )
 def test_dicom_gives_the_numbers_that_it_means(elements: dict[str, Any], dtype: str, expected: Numbers) -> None:
     assert np.array_equal(read(dicom(STORED, **elements), channels=1, dtype=dtype)[0], expected)
@@ -571,6 +576,13 @@ def test_signed_dicom_of_which_white_is_least_is_negated() -> None:
     stored = (STORED.astype(np.int16) - 2048).astype(np.int16)
     data = dicom(stored, PhotometricInterpretation="MONOCHROME1")
     assert np.array_equal(read(data, channels=1, dtype="int16")[0], -1 - stored)
+
+
+def test_what_dicom_says_of_each_frame_is_not_passed_over() -> None:
+    from_pydicom = pytest.importorskip("pydicom", reason="the extra `arrays`")
+    data = dicom(STORED, SharedFunctionalGroupsSequence=from_pydicom.Sequence([from_pydicom.Dataset()]))
+    with pytest.raises(BadImage, match="an enhanced DICOM file"):
+        read(data, channels=1)
 
 
 def test_frames_of_dicom_need_a_decision() -> None:

@@ -136,24 +136,24 @@ def _ome_names(metadata: str | None) -> tuple[str, ...]:
 
 
 def _dicom(data: bytes) -> Stack:
-    """Read a DICOM file: stored numbers, inverted where 0 is white, times slope plus intercept (PS3.3 C.7.6.3, C.11.1).
-    The window is left out: it is for the eye."""
+    """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
+    modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
     try:
         from pydicom import dcmread
+        from pydicom.pixels import apply_modality_lut
     except ModuleNotFoundError:
         raise Undecided(
             "DICOM files need the package pydicom. Install it: pip install 'image-diffusion[arrays]'."
         ) from None
     file = dcmread(io.BytesIO(data))
+    if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
+        raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
     numbers, kind = file.pixel_array, file.PhotometricInterpretation
     if kind not in ("MONOCHROME1", "MONOCHROME2"):
         raise BadImage(f"not grey: a DICOM file of {kind}")
     if kind == "MONOCHROME1":
         numbers = -1 - numbers if file.PixelRepresentation else _inverted(numbers, file.BitsStored)
-    slope, intercept = float(file.get("RescaleSlope", 1)), float(file.get("RescaleIntercept", 0))
-    if (slope, intercept) != (1, 0):
-        numbers = numbers * slope + intercept
-    return Stack(numbers, "YX" if numbers.ndim == 2 else "ZYX", "DICOM")
+    return Stack(apply_modality_lut(numbers, file), "YX" if numbers.ndim == 2 else "ZYX", "DICOM")
 
 
 def _picture(data: bytes) -> Stack:
