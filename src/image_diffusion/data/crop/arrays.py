@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from image_diffusion.data.config import WHITE, DataConfig
+from image_diffusion.data.config import MOST_CHANNELS, WHITE, DataConfig
 from image_diffusion.data.crop.stored import describe
 
 if TYPE_CHECKING:
@@ -90,13 +90,14 @@ def _read(data: bytes, config: DataConfig) -> Stack:
     if data[:4] in _TIFF:
         return _tiff(data, config)
     if data[128:132] == b"DICM":
-        return _dicom(data)
+        return _dicom(data, config)
     if data.startswith(b"PK") and zipfile.is_zipfile(io.BytesIO(data)):
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            _check_pixels([max((member.file_size for member in arrays.zip.infolist()), default=0) // 8], config)
             if len(arrays.files) != 1:
                 raise BadImage(f"not one array: the file holds {len(arrays.files)}")
             return Stack(arrays[arrays.files[0]], None, "NPZ")
-    return _picture(data)
+    return _picture(data, config)
 
 
 def _tiff(data: bytes, config: DataConfig) -> Stack:
@@ -135,7 +136,7 @@ def _ome_names(metadata: str | None) -> tuple[str, ...]:
     return tuple(str(name) for name in names) if all(names) else ()
 
 
-def _dicom(data: bytes) -> Stack:
+def _dicom(data: bytes, config: DataConfig) -> Stack:
     """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
     modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
     try:
@@ -148,6 +149,7 @@ def _dicom(data: bytes) -> Stack:
     file = dcmread(io.BytesIO(data))
     if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
         raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
+    _check_pixels([file.Rows, file.Columns, int(file.get("NumberOfFrames", 1))], config)
     numbers, kind = file.pixel_array, file.PhotometricInterpretation
     if kind not in ("MONOCHROME1", "MONOCHROME2"):
         raise BadImage(f"not grey: a DICOM file of {kind}")
@@ -156,9 +158,10 @@ def _dicom(data: bytes) -> Stack:
     return Stack(apply_modality_lut(numbers, file), "YX" if numbers.ndim == 2 else "ZYX", "DICOM")
 
 
-def _picture(data: bytes) -> Stack:
+def _picture(data: bytes, config: DataConfig) -> Stack:
     """Read what Pillow reads, with every bit of its numbers."""
     with Image.open(io.BytesIO(data)) as image:
+        _check_pixels(image.size, config)
         stored = describe(image, data)
         if getattr(image, "is_animated", False):
             raise BadImage("an animation, which is no array")
@@ -182,9 +185,12 @@ def _inverted(numbers: NDArray[Any], bits: int) -> NDArray[Any]:
 
 
 def _check_pixels(shape: Sequence[int], config: DataConfig) -> None:
-    if np.prod(shape, dtype=np.float64) > 64 * config.max_pixels:
+    """Judge an image by its header, before anything is decoded."""
+    if np.prod(shape, dtype=np.float64) > MOST_CHANNELS * config.max_pixels:
         sides = " x ".join(map(str, shape))
-        raise BadImage(f"too large: {sides} numbers, more than 64 channels of max_pixels = {config.max_pixels}")
+        raise BadImage(
+            f"too large: {sides} numbers, more than {MOST_CHANNELS} channels of max_pixels = {config.max_pixels}"
+        )
 
 
 def _arranged(stack: Stack, config: DataConfig) -> NDArray[Any]:
