@@ -71,6 +71,12 @@ def npz(**arrays: Numbers) -> bytes:
     return buffer.getvalue()
 
 
+def zipped(numbers: Numbers) -> bytes:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, a=numbers)
+    return buffer.getvalue()
+
+
 def tiff(numbers: Numbers, **options: Any) -> bytes:
     buffer = io.BytesIO()
     tifffile.imwrite(buffer, numbers, **options)
@@ -301,6 +307,18 @@ REFUSED: list[tuple[str, Callable[[], bytes], dict[str, Any], str]] = [
         lambda: tiff(np.zeros((300, 300), np.uint8)),
         {"channels": 1, "max_pixels": 1000},
         "too large: 300 x 300",
+    ),
+    (
+        "a large picture",
+        lambda: picture(Image.new("L", (300, 300)), "PNG"),
+        {"channels": 1, "max_pixels": 1000},
+        "too large: 300 x 300 numbers",
+    ),
+    (
+        "a large npz",
+        lambda: zipped(np.zeros((1, 900, 900), np.uint8)),
+        {"channels": 1, "max_pixels": 1000},
+        "too large",
     ),
     ("too small", lambda: npy(CYX), {"min_side": 99}, "too small: 24 x 20"),
     (
