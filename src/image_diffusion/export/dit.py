@@ -22,7 +22,7 @@ def check_dit(experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DiTPipeline does not support."""
     system, codec = experiment.system, experiment.codec
     assert isinstance(system, DiTSystem)
-    if system.condition.reads is not None:
+    if system.conditioning.reads is not None:
         raise ValueError(
             "Diffusers' DiTPipeline takes classes, but this network takes words or embeddings. Set export.format "
             "to pipeline."
