@@ -245,6 +245,8 @@ def test_a_training_resumes_to_the_same_bytes_and_samples_what_rows_ask_for(
     table.write_text("label,age,dose\nlight,25,0.1\ndark,40,\n")
     of_table, _ = images(tmp_path / "once", conditions=str(table))
     assert torch.equal(of_table, two)
+    with pytest.raises(ValueError, match="sample.labels is set, and sample.conditions names a label"):
+        images(tmp_path / "once", conditions=str(table), labels=["dark"])
     capsys.readouterr()
     far = 90 + list(SYSTEMS).index(name)  # a line is said once
     images(tmp_path / "once", conditions=[{"age": far, "label": "dark"}])

@@ -12,6 +12,7 @@ from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.image_tables import HuggingFace, Parquet
 from image_diffusion.data.sources.latents import Edm2Latents, FastDiTLatents, LightningDiTLatents
 from image_diffusion.data.sources.scikit_digits import Digits, PaintedDigits
+from image_diffusion.data.sources.slanted_digits import SlantedDigits
 from image_diffusion.data.sources.table import PathList, Table
 from image_diffusion.data.sources.torchvision import TorchvisionSet
 
@@ -19,6 +20,7 @@ Source = Annotated[
     Folder
     | Digits
     | PaintedDigits
+    | SlantedDigits
     | Table
     | PathList
     | Webdataset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.config import EvaluateConfig
-from image_diffusion.nn.numbers import EMBEDDER
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process import Process
@@ -51,7 +49,6 @@ from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pictures import Pictures
-from image_diffusion.systems.warm_start import WarmStart
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
 NOT_IN_PREVIEWS = ("small_images", "compile", "keep", "given", "start", "tiles")
@@ -123,9 +120,9 @@ class DiffusionSystem(System):
         )
 
     @property
-    @abstractmethod
     def conditioning(self) -> Condition:
-        """Return the condition of the network."""
+        """Return the condition of the network: the class of an image."""
+        return Conditions.written_as(LabelCondition())
 
     @property
     def reads_beside(self) -> str | None:
@@ -212,7 +209,6 @@ class VectorConditioned(DiffusionSystem):
         **DiffusionSystem.sections,
         "pairs": Section(NumberPairs, None, example="{type: numbers, columns: [age]}", optional=True),
     }
-    warm_start: ClassVar = WarmStart(new_layers=(f"{EMBEDDER}.",))
 
     @model_serializer(mode="wrap")
     def _class_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -113,9 +113,12 @@ class Conditions:
             hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
             part.check(section, settings.model_copy(update=hidden), pairs)
         rows = settings.conditions
-        if isinstance(rows, str) or rows is None:
-            return
-        names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
+        if rows is not None and not isinstance(rows, str):
+            names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
+            self._check_classes(section, settings, names_classes)
+
+    def _check_classes(self, section: str, settings: SampleConfig, names_classes: bool) -> None:
+        """Raise ValueError for rows that name classes where the network takes none, or the settings name them too."""
         if names_classes and not self.takes_classes:
             raise ValueError(
                 f"{section}.conditions names a label, but the network takes no classes. Leave it out, or add "
@@ -151,4 +154,6 @@ class Conditions:
         """Return the conditions of `count` images: those of the part that has any beside the class."""
         part = next((part for part in self.parts if part.reads is not None), self.parts[0])
         hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
-        return part.sampling_request(settings.model_copy(update=hidden), pairs, count, source)
+        request = part.sampling_request(settings.model_copy(update=hidden), pairs, count, source)
+        self._check_classes("sample", settings, bool(request.classes))
+        return request

@@ -22,7 +22,6 @@ from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.networks.dit import DiT, DiTConfig
-from image_diffusion.nn.numbers import EMBEDDER
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.alignment import Aligned, Alignment
 from image_diffusion.objectives.denoising import Denoising
@@ -62,9 +61,7 @@ class DiTSystem(DiffusionSystem):
 
     takes_intervals: ClassVar[bool] = True
     warm_start: ClassVar = WarmStart(
-        class_rows=("y_embedder.embedding_table.weight",),
-        positions=("pos_embed",),
-        new_layers=("interval_embedder.", f"{EMBEDDER}."),
+        class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",), new_layers=("interval_embedder.",)
     )
 
     @property

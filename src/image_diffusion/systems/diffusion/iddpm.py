@@ -50,9 +50,7 @@ class IddpmSystem(VectorConditioned):
         ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}
-    warm_start: ClassVar = WarmStart(
-        class_rows=("label_emb.weight",), new_layers=VectorConditioned.warm_start.new_layers
-    )
+    warm_start: ClassVar = WarmStart(class_rows=("label_emb.weight",))
 
     @property
     def low_resolution(self) -> int | None:

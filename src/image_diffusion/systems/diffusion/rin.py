@@ -60,9 +60,7 @@ class RinSystem(VectorConditioned):
         },
     }
 
-    warm_start: ClassVar = WarmStart(
-        class_rows=("label_embedding.weight",), new_layers=VectorConditioned.warm_start.new_layers
-    )
+    warm_start: ClassVar = WarmStart(class_rows=("label_embedding.weight",))
 
     def check(self, experiment: Sections, others: Others) -> None:
         if self.objective.prediction == "previous_x":
