@@ -383,6 +383,11 @@ def test_numbers_with_and_without_a_class_are_accepted(tmp_path: Path, name: str
             "pairs.table is unset, but data.source.type: digits has no values beside the images. Name a table",
         ),
         (
+            BOTH,
+            {"sample": {"conditions": [{"age": 1}]}, "synthesize": {"per_class": 2}},
+            "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts",
+        ),
+        (
             {"type": "numbers"},
             {"data": {"name": "digits", "source": {"type": "digits"}, "resolution": 8}},
             "sample.conditions is unset, so held-out images provide the conditions, but data has no held-out images. "
