@@ -269,6 +269,9 @@ def test_unset_rows_are_those_of_held_out_images(data: Path, tmp_path: Path) -> 
     later, _ = images(tmp_path / "out", *folders, first_seed=2)
     first, _ = images(tmp_path / "out", *folders)
     assert torch.equal(later[:2], first[2:]), "a seed has its numbers"
+    _, chosen = images(tmp_path / "out", *folders, labels=["light"])
+    assert chosen.labels.tolist() == [1] * 4
+    assert chosen.described["conditions"]["values"] == maker.described["conditions"]["values"]
     with pytest.raises(ValueError, match="sample.conditions is not set, so held-out images provide the conditions"):
         images(tmp_path / "out")
     assert len(list((tmp_path / "out/previews").rglob("step-???????.png"))) == 2

@@ -253,8 +253,9 @@ def _labels(
     untrained: Sequence[str],
 ) -> Tensor | None:
     """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
-    only used by the evaluation: the class that every prompt names, or the class of the embedded image."""
-    if request.labels is not None:
+    only used by the evaluation: the class that every prompt names, or the class of the embedded image. The
+    conditions of held-out images come with their classes, unless the settings choose some."""
+    if request.labels is not None and settings.labels == "balanced":
         return request.labels
     if not spec.num_classes:
         return classes_named(request.described.get("prompts", []), classes)
