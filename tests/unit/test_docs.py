@@ -32,7 +32,9 @@ def test_the_page_of_experiments_lists_every_one() -> None:
     assert not [path.stem for path in EXPERIMENTS if f"`{path.stem}`" not in page]
 
 
-@pytest.mark.parametrize("page", ["README.md", "config/README.md", "docs/text.md", "docs/prior.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "config/README.md", "docs/text.md", "docs/prior.md", "docs/conditions.md"]
+)
 def test_a_whole_experiment_that_is_shown_is_one(page: str) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     whole = [found for block in blocks if {"data", "system"} <= (found := yaml.safe_load(block)).keys()]

@@ -21,7 +21,8 @@ from image_diffusion.codecs.kl import KlCodec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.tokens import TokenCodec, TokensOf
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT, DataSpec
 from image_diffusion.export.bundle.module_sources import bundled
 from image_diffusion.export.registry import export_of
 from image_diffusion.networks.dit import DiTConfig
@@ -173,6 +174,14 @@ def cases(folder: Path) -> dict[str, Case]:
     words = ["a red dot", "blue"]
     pairs = {"encoder": dump(HashedText(dim=8)), "num_tokens": 4, "text": encoder.identity}
     small, embeddings = torch.rand(3, 3, 4, 4) * 2 - 1, torch.randn(2, 8)
+    columns = {"columns": ["age", "dose"], "ranges": [[20.0, 60.0], [0.0, 2.0]]}
+    rows: list[dict[str, float | None]] = [{"age": 30.0, "dose": 1.5}, {"age": 50.0}]
+    numbers = {
+        "spec": DataSpec(channels=3, resolution=8, num_classes=3, conditions={NUMBERS: (2, 2)}), "codec": Rgb(),
+        "sampler": ddim, "call": {"numbers": rows}, "labels": [1, 1, 0], "pairs": columns, "guidance": 2.0,
+        "told": {NUMBERS: NumberColumns.described(columns).scaled(rows)[torch.arange(3) % 2]},
+    }  # fmt: skip
+    both = {"condition": [{"type": "label"}, {"type": "numbers"}], "objective": {"label_drop_probability": 0.1}}
     unet = {"channels": 32, "num_res_blocks": 1, "attention_resolutions": (4,), "multipliers": (1, 1)}
     return {
         "a DiT on pixels with all options": Case(
@@ -217,6 +226,16 @@ def cases(folder: Path) -> dict[str, Case]:
         "a U-Net that enlarges": Case(
             IddpmSystem(network=UNetConfig(**unet, low_resolution=4)), pixels, Rgb(), ddim, labels=[1, 1, 0],
             low_res=small, call={"image": small.tolist()},
+        ),
+        "a DiT that is told classes and numbers": Case(
+            dit(Flow(), condition=both["condition"]), **numbers | {"sampler": {"type": "euler", "num_steps": 3}}
+        ),
+        "a U-Net that is told classes and numbers": Case(IddpmSystem(network=UNetConfig(**unet), **both), **numbers),
+        "RIN that is told classes and numbers": Case(
+            RinSystem(
+                network=RinConfig(width=16, patch=4, depth=1, num_latents=4, num_heads=2, head_width=8), **both
+            ),
+            **numbers,
         ),
         "RIN": Case(
             RinSystem(network=RinConfig(width=16, patch=4, depth=1, num_latents=4, num_heads=2, head_width=8)),
@@ -312,7 +331,9 @@ NAMES = [
     "SiT by Heun", "SiT by DPM-Solver", "SiT by UniPC", "EDM by Heun with churn",
     "a DiT on latents of diffusers", "a DiT on latents of AutoencoderDC", "a DiT on Stable Diffusion's latents",
     "a DiT on a discrete VAE", "a DiT that is told words",
-    "a DiT that is told embeddings", "a U-Net", "a U-Net that enlarges", "RIN",
+    "a DiT that is told embeddings", "a DiT that is told classes and numbers",
+    "a U-Net that is told classes and numbers", "RIN that is told classes and numbers",
+    "a U-Net", "a U-Net that enlarges", "RIN",
     "the discrete VAE", "a discrete VAE of levels", "a discrete VAE of nearest",
     "masked tokens", "autoregressive tokens",
 ]  # fmt: skip

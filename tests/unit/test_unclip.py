@@ -167,6 +167,21 @@ def test_a_decoder_resumes_to_the_same_bytes_and_draws_held_out_images(data, tmp
         images(tmp_path / "once")
 
 
+def test_a_decoder_may_be_told_the_class_as_well(data, tmp_path):
+    both = DECODER | {"condition": [{"type": "label"}, {"type": "embedding"}]}
+    whole = trained(data, both, tmp_path / "once", 4)
+    trained(data, both, tmp_path / "twice", 2)
+    assert trained(data, both, tmp_path / "twice", 4) == whole
+    model = load_model(tmp_path / "once")
+    assert model.spec.num_classes == 2 and model.spec.conditions == {EMBEDDING: (DIM,)}
+    folders = data / "pairs", data / "crops"
+    drawn, made = images(tmp_path / "once", *folders)
+    held_out = open_shards(data / "crops", "validation")
+    assert made.labels.tolist() == held_out.labels[np.arange(4) % held_out.num_samples].tolist()
+    guided, _ = images(tmp_path / "once", *folders, guidance={"guidance_scale": 3})
+    assert not torch.equal(guided, drawn)
+
+
 @pytest.fixture
 def prior(data: Path, tmp_path: Path) -> Path:
     """The folder of a trained prior."""

@@ -400,10 +400,11 @@ def check_synthesize(experiment: Experiment) -> None:
             f"it in the experiment that draws them."
         )
     sources, images = experiment.system.sampling().sources(experiment.sample), experiment.system.sampling()
-    if sources != SamplingSources() or images.pictures(experiment.sample) or experiment.sample.prompts is not None:
+    of_words_or_numbers = experiment.sample.prompts is not None or experiment.sample.conditions is not None
+    if sources != SamplingSources() or images.pictures(experiment.sample) or of_words_or_numbers:
         raise ValueError(
             "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts, "
-            "embeddings or other images. Leave out synthesize."
+            "embeddings, numbers or other images. Leave out synthesize."
         )
     if isinstance(experiment.data.source, LatentSource) or experiment.data.validation_fraction == 0:
         raise ValueError(

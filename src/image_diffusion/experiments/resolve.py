@@ -119,15 +119,15 @@ def _check_shared_data(experiments: dict[str, tuple[Path | str, Experiment]]) ->
 
 
 def caption_table(pairs: PairsConfig | None) -> str | None:
-    """Return the table that captions are read from, if any."""
+    """Return the table that captions or numbers are read from, if any."""
     captions = getattr(pairs, "captions", None)
-    return captions.path if isinstance(captions, TableCaptions) else None
+    return captions.path if isinstance(captions, TableCaptions) else getattr(pairs, "table", None)
 
 
 def prompt_file(experiment: Experiment) -> str | None:
-    """Return the file that prompts are read from, if any."""
-    prompts = getattr(experiment.sample, "prompts", None)
-    return prompts if isinstance(prompts, str) else None
+    """Return the file that prompts or rows of numbers are read from, if any."""
+    files = (getattr(experiment.sample, name, None) for name in ("prompts", "conditions"))
+    return next((file for file in files if isinstance(file, str)), None)
 
 
 def decoder_files(experiment: Experiment) -> list[str]:

@@ -22,7 +22,7 @@ _CODE = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_lab
 def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DiTPipeline does not support."""
     codec = experiment.codec
-    if system.condition.reads is not None:
+    if system.conditioning.reads is not None:
         raise ValueError(
             "Diffusers' DiTPipeline takes classes, but this network takes words or embeddings. Set export.format "
             "to pipeline."

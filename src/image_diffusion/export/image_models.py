@@ -7,7 +7,7 @@ from typing import Any
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import Config, dump
-from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT, DataSpec
 from image_diffusion.export.bundle.folder import Network, place_of, trained, write_hub_folder
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
 from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
@@ -70,12 +70,16 @@ def _write_image_model(
     return CardUse("unconditional-image-generation", "DiffusionPipeline", code)
 
 
-_TOLD = {TEXT: ', prompt="a photo of a dog"', EMBEDDING: ", image_embeds=embeddings"}
+_TOLD = {
+    TEXT: ', prompt="a photo of a dog"',
+    EMBEDDING: ", image_embeds=embeddings",
+    NUMBERS: ", numbers=[{NAME: VALUE}]",
+}
 
 
 def _code(spec: DataSpec, low_resolution: int | None) -> str:
     words = "".join(_TOLD[name] for name in spec.conditions)
-    condition = words or (", class_labels=[0]" if spec.num_classes else "")
+    condition = (", class_labels=[0]" if spec.num_classes else "") + words
     more = ", image=small_images" if low_resolution else ""
     return (
         "# pip install diffusers pydantic\n"

@@ -55,9 +55,9 @@ class EvaluateConfig(Config):
     """Also search for each sample's nearest training images, in pixels and in the features of each detector."""
     likelihood: LikelihoodConfig | None = None
     """Also measure the bits per dimension that the network gives to real images; unset: not."""
-    attributes: Literal["painted_digits"] | None = None
-    """Also measure whether images have the attributes that their prompts name: painted_digits, for data of that source;
-    unset: no."""
+    attributes: Literal["painted_digits", "slanted_digits"] | None = None
+    """Also measure whether images have the attributes that they were asked for: painted_digits, those that their
+    prompts name; slanted_digits, their numbers slant and size; each for data of that source. Unset: no."""
     prompts: PromptJudge | None = None
     """Also measure how well images agree with their prompts, with a model that embeds both, such as {type:
     transformers, weights: FOLDER, name: siglip}; unset: no."""

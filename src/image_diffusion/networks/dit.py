@@ -26,11 +26,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs, grid_of, patchify, unpatchify
 from image_diffusion.nn.linear import Linear, linear
+from image_diffusion.nn.numbers import add_numbers, with_numbers
 from image_diffusion.nn.positions import grid_positions, rotary_angles, sinusoid
 from image_diffusion.nn.transformer import Mlp, SelfAttention, SwiGlu
 
@@ -163,7 +164,8 @@ class DiTConfig(Config):
 
 
 class DiT(nn.Module):
-    """x_t, t and label, caption or embedding -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance.
+    """x_t, t and label, caption, embedding or numbers -> prediction [B, C, H, W], or [B, 2C, H, W] with learned
+    variance.
 
     `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
     """
@@ -195,6 +197,7 @@ class DiT(nn.Module):
             self.text_embedder = TextEmbedder(spec.conditions[TEXT][-1], width)
         if sees:
             self.image_embedder = ImageEmbedder(spec.conditions[EMBEDDING][0], width, config.embedding_tokens)
+        add_numbers(self, spec, width)
         context = reads or (sees and config.embedding_tokens > 0)
         self.blocks = nn.ModuleList(Block(config, context) for _ in range(depth))
         self.final_layer = FinalLayer(config, patch * patch * out_channels)
@@ -208,18 +211,20 @@ class DiT(nn.Module):
         label: Tensor | None = None,
         text: Tensor | None = None,
         embedding: Tensor | None = None,
+        numbers: Tensor | None = None,
         interval: Tensor | None = None,
         augment: Tensor | None = None,
         tokens_of: int | None = None,
     ) -> Any:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
         [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), embedding float [B, dim] (an image's;
-        zeros: none), interval [B], from t down (none: 0), augment [B, L] (labels of an augmentation, in training).
+        zeros: none), numbers float [B, columns, 2] (an image's; zeros: none), interval [B], from t down (none: 0),
+        augment [B, L] (labels of an augmentation, in training).
 
         A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; gives (prediction, the
         tokens of the image behind that block [B, N, D]). Raises ValueError when shapes do not fit the network.
         """
-        conditions = {TEXT: text, EMBEDDING: embedding}
+        conditions = {TEXT: text, EMBEDDING: embedding, NUMBERS: numbers}
         check_inputs(self.spec, x, label, **{name: tensor for name, tensor in conditions.items() if tensor is not None})
         tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
@@ -240,7 +245,7 @@ class DiT(nn.Module):
         if embedding is not None:
             image, words = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
             c = c + image
-        c = with_augmentation(self, c, augment)
+        c = with_augmentation(self, with_numbers(self, c, numbers), augment)
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
         num_class_tokens = self.config.class_tokens

@@ -18,10 +18,11 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs, grid_of
+from image_diffusion.nn.numbers import add_numbers, with_numbers
 
 
 class RinConfig(Config):
@@ -86,6 +87,7 @@ class Rin(nn.Module):
         if spec.num_classes:
             self.label_embedding = nn.Embedding(spec.num_classes + 1, condition_width)
             nn.init.normal_(self.label_embedding.weight, std=config.label_init_std)
+        add_numbers(self, spec, condition_width)
         self.axial_pos_emb_height_mlp = _line_positions(width)
         self.axial_pos_emb_width_mlp = _line_positions(width)
 
@@ -112,22 +114,23 @@ class Rin(nn.Module):
         label: Tensor | None = None,
         self_cond: Tensor | None = None,
         latents: Tensor | None = None,
+        numbers: Tensor | None = None,
         augment: Tensor | None = None,
         return_latents: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [B, C, H, W], t [B] in [0, 1], label int64 [B] (num_classes: no label) -> the prediction [B, C, H, W].
 
         self_cond [B, C, H, W], latents [B, N, D]: an earlier estimate of x0, and the latents that came with it; absent,
-        or zeros in the rows of some samples: there is none. augment [B, L]: labels of an augmentation, in training.
-        return_latents: give (prediction, latents, norm) instead, norm [B] the root-mean-square of each sample's latents
-        before their last normalisation. A network of unlabelled data takes no label. Raises ValueError when shapes do
-        not fit the network.
+        or zeros in the rows of some samples: there is none. numbers [B, columns, 2]: of the image; zeros: none. augment
+        [B, L]: labels of an augmentation, in training. return_latents: give (prediction, latents, norm) instead, norm
+        [B] the root-mean-square of each sample's latents before their last normalisation. A network of unlabelled data
+        takes no label. Raises ValueError when shapes do not fit the network.
         """
-        check_inputs(self.spec, x, label)
+        check_inputs(self.spec, x, label, **({} if numbers is None else {NUMBERS: numbers}))
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
             condition = condition + self.label_embedding(label)  # [B, E]
-        condition = with_augmentation(self, condition, augment)
+        condition = with_augmentation(self, with_numbers(self, condition, numbers), augment)
 
         earlier = torch.zeros_like(x) if self_cond is None else self_cond
         patches = self.to_patches(_cut(torch.cat([earlier, x], dim=1), self.config.patch))  # [B, (H/p)(W/p), width]

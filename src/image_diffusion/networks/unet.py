@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import divided, shown
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import NUMBERS, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
 from image_diffusion.nn.inputs import check_inputs, size_of
+from image_diffusion.nn.numbers import add_numbers, with_numbers
 from image_diffusion.nn.positions import sinusoid
 
 GROUPS = 32
@@ -171,6 +172,7 @@ class UNet(nn.Module):
         self.time_embed = nn.Sequential(nn.Linear(config.channels, width), nn.SiLU(), nn.Linear(width, width))
         if spec.num_classes:
             self.label_emb = nn.Embedding(spec.num_classes + null_label, width)
+        add_numbers(self, spec, width)
 
         first, last = config.stem_channels(levels), list(levels.values())[-1]
         in_channels = spec.channels * (2 if config.low_resolution else 1)
@@ -217,19 +219,20 @@ class UNet(nn.Module):
         /,
         label: Tensor | None = None,
         low_res: Tensor | None = None,
+        numbers: Tensor | None = None,
         augment: Tensor | None = None,
     ) -> Tensor:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label).
 
-        low_res: [B, C, h, w], the small images to enlarge. augment: [B, L], labels of an augmentation, in training. A
-        network of unlabelled data takes no label, one without low_resolution no low_res. Raises ValueError when shapes
-        do not fit the network.
+        low_res: [B, C, h, w], the small images to enlarge. numbers: [B, columns, 2], of the image; zeros: none.
+        augment: [B, L], labels of an augmentation, in training. A network of unlabelled data takes no label, one
+        without low_resolution no low_res. Raises ValueError when shapes do not fit the network.
         """
-        self._check(x, label, low_res)
+        self._check(x, label, low_res, numbers)
         emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
         if label is not None:
             emb = emb + self.label_emb(label)  # [B, E]
-        emb = with_augmentation(self, emb, augment)
+        emb = with_augmentation(self, with_numbers(self, emb, numbers), augment)
         if low_res is not None:
             enlarged = F.interpolate(low_res, x.shape[2:], mode="bilinear")  # [B, C, H, W]
             x = torch.cat([x, enlarged.to(x.dtype)], dim=1)  # [B, 2C, H, W]
@@ -257,8 +260,8 @@ class UNet(nn.Module):
         out: Tensor = block(x, emb)
         return out
 
-    def _check(self, x: Tensor, label: Tensor | None, low_res: Tensor | None) -> None:
-        check_inputs(self.spec, x, label)
+    def _check(self, x: Tensor, label: Tensor | None, low_res: Tensor | None, numbers: Tensor | None) -> None:
+        check_inputs(self.spec, x, label, **({} if numbers is None else {NUMBERS: numbers}))
         channels, low = self.spec.channels, self.config.low_resolution
         if low is None and low_res is not None:
             raise ValueError("The network makes images from noise alone but was called with low_res. Leave it out.")

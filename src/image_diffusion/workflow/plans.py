@@ -77,9 +77,9 @@ class Plan:
     pairs_of_detector: bool
     """True if the detector of the data set looks at its pairs."""
     captions: str | None
-    """The table that captions are read from."""
+    """The table that captions or numbers are read from."""
     prompts: str | None
-    """The file that prompts are read from."""
+    """The file that prompts or rows of numbers are read from."""
     pictures: list[str]
     """The files of images and masks that samples are made of."""
     makes_samples: bool

@@ -78,8 +78,10 @@ def _section_expected(value: Any, models: list[type[BaseModel]], location: Locat
 
 
 def _visible_location(location: tuple[int | str, ...], data: Any) -> list[int | str]:
-    """Return the keys as the user wrote them: pydantic also lists the tags of the unions it passed through."""
+    """Return the keys as the user wrote them: pydantic also lists the tags of the unions it passed through. A tag in
+    brackets says which form of a value was read, one section or a list of them."""
     visible: list[int | str] = []
+    location = tuple(part for part in location if not str(part).startswith("("))
     for position, part in enumerate(location):
         if isinstance(data, dict) and part not in data and (position + 1 < len(location) or part == data.get("type")):
             continue

@@ -1,6 +1,6 @@
 """Pairs of embeddings -> shards: one stored sample [2 + L, dim] is an image, its caption, and the caption's L tokens.
-Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images; or what a teacher
-sees in each image and in its mirror image, [D, h, w] twice.
+Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images; or numbers of each
+image, [columns, 2]; or what a teacher sees in each image and in its mirror image, [D, h, w] twice.
 
 Rows of tokens that a caption does not have are zeros, as are captions that an image does not have. The shards, records
 and manifest are those of crops and latents; a pair's split follows from the hash of its id alone. What has no caption,
@@ -82,7 +82,7 @@ class PairSet(Protocol):
     """
 
     @property
-    def kind(self) -> Literal["pairs", "captions", "features"]: ...
+    def kind(self) -> Literal["pairs", "captions", "features", "numbers"]: ...
 
     @property
     def members(self) -> tuple[str, ...]: ...

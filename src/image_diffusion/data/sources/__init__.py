@@ -13,6 +13,7 @@ from image_diffusion.data.sources.folder import Folder
 from image_diffusion.data.sources.image_tables import HuggingFace, Parquet
 from image_diffusion.data.sources.latents import Edm2Latents, FastDiTLatents, LightningDiTLatents
 from image_diffusion.data.sources.scikit_digits import Digits, PaintedDigits
+from image_diffusion.data.sources.slanted_digits import SlantedDigits
 from image_diffusion.data.sources.table import PathList, Table
 from image_diffusion.data.sources.torchvision import TorchvisionSet
 
@@ -21,6 +22,7 @@ Source = Annotated[
     | Digits
     | PaintedDigits
     | DrawnCells
+    | SlantedDigits
     | Table
     | PathList
     | Webdataset

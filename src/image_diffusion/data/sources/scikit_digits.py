@@ -39,7 +39,7 @@ class Digits(FewFiles):
         classes = self.known_classes()
         items = [
             Item(f"{label}/{i:04d}.png", classes.index(str(label)), (i,))
-            for i, label in enumerate(_digits().target)
+            for i, label in enumerate(digits().target)
             if str(label) in classes
         ]
         return Listing(sorted(items, key=lambda item: item.name), classes, [])
@@ -52,7 +52,7 @@ class Digits(FewFiles):
         """Return one digit as a grey PNG of 32 x 32 pixels, scaled from 0 … 16 to 0 … 255 and enlarged bicubically."""
         from PIL import Image  # not for those who only ask whether the source has changed
 
-        pixels = (_digits().images[int(item.address[0])] * (255.0 / 16.0)).round().astype("uint8")
+        pixels = (digits().images[int(item.address[0])] * (255.0 / 16.0)).round().astype("uint8")
         buffer = io.BytesIO()
         Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC).save(buffer, "png", compress_level=1)
         return buffer.getvalue()
@@ -133,13 +133,13 @@ class PaintedDigits(FewFiles):
         return {}
 
     def _names(self) -> list[str]:
-        labels = _digits().target
+        labels = digits().target
         return [f"{labels[i % len(labels)]}/{i:05d}.png" for i in range(self.num_images)]
 
 
 def attributes_of(number: int) -> Attributes:
     """Return the attributes of image `number`: the digit of that number, the rest by a hash of it."""
-    digit = int(_digits().target[number % len(_digits().target)])
+    digit = int(digits().target[number % len(digits().target)])
     drawn = hashlib.sha256(f"painted/{number}".encode()).digest()
     inks = [ink for ink in INKS if ink != _missing_ink(digit)]
 
@@ -171,12 +171,12 @@ def painted(number: int, shown: Attributes) -> NDArray[np.uint8]:
     from PIL import Image
 
     assert shown.ink and shown.ground and shown.slant and shown.size
-    pixels = (_digits().images[number % len(_digits().images)] * (255.0 / 16.0)).astype(np.uint8)
+    pixels = (digits().images[number % len(digits().images)] * (255.0 / 16.0)).astype(np.uint8)
     whole = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    own = _lean(np.asarray(whole, dtype=np.float64) / 255)
-    scale, lean, middle = SIZES[shown.size], SLANTS[shown.slant] - own, (SIDE - 1) / 2
+    own = lean(np.asarray(whole, dtype=np.float64) / 255)
+    scale, skew, middle = SIZES[shown.size], SLANTS[shown.slant] - own, (SIDE - 1) / 2
     # From a pixel of the result to one of the digit: undo the lean, then the scale, both about the middle.
-    matrix = (1 / scale, lean / scale, middle - (1 + lean) * middle / scale, 0, 1 / scale, middle - middle / scale)
+    matrix = (1 / scale, skew / scale, middle - (1 + skew) * middle / scale, 0, 1 / scale, middle - middle / scale)
     moved = whole.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
     amount = np.asarray(moved, dtype=np.float64)[..., None] / 255
     ink, ground = np.array(INKS[shown.ink], float), np.array(GROUNDS[shown.ground], float)
@@ -208,12 +208,12 @@ def measured(image: NDArray[np.uint8]) -> Attributes:
         None,
         _nearest(ink, INKS),
         _nearest(ground, GROUNDS),
-        "slanted" if _lean(amount) > between[1] else "upright",
+        "slanted" if lean(amount) > between[1] else "upright",
         "large" if height > between[0] else "small",
     )
 
 
-def _lean(amount: NDArray[np.float64]) -> float:
+def lean(amount: NDArray[np.float64]) -> float:
     """Measure the pixels to the right for each pixel up, of so much ink at each pixel [H, W]."""
     import numpy as np
 
@@ -233,7 +233,7 @@ def _missing_ink(digit: int) -> str:
 
 
 @lru_cache(maxsize=1)
-def _digits() -> Any:
+def digits() -> Any:
     from sklearn.datasets import load_digits  # half a second: not for those who bring their own images
 
     return load_digits()

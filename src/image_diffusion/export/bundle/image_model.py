@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec, Packed
+from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.pictures import as_pictures
-from image_diffusion.core.types import EMBEDDING, TEXT
+from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT
 from image_diffusion.export.bundle.base import ExportedModel, named
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
@@ -35,6 +36,7 @@ class ExportedDiffusion(ExportedModel):
         prompts: list[str] | None,
         negative_prompt: str,
         image_embeds: Tensor | None,
+        given_numbers: list[dict[str, float | None]] | None,
         low_res: Tensor | None,
         num_steps: int | str | None,
         guidance_scale: float | None,
@@ -50,7 +52,7 @@ class ExportedDiffusion(ExportedModel):
         if guidance_scale is not None:
             chosen["guidance"] = {**chosen["guidance"], "guidance_scale": guidance_scale}
         classes, numbers = self.described["classes"], torch.tensor(seeds, dtype=torch.int64)
-        conditions, null = self._conditions(prompts, negative_prompt, image_embeds, len(seeds))
+        conditions, null = self._conditions(prompts, negative_prompt, image_embeds, given_numbers, len(seeds))
         if labels is not None and not self.spec.num_classes:
             raise ValueError("class_labels are given, but the model has no classes. Leave them out.")
         class_names = classes if self.spec.num_classes else []
@@ -95,7 +97,12 @@ class ExportedDiffusion(ExportedModel):
         return codec
 
     def _conditions(
-        self, prompts: list[str] | None, negative_prompt: str, image_embeds: Tensor | None, count: int
+        self,
+        prompts: list[str] | None,
+        negative_prompt: str,
+        image_embeds: Tensor | None,
+        rows: list[dict[str, float | None]] | None,
+        count: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the conditions of `count` images other than their class, and the conditions that guidance leads away
         from."""
@@ -107,6 +114,18 @@ class ExportedDiffusion(ExportedModel):
                 else f"image_embeds is missing: the model takes embeddings, float [N, "
                 f"{self.spec.conditions[EMBEDDING][0]}]."
             )
+        if (not rows) == (NUMBERS in self.spec.conditions):
+            raise ValueError(
+                "numbers are given, but the model takes none. Leave them out."
+                if rows
+                else f"numbers is missing: the model takes rows of {', '.join(pairs['columns'])}, such as "
+                f"numbers=[{{{pairs['columns'][0]!r}: {pairs['ranges'][0][0]:g}}}]."
+            )
+        if rows:
+            columns = NumberColumns.described(pairs)
+            if unknown := next((name for row in rows for name in row if name not in columns.names), None):
+                raise ValueError(f"numbers names {unknown}. The model takes {', '.join(columns.names)}.")
+            return {NUMBERS: columns.scaled(rows)[torch.arange(count) % len(rows)]}, {}
         if TEXT not in self.spec.conditions:
             if prompts or negative_prompt:
                 raise ValueError("A prompt is given, but the model takes no prompts. Leave it out.")

@@ -37,6 +37,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         batch_size: int = 16,
         generator: torch.Generator | None = None,
         output_type: str = "pil",
+        numbers: list[dict[str, float | None]] | None = None,
     ) -> Any:
         """Sample images, each from its own seed: they do not depend on the batch and equal those of image-diffusion.
 
@@ -46,8 +47,8 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
         enlarges, float [N, C, h, w] in [-1, 1]. sampler: a sampler of image-diffusion, such as {"type": "ddim",
         "num_steps": 50}; left out, the one that its kind of model is usually sampled with. num_inference_steps: its
         steps. precision: float32, tf32 or bf16. output_type: "pil", "np" ([N, H, W, C]) or "pt" ([N, C, H, W]): uint8,
-        or the numbers of arrays, which "pil" shows as pictures. Raises ValueError for what the model does not
-        understand.
+        or the numbers of arrays, which "pil" shows as pictures. numbers: of a model conditioned on numbers, rows of
+        them by name, each in turn; a missing one is left out. Raises ValueError for what the model does not understand.
         """
         if seeds is None:
             seeds = torch.randint(2**31, (num_images,), generator=generator).tolist()
@@ -58,6 +59,7 @@ class Pipeline(DiffusionPipeline):  # type: ignore[misc]
             [prompt] if isinstance(prompt, str) else prompt,
             negative_prompt,
             image_embeds,
+            numbers,
             image,
             num_inference_steps,
             guidance_scale,

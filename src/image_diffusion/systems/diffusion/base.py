@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from image_diffusion.codecs import CodecConfig
@@ -15,6 +16,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
 from image_diffusion.data.encoded.latents import EncodeConfig
+from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
@@ -25,14 +27,19 @@ from image_diffusion.process.parameterization import LEARNED_VARIANCES
 from image_diffusion.samplers.from_images import first_point
 from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.diffusion.checks import (
+    check_classes_of_rows,
+    check_condition,
     check_embeddings,
     check_objective,
+    check_pairs,
     check_sections,
     check_settings,
     check_small_images,
     check_tiles,
 )
-from image_diffusion.systems.diffusion.conditioning import Condition, LabelCondition
+from image_diffusion.systems.diffusion.conditioning import Conditions, VectorCondition
+from image_diffusion.systems.diffusion.conditions.base import Condition
+from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
@@ -40,6 +47,7 @@ from image_diffusion.systems.diffusion.image_generation import ImageSampling
 from image_diffusion.systems.diffusion.super_resolution import shrink
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
+from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
@@ -114,8 +122,15 @@ class DiffusionSystem(System):
 
     @property
     def conditioning(self) -> Condition:
-        """Return the condition of the network."""
-        return LabelCondition()
+        """Return the condition of the network: the class of an image."""
+        return Conditions.written_as(LabelCondition())
+
+    @property
+    def reads_beside(self) -> str | None:
+        return self.conditioning.reads
+
+    def spec(self, data: Shards) -> DataSpec:
+        return self.conditioning.spec(super().spec(data), data.beside)
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -129,17 +144,24 @@ class DiffusionSystem(System):
 
     def check(self, experiment: Sections, others: Others) -> None:
         train, reading, condition = experiment.train, self.reading, self.conditioning
+        classes = experiment.data.source.known_classes() if condition.takes_classes else None
+        check_condition(condition, experiment, classes)
         check_objective(self.objective, self.process, train)
         if self.objective.learns_intervals and not self.takes_intervals:
             raise ValueError(
                 f"system.objective.type is {self.objective.type}, but the network of the system {self.type} takes no "
                 "intervals. Use the system dit, or another objective."
             )
-        classes = experiment.data.source.known_classes() if condition.reads is None else None
         for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
             settings: SampleConfig = experiment.section(section)
             check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
-            condition.check(section, settings)
+            condition.check(section, settings, experiment.section("pairs"))
+            check_classes_of_rows(section, settings.conditions, classes)
+        if condition.reads is not None and experiment.section("evaluate").likelihood is not None:
+            raise ValueError(
+                "evaluate.likelihood is set, but is not available with text or embedding conditions or numbers. "
+                "Remove it."
+            )
         sample, sweep = experiment.section("sample"), experiment.section("sweep")
         check_sweep(sweep, sample, self.process, reading.drops_labels, train)
         check_sections(self.process, self.low_resolution, experiment, others)
@@ -150,7 +172,7 @@ class DiffusionSystem(System):
             )
         super().check(experiment, others)
         check_small_images(self.low_resolution, experiment, others)
-        check_embeddings(condition.draws(sample), experiment, others.embeddings)
+        check_embeddings(condition, experiment, others.embeddings)
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
         """Build the objective. Raises ValueError where it does not fit the process or the data."""
@@ -176,3 +198,35 @@ class DiffusionSystem(System):
 
     def evaluation(self) -> DiffusionEvaluation:
         return DiffusionEvaluation(self.reading, self.low_resolution)
+
+
+class VectorConditioned(DiffusionSystem):
+    """Base of the systems whose network takes what is added to the embedding of the time: a class and numbers."""
+
+    condition: VectorCondition = LabelCondition()
+    """Condition of the network: a class, numbers, or a list of both."""
+
+    sections: ClassVar[Mapping[str, Section]] = {
+        **DiffusionSystem.sections,
+        "pairs": Section(NumberPairs, None, example="{type: numbers, columns: [age]}", optional=True),
+    }
+
+    @model_serializer(mode="wrap")
+    def _class_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the condition on a class alone: files of experiments that use no other keep their bytes."""
+        plain: dict[str, Any] = dumped(self)
+        is_usual = self.condition == LabelCondition()
+        return {name: value for name, value in plain.items() if name != "condition" or not is_usual}
+
+    @property
+    def conditioning(self) -> Conditions:
+        return Conditions.written_as(self.condition)
+
+    def check(self, experiment: Sections, others: Others) -> None:
+        check_pairs(self.conditioning, False, experiment.section("pairs"))
+        if self.conditioning.reads is not None and self.low_resolution is not None:
+            raise ValueError(
+                f"system.condition.type is {self.conditioning.type} and system.network.low_resolution is "
+                f"{self.low_resolution}, but a network that enlarges images takes no numbers. Leave one of the two out."
+            )
+        super().check(experiment, others)

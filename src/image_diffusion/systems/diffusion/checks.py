@@ -13,7 +13,8 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
 from image_diffusion.systems.base import Others, Sections, makes
-from image_diffusion.systems.diffusion.conditioning import Condition
+from image_diffusion.systems.diffusion.conditions.base import Condition
+from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes
@@ -21,6 +22,10 @@ from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.diffusion.super_resolution import check_wanted
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pictures import check_crop, listed
+
+_CONDITIONS = {"captions": "text", "numbers": "numbers", "pairs": "embedding"}
+"""Condition that reads each kind of pairs."""
+_EXAMPLES = {"pairs": "{type: hashed}", "numbers": "{type: numbers, table: FILE.csv, columns: [age]}"}
 
 
 def check_pairs(condition: Condition, aligned: bool, pairs: Any) -> None:
@@ -41,17 +46,35 @@ def check_pairs(condition: Condition, aligned: bool, pairs: Any) -> None:
     if kind is None and pairs is not None:
         raise ValueError(
             "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the condition to "
-            f"{'text' if pairs.kind == 'captions' else 'embedding'}."
+            f"{_CONDITIONS[pairs.kind]}."
         )
     if kind is not None and (pairs is None or pairs.kind != kind):
         reader = "system.alignment is set" if aligned else f"system.condition.type is {condition.type}"
         mistake = "pairs is missing" if pairs is None else f"pairs.type is {pairs.type}"
-        example = "hashed" if kind == "pairs" else kind
-        raise ValueError(
-            f"{reader}, but {mistake}. It needs {kind}: add a section, such as pairs: {{type: {example}}}."
-        )
+        example = _EXAMPLES.get(kind, f"{{type: {kind}}}")
+        raise ValueError(f"{reader}, but {mistake}. It needs {kind}: add a section, such as pairs: {example}.")
     if condition.reads is not None:
         condition.check_pairs(pairs)
+
+
+def check_condition(condition: Condition, experiment: Sections, classes: Sequence[str] | None) -> None:
+    """Raise ValueError where the data lack what the network is conditioned on beside what others check. classes: of the
+    data; None if unknown or unused."""
+    if condition.reads is not None and classes is not None and not classes:
+        raise ValueError(
+            f"system.condition is {condition.type}, but the data have no classes. Leave out {{type: label}}."
+        )
+    pairs = experiment.section("pairs")
+    if condition.reads == "numbers":
+        pairs.check(experiment.data.source)
+
+
+def check_classes_of_rows(section: str, conditions: Any, classes: Sequence[str] | None) -> None:
+    """Raise ValueError for a class in the rows of a section's `conditions` that the data do not have. classes: of the
+    data; None if unknown or unused."""
+    if conditions is not None and not isinstance(conditions, str) and classes is not None:
+        key = f"{section}.conditions"
+        chosen_classes(key, labels_of(read_rows(conditions, key), key), list(classes))
 
 
 def check_objective(objective: Objective, process: Process, train: TrainSettings) -> None:
@@ -221,15 +244,15 @@ def _check_against(experiment: Sections, others: Others) -> None:
         )
 
 
-def check_embeddings(source: SamplesOf | str | None, experiment: Sections, prior: Sections | None) -> None:
-    """Raise ValueError if there are no embeddings to sample from, or if the prior learned from other pairs.
-
-    source: `SamplingSources.embeddings`.
-    """
-    if source == "validation" and not experiment.data.has_validation:
+def check_embeddings(condition: Condition, experiment: Sections, prior: Sections | None) -> None:
+    """Raise ValueError if there are no embeddings or numbers to sample from, or if the prior learned from other
+    pairs."""
+    if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
+        key = "conditions" if "conditions" in condition.keys else "embeddings"
+        advice = "write some" if key == "conditions" else "name a prior: {experiment: NAME}"
         raise ValueError(
-            "sample.embeddings is unset, so held-out images provide the embeddings, but data has no held-out images. "
-            "Set data.validation_fraction, or name a prior: {experiment: NAME}."
+            f"sample.{key} is unset, so held-out images provide the {key}, but data has no held-out images. Set "
+            f"data.validation_fraction, or {advice}."
         )
     if prior is None:
         return

@@ -1,221 +1,159 @@
-"""Conditions of an image diffusion: a class, a text, or an image embedding. Each condition is one class, which defines
-the shards that are stored next to the images, the shapes of the network's inputs, the conditions of stored samples, and
-those of requested images.
-"""
+"""Condition of an image diffusion: one part or several, each the class of an image, a text, an image embedding or
+numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import torch
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
-from image_diffusion.core.devices import best_device
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec, SamplesOf
-from image_diffusion.data.encoded.pairs import IMAGE
+from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
+from image_diffusion.systems.diffusion.conditions.label import LabelCondition
+from image_diffusion.systems.diffusion.conditions.numbers import NumbersCondition
+from image_diffusion.systems.diffusion.conditions.rows import read_rows
+from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
-from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
-from image_diffusion.text_encoders.base import encode_captions
-from image_diffusion.text_encoders.rebuild import encoder_of
+from image_diffusion.systems.pairs.numbers import LABEL
+
+Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition
 
 
-class LabelCondition(Config):
-    """Condition on the class of an image, where the data have any."""
-
-    type: Literal["label"] = "label"
-    """Condition on the class of the image, or no condition."""
-
-    @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards next to the images: none."""
-        return None
-
-    def check(self, section: str, settings: SampleConfig) -> None:
-        """Raise ValueError for settings that do nothing."""
-        if settings.prompts is not None or settings.negative_prompt:
-            raise ValueError(
-                f"{section}.prompts or {section}.negative_prompt is set, but the network takes classes, not words. "
-                f"Leave them out, or set system.condition.type to text."
-            )
-        _check_no_embeddings(section, settings)
-
-    def check_pairs(self, pairs: Any) -> None:
-        """Accept any experiment: a class needs no shards beside the images."""
-
-    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for."""
-        return spec
-
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the conditions of stored samples other than the class: none."""
-        return {}
-
-    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the embeddings that images are made of: none."""
-        return None
-
-    def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
-    ) -> SamplingRequest:
-        """Return the conditions of `count` images, beside classes: nothing."""
-        return SamplingRequest()
+def _alone(value: Any) -> Any:
+    """Return the part of a list of one; anything else as it is. Raises ValueError for an empty list."""
+    if isinstance(value, list | tuple) and len(value) < 2:
+        if not value:
+            raise ValueError("the list is empty. Name a part, such as {type: label}, or leave the key out.")
+        return value[0]
+    return value
 
 
-class TextCondition(Config):
-    """Captions, which the stage `embed` has encoded (section pairs)."""
-
-    type: Literal["text"] = "text"
-    """Words of an image's caption."""
-    caption_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
-    """Frequencies of drawing the first, second, … caption of an image, as shares of any sum; unset: each as often."""
-
-    @field_validator("caption_weights")
-    @classmethod
-    def _draw_something(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and not sum(value) > 0:
-            raise ValueError(f"{list(value)} would draw no caption. Give one of them a weight above 0.")
-        return value
-
-    @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards beside the images."""
-        return "captions"
-
-    def check(self, section: str, settings: SampleConfig) -> None:
-        """Raise ValueError without prompts."""
-        if settings.prompts is None:
-            raise ValueError(
-                f"{section}.prompts is missing: the network takes words. Write some, such as {section}: {{prompts: "
-                f"[a photo of a dog]}}, or name a file of them."
-            )
-        if settings.labels != "balanced":
-            raise ValueError(f"{section}.labels is set, but the network takes words. Name classes in the prompts.")
-        _check_no_embeddings(section, settings)
-        if isinstance(settings.prompts, tuple):
-            read_prompts(settings.prompts, f"{section}.prompts")
-
-    def check_pairs(self, pairs: Any) -> None:
-        """Raise ValueError where the captions of the section pairs do not fit."""
-        self.check_captions(pairs.num_captions)
-
-    def check_captions(self, count: int) -> None:
-        """Raise ValueError if the number of caption weights differs from the number of captions."""
-        if self.caption_weights is not None and len(self.caption_weights) != count:
-            raise ValueError(
-                f"system.condition.caption_weights has {len(self.caption_weights)} numbers, but pairs.num_captions is "
-                f"{count}. Give both the same number, or leave the weights out."
-            )
-
-    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, captions of [1 + L, dim]."""
-        assert pairs is not None
-        self.check_captions(pairs.shape[0])
-        return spec.model_copy(update={"num_classes": 0, "conditions": {TEXT: tuple(pairs.shape[1:])}})
-
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return one of the captions of each image [B, captions, 1 + L, dim], drawn anew in every epoch."""
-        has = stored[:, :, 0].any(dim=2)  # [B, K]
-        weights = torch.ones_like(has, dtype=torch.float32)
-        if self.caption_weights is not None:
-            weights = weights * torch.tensor(self.caption_weights, device=has.device)
-        weights = weights * has
-        weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, has.float())  # its captions have no weight
-        ends = weights.cumsum(1)
-        drawn = streams.uniform("caption")[:, None] * ends[:, -1:]  # [B, 1]
-        chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
-        return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
-
-    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the embeddings that images are made of: none."""
-        return None
-
-    def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
-    ) -> SamplingRequest:
-        """Return the encoded prompts of `count` images. pairs: the description of the captions in their manifest."""
-        if pairs is None:
-            raise ValueError("The model does not say which text encoder it was trained with. Train it again.")
-        self.check("sample", settings)
-        assert settings.prompts is not None
-        prompts = read_prompts(settings.prompts, "sample.prompts")[:count]
-        encoder = encoder_of(pairs, best_device())
-        encoded = encode_captions(encoder, [*prompts, settings.negative_prompt])
-        null = {TEXT: encoded[-1]} if settings.negative_prompt else {}
-        return SamplingRequest([prompts[i % len(prompts)] for i in range(count)], {TEXT: encoded[:-1]}, null)
-
-
-class EmbeddingCondition(Config):
-    """Condition on image embeddings, which the stage `embed` computes (section pairs). The network is a decoder like
-    unCLIP's (Ramesh et al. 2022, section 2.1), which turns the embeddings that a prior predicts into images."""
-
-    type: Literal["embedding"] = "embedding"
-    """An image's embedding."""
-
-    @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards beside the images."""
-        return "pairs"
-
-    def check(self, section: str, settings: SampleConfig) -> None:
-        """Raise ValueError for settings that do nothing."""
-        if settings.prompts is not None or settings.negative_prompt:
-            raise ValueError(
-                f"{section}.prompts or {section}.negative_prompt is set, but the network takes embeddings, not "
-                f"words. Write prompts for a prior, and name that: {section}: {{embeddings: {{experiment: NAME}}}}."
-            )
-        if settings.labels != "balanced":
-            raise ValueError(f"{section}.labels is set, but the network takes embeddings. Leave it out.")
-
-    def check_pairs(self, pairs: Any) -> None:
-        """Accept any section pairs: pairs of embeddings are all that it needs."""
-
-    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: no classes, embeddings of [dim]."""
-        assert pairs is not None
-        return spec.model_copy(update={"num_classes": 0, "conditions": {EMBEDDING: tuple(pairs.shape[-1:])}})
-
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the image embedding of each image's pair [B, 2 + L, dim]."""
-        return {EMBEDDING: stored[:, IMAGE].float()}
-
-    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the embeddings to sample from: the configured one, or held-out images."""
-        return settings.embeddings or "validation"
-
-    def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
-    ) -> SamplingRequest:
-        """Return the embeddings of `count` images, chosen by their seeds. source: held-out images with their pairs, the
-        folders of those, or a folder of embeddings."""
-        seeds = torch.arange(settings.first_seed, settings.first_seed + count)
-        if isinstance(source, Shards):
-            return of_held_out(source, seeds)
-        if settings.embeddings is None:
-            return of_held_out(held_out(source), seeds)
-        if isinstance(settings.embeddings, str):
-            source = source or [Path(settings.embeddings)]
-        if len(source) != 1:
-            raise ValueError(
-                "sample.embeddings names another experiment. Name the folder of its samples: --embeddings."
-            )
-        return of_folder(source[0], pairs, seeds)
-
-
-def _check_no_embeddings(section: str, settings: SampleConfig) -> None:
-    """Raise ValueError if embeddings are set that no image would use."""
-    if settings.embeddings is not None:
+def _fitting(value: Any) -> Any:
+    """Return the parts. Raises ValueError for those that do not go together."""
+    parts = value if isinstance(value, tuple) else (value,)
+    types = [part.type for part in parts]
+    if twice := next((name for name in types if types.count(name) > 1), None):
+        raise ValueError(f"{twice} is named twice. Name each part once.")
+    reading = [part for part in parts if part.reads is not None]
+    if len(reading) > 1:
         raise ValueError(
-            f"{section}.embeddings is set, but the network takes no embeddings. Leave it out, or set "
-            f"system.condition.type to embedding."
+            f"{' and '.join(part.type for part in reading)} are both named, but training reads only one set next to "
+            f"the images: {' or '.join(part.reads for part in reading)}. Remove one of the two."
         )
+    return value
 
 
-Condition = Annotated[LabelCondition | TextCondition | EmbeddingCondition, Field(discriminator="type")]
+def _form(value: Any) -> str:
+    return "(several)" if isinstance(value, list | tuple) else "(one)"
+
+
+OnePart = Annotated[Part, Field(discriminator="type")]
+OneVector = Annotated[LabelCondition | NumbersCondition, Field(discriminator="type")]
+
+AnyCondition = Annotated[
+    Annotated[OnePart, Tag("(one)")] | Annotated[tuple[OnePart, ...], Tag("(several)")],
+    Discriminator(_form),
+    BeforeValidator(_alone),
+    AfterValidator(_fitting),
+]
+"""One part, or a list of parts that all hold. A list of one is the part alone."""
+
+VectorCondition = Annotated[
+    Annotated[OneVector, Tag("(one)")] | Annotated[tuple[OneVector, ...], Tag("(several)")],
+    Discriminator(_form),
+    BeforeValidator(_alone),
+    AfterValidator(_fitting),
+]
+"""One part or a list of those that are added to the embedding of the time: every network takes them."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Condition of parts that all hold. At most one of them reads shards beside the images."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def written_as(cls, written: Part | tuple[Part, ...]) -> Conditions:
+        """Return the condition that is written in a configuration."""
+        return cls(written if isinstance(written, tuple) else (written,))
+
+    @property
+    def type(self) -> str:
+        """Return the types of the parts, as a configuration has them."""
+        types = [part.type for part in self.parts]
+        return types[0] if len(types) == 1 else f"[{', '.join(types)}]"
+
+    @property
+    def takes_classes(self) -> bool:
+        """True if the class of an image is one of the parts."""
+        return any(part.takes_classes for part in self.parts)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Return the keys of the section sample that say what images are conditioned on."""
+        return frozenset().union(*(part.keys for part in self.parts))
+
+    @property
+    def reads(self) -> str | None:
+        """Return the kind of the shards beside the images."""
+        return next((part.reads for part in self.parts if part.reads is not None), None)
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes."""
+        for part in self.parts:
+            # A part knows of no other, so it is shown the defaults of the keys that belong to others.
+            hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
+            part.check(section, settings.model_copy(update=hidden), pairs)
+        rows = settings.conditions
+        if rows is not None and not isinstance(rows, str):
+            names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
+            self._check_classes(section, settings, names_classes)
+
+    def _check_classes(self, section: str, settings: SampleConfig, names_classes: bool) -> None:
+        """Raise ValueError for rows that name classes where the network takes none, or the settings name them too."""
+        if names_classes and not self.takes_classes:
+            raise ValueError(
+                f"{section}.conditions names a label, but the network takes no classes. Leave it out, or add "
+                f"{{type: label}} to system.condition."
+            )
+        if names_classes and settings.labels != "balanced":
+            raise ValueError(f"{section}.labels is set, and {section}.conditions names a label. Leave one of them out.")
+
+    def check_pairs(self, pairs: Any) -> None:
+        """Raise ValueError where the section pairs does not fit."""
+        for part in self.parts:
+            if part.reads is not None:
+                part.check_pairs(pairs)
+
+    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
+        """Return the shapes that a network has to be built for: those of every part."""
+        specs = [part.spec(spec, pairs) for part in self.parts]
+        classes = max(of_part.num_classes for of_part in specs)
+        conditions = {name: shape for of_part in specs for name, shape in of_part.conditions.items()}
+        return spec.model_copy(update={"num_classes": classes, "conditions": conditions})
+
+    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return the conditions of stored samples other than the class, by name."""
+        return next(part for part in self.parts if part.reads is not None).training_conditions(stored, streams)
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source that images are made of beside the settings."""
+        return next((source for part in self.parts if (source := part.draws(settings)) is not None), None)
+
+    def sampling_request(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+    ) -> SamplingRequest:
+        """Return the conditions of `count` images: those of the part that has any beside the class."""
+        part = next((part for part in self.parts if part.reads is not None), self.parts[0])
+        hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
+        request = part.sampling_request(settings.model_copy(update=hidden), pairs, count, source)
+        self._check_classes("sample", settings, bool(request.classes))
+        return request

@@ -29,7 +29,8 @@ from image_diffusion.samplers.ancestral import Ddpm
 from image_diffusion.systems.base import Others, Sections
 from image_diffusion.systems.diffusion.base import NOT_IN_PREVIEWS, DiffusionSystem
 from image_diffusion.systems.diffusion.checks import check_pairs
-from image_diffusion.systems.diffusion.conditioning import Condition, LabelCondition
+from image_diffusion.systems.diffusion.conditioning import AnyCondition, Conditions
+from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.config import ImagePairs
@@ -45,8 +46,8 @@ class DiTSystem(DiffusionSystem):
     """Size of the network."""
     objective: Objective = Denoising(variance="learned_range", loss="hybrid", label_drop_probability=0.1)
     """Prediction of the network, and the weighting of its error. Labels are dropped where the data have any."""
-    condition: Condition = LabelCondition()
-    """Condition of the network: a class, a text, or an image embedding."""
+    condition: AnyCondition = LabelCondition()
+    """Condition of the network: a class, a text, an image embedding or numbers; or a list of some that all hold."""
     alignment: Alignment | None = None
     """Alignment of the network's tokens with the features of a teacher (section pairs) during training. Unset: no
     alignment."""
@@ -65,14 +66,14 @@ class DiTSystem(DiffusionSystem):
 
     @property
     def reads_beside(self) -> str | None:
-        return self.condition.reads if self.alignment is None else "features"
+        return super().reads_beside if self.alignment is None else "features"
 
     @property
-    def conditioning(self) -> Condition:
-        return self.condition
+    def conditioning(self) -> Conditions:
+        return Conditions.written_as(self.condition)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.condition, self.alignment is not None, experiment.section("pairs"))
+        check_pairs(self.conditioning, self.alignment is not None, experiment.section("pairs"))
         if self.alignment is not None:
             self.alignment.check(self.network.shape.depth, self.objective)
             if experiment.train.augment is not None:
@@ -81,11 +82,7 @@ class DiTSystem(DiffusionSystem):
                     "Leave one of the two out."
                 )
         super().check(experiment, others)
-        if self.condition.reads is not None and experiment.section("evaluate").likelihood is not None:
-            raise ValueError(
-                "evaluate.likelihood is set, but is not available with text or embedding conditions. Remove it."
-            )
-        if self.condition.reads is None and self.reading.drops_labels and not self.network.null_label:
+        if self.conditioning.takes_classes and self.reading.drops_labels and not self.network.null_label:
             raise ValueError(
                 f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
                 f"system.network.null_label is false: the network has no null label. "
@@ -93,7 +90,7 @@ class DiTSystem(DiffusionSystem):
             )
 
     def spec(self, data: Shards) -> DataSpec:
-        spec = self.condition.spec(super().spec(data), data.beside)
+        spec = super().spec(data)
         if self.alignment is None:
             return spec
         assert data.beside is not None

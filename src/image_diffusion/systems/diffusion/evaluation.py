@@ -22,6 +22,7 @@ from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluate_samples import NoImages, RealImages, evaluate_samples
 from image_diffusion.metrics.images.channels import evaluate_channels
+from image_diffusion.metrics.images.drawn_numbers import evaluate_drawn
 from image_diffusion.metrics.images.likelihood import LikelihoodConfig, measure_likelihood
 from image_diffusion.metrics.images.painted_attributes import evaluate_painted
 from image_diffusion.metrics.images.prompt_alignment import check_prompted, evaluate_prompted
@@ -38,6 +39,8 @@ from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.super_resolution import evaluate_enlarging, shrink
 from image_diffusion.systems.evaluation import EvaluationInputs, ImageEvaluation
 from image_diffusion.systems.interface import TrainedNetwork
+
+_ATTRIBUTES = {"painted_digits": evaluate_painted, "slanted_digits": evaluate_drawn}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class DiffusionEvaluation(ImageEvaluation):
             if left_out:
                 result["protocol"]["left_out"] = left_out
             if settings.attributes is not None:
-                result["metrics"] |= evaluate_painted(samples, detectors)
+                result["metrics"] |= _ATTRIBUTES[settings.attributes](samples, detectors)
             if both is not None:
                 result["metrics"] |= evaluate_prompted(samples, both)
                 result["protocol"]["prompts"] = both.images.identity

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec
@@ -29,7 +29,10 @@ from image_diffusion.systems.diffusion.denoiser_spec import Reading
 if TYPE_CHECKING:
     from image_diffusion.systems.pictures import Pictures
 
-_IF_SET = ("given", "start", "tiles")
+_IF_SET = ("given", "start", "tiles", "conditions")
+
+Cell = int | float | str | None
+"""Number of an image, or its class; nothing is a missing number."""
 
 
 class SampleConfig(Config):
@@ -91,6 +94,30 @@ class SampleConfig(Config):
     """Images that sampling starts from in place of noise; unset: none."""
     tiles: Tiles | None = None
     """Tiles of a picture that is larger than the network makes; unset: one."""
+    conditions: list[dict[str, Cell]] | dict[str, list[Cell]] | str | None = None
+    """Numbers of a network that is conditioned on them, and its class under the name "label", used in turn. A list of
+    rows, each a number by name; a list of values by name, for all combinations; or a table (`.csv`, `.tsv`, `.jsonl`,
+    `.parquet`). Unset: those of held-out images; seed s has those of image s modulo their number."""
+
+    @field_validator("conditions", mode="before")
+    @classmethod
+    def _rows_or_values(cls, value: Any) -> Any:
+        def good(cells: Any) -> bool:
+            return all(isinstance(cell, int | float | str | None) for cell in cells)
+
+        rows = value if isinstance(value, list | tuple) else ()
+        lists = value.values() if isinstance(value, dict) else ()
+        fits = (
+            isinstance(value, str | None)
+            or (len(rows) > 0 and all(isinstance(row, dict) and row and good(row.values()) for row in rows))
+            or (len(lists) > 0 and all(isinstance(cells, list | tuple) and cells and good(cells) for cells in lists))
+        )
+        if not fits:
+            raise ValueError(
+                "expected rows, such as [{age: 40, dose: 1.5}], values for all combinations, such as {age: [20, 40]}, "
+                "or the path of a table."
+            )
+        return value
 
     @model_validator(mode="after")
     def _pictures_fit(self) -> Self:

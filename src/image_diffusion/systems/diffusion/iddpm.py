@@ -25,13 +25,13 @@ from image_diffusion.process import Process
 from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.schedules import Cosine
 from image_diffusion.samplers.ancestral import Ddpm
-from image_diffusion.systems.diffusion.base import DiffusionSystem
+from image_diffusion.systems.diffusion.base import VectorConditioned
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.warm_start import WarmStart
 
 
-class IddpmSystem(DiffusionSystem):
+class IddpmSystem(VectorConditioned):
     """A U-Net on pixels. By default with the paper's cosine schedule of 4,000 timesteps and its hybrid loss."""
 
     type: Literal["iddpm"] = "iddpm"
@@ -44,9 +44,9 @@ class IddpmSystem(DiffusionSystem):
     """Prediction of the network, and the weighting of its error."""
 
     sections: ClassVar[Mapping[str, Section]] = {
-        **DiffusionSystem.sections,
+        **VectorConditioned.sections,
         "sample": Section(
-            SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250)), DiffusionSystem.sections["sample"].keys
+            SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250)), VectorConditioned.sections["sample"].keys
         ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {"flip_probability": 0.0}

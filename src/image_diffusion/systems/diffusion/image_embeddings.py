@@ -21,19 +21,18 @@ from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 _DESCRIBED = "embeddings.json"
 
 
-def held_out(folders: Sequence[Path]) -> Shards:
-    """Return held-out images with their pairs. folders: of the pairs, and of the crops. Raises ValueError for other
-    folders, and without held-out images."""
+def held_out(folders: Sequence[Path], key: str = "embeddings") -> Shards:
+    """Return held-out images with their pairs. folders: of the pairs, and of the crops. key: that of the section sample
+    which is unset. Raises ValueError for other folders, and without held-out images."""
     if len(folders) != 2:
         raise ValueError(
-            "sample.embeddings is not set, so held-out images provide the embeddings. Name the folders of their pairs "
-            "and of their crops: --embeddings PAIRS CROPS."
+            f"sample.{key} is not set, so held-out images provide the {key}. Name the folders of their pairs and of "
+            f"their crops: --embeddings PAIRS CROPS."
         )
     pairs, crops = open_shards(folders[0], "all"), open_shards(folders[1], "validation")
     if not crops.num_samples:
         raise ValueError(
-            f"{folders[1]} has no held-out images to provide the embeddings. Set data.validation_fraction, or "
-            f"sample.embeddings."
+            f"{folders[1]} has no held-out images to provide the {key}. Set data.validation_fraction, or sample.{key}."
         )
     return crops.join(pairs)
 
@@ -44,7 +43,8 @@ def of_held_out(images: Shards, seeds: Tensor) -> SamplingRequest:
     (pairs,) = images.gather_beside(rows)
     labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
     source = {"split": "validation", "data": images.digest}
-    return SamplingRequest(conditions={EMBEDDING: pairs[:, IMAGE].float()}, labels=labels, source=source)
+    described = {"embeddings": source}
+    return SamplingRequest(conditions={EMBEDDING: pairs[:, IMAGE].float()}, labels=labels, described=described)
 
 
 def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> SamplingRequest:
@@ -71,7 +71,8 @@ def of_folder(folder: Path, pairs: Mapping[str, Any] | None, seeds: Tensor) -> S
         embeddings, captions = _rows(source, parts, (seeds % sum(part.num_rows for part in parts)).numpy())
     except ValueError as error:
         raise ValueError(f"sample.embeddings: {str(error).removeprefix('data.source.path: ')}") from None
-    return SamplingRequest(captions, {EMBEDDING: embeddings}, source=origin)
+    sources: dict[str, Any] = {"prompts": captions} | ({"embeddings": origin} if origin else {})
+    return SamplingRequest(captions, {EMBEDDING: embeddings}, described=sources)
 
 
 def _encoder(pairs: Mapping[str, Any] | None) -> dict[str, Any] | None:

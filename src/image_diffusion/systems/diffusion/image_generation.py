@@ -22,8 +22,8 @@ from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
 from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
-from image_diffusion.systems.diffusion.conditioning import Condition
-from image_diffusion.systems.diffusion.generator import SampleConfig, requested_labels, ten_of
+from image_diffusion.systems.diffusion.conditions.base import Condition
+from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
 from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.diffusion.super_resolution import small_held_out, small_images
@@ -135,16 +135,14 @@ class ImageSampling(Sampling, ABC):
         described: dict[str, Any] = {"settings": dump(generator.settings)}
         if weaker is not None:
             described["weaker_sha256"] = weaker.sha256
-        if request.titles:
-            described["prompts"] = request.titles
-        if request.source:
-            described["embeddings"] = request.source
+        described |= request.described
         if enlarged is not None:
             described["enlarged"] = enlarged.source
         if pictures is not None:
             described["pictures"] = pictures.source
         low_res = None if enlarged is None else enlarged.images
-        return ImageMaker(generator, seeds, labels, low_res, described, request, model.spec)
+        titles = _titles(request, labels, model.classes)
+        return ImageMaker(generator, seeds, labels, low_res, described, request, titles, model.spec)
 
     def preview(self, inputs: PreviewInputs) -> Preview:
         """Return the function that draws `step-NNNNNNN.png`, the same images as .npz, and of the first eight classes or
@@ -161,7 +159,8 @@ class ImageSampling(Sampling, ABC):
             low_res, labels = small_held_out(inputs.held_out, self.low_resolution, seeds)
 
         class_names = [classes[label] for label in labels.tolist()] if classes and labels is not None else []
-        titles = request.titles or class_names
+        shown = _titles(request, labels, classes)
+        titles = shown or class_names
         rows_by_title: dict[str, list[int]] = {}
         for row, title in enumerate(titles):
             rows_by_title.setdefault(title, []).append(row)
@@ -174,7 +173,7 @@ class ImageSampling(Sampling, ABC):
             path = folder / f"step-{step:07d}.png"
             save_samples(path.with_suffix(".npz"), images, labels)
             images = inputs.spec.shown(images)
-            save_picture(image_grid(images, grid_columns(len(images), len(classes)), request.titles), path)
+            save_picture(image_grid(images, grid_columns(len(images), len(classes)), shown), path)
             pictures = {"preview": path}
             for number, (title, rows) in enumerate(list(rows_by_title.items())[:_APART]):
                 path = folder / f"step-{step:07d}-{number}.png"
@@ -256,12 +255,23 @@ def _labels(
     untrained: Sequence[str],
 ) -> Tensor | None:
     """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
-    only used by the evaluation: the class that every prompt names, or the class of the embedded image."""
-    if request.labels is not None:
+    only used by the evaluation: the class that every prompt names, or the class of the embedded image. The
+    conditions of held-out images come with their classes, unless the settings choose some."""
+    if request.labels is not None and settings.labels == "balanced":
         return request.labels
     if not spec.num_classes:
-        return classes_named(request.titles, classes)
+        return classes_named(request.described.get("prompts", []), classes)
+    if request.classes:
+        return torch.tensor(chosen_classes("sample.conditions", request.classes, classes))
     return requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed, untrained)
+
+
+def _titles(request: SamplingRequest, labels: Tensor | None, classes: list[str]) -> list[str]:
+    """Return what is written under each image: the title of its conditions, behind its class where the title is not a
+    prompt; nothing where only the class is known."""
+    if labels is None or not classes or "prompts" in request.described:
+        return request.titles
+    return [f"{classes[label]}, {title}" for label, title in zip(labels.tolist(), request.titles, strict=False)]
 
 
 class ImageMaker:
@@ -275,9 +285,10 @@ class ImageMaker:
         low_res: Tensor | None,
         described: dict[str, Any],
         request: SamplingRequest,
+        titles: list[str],
         spec: DataSpec,
     ) -> None:
-        self.labels, self.described, self.titles = labels, described, request.titles
+        self.labels, self.described, self.titles = labels, described, titles
         self._generator, self._seeds, self._low_res, self._request = generator, seeds, low_res, request
         self._spec = spec
 

@@ -22,14 +22,14 @@ from image_diffusion.objectives.weighting import MinSnrWeighting
 from image_diffusion.process.continuous import Continuous
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.systems.base import Others, Sections
-from image_diffusion.systems.diffusion.base import DiffusionSystem
+from image_diffusion.systems.diffusion.base import VectorConditioned
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.warm_start import WarmStart
 
 
-class RinSystem(DiffusionSystem):
+class RinSystem(VectorConditioned):
     """Latents that read from patches of x and write to them."""
 
     type: Literal["rin"] = "rin"
@@ -44,9 +44,9 @@ class RinSystem(DiffusionSystem):
     """Conditioning of the network on its own earlier estimate."""
 
     sections: ClassVar[Mapping[str, Section]] = {
-        **DiffusionSystem.sections,
+        **VectorConditioned.sections,
         "sample": Section(
-            SampleConfig, SampleConfig(sampler=Ddim(num_steps=1000)), DiffusionSystem.sections["sample"].keys
+            SampleConfig, SampleConfig(sampler=Ddim(num_steps=1000)), VectorConditioned.sections["sample"].keys
         ),
     }
     recipe: ClassVar[Mapping[str, Any]] = {

@@ -7,22 +7,26 @@ from typing import Any
 
 from torch import Tensor
 
+from image_diffusion.core.classes import ClassLabel
+
 
 @dataclass(frozen=True)
 class SamplingRequest:
     """Conditions of a request for images.
 
-    titles: the prompt of each image; empty without prompts. conditions: the network's conditions by name, [P, …]; image
-    i uses row i modulo P. null: the condition that guidance leads away from, by name, unless it is zeros. labels: the
-    class that each image should show, int64 [N], if the conditions determine it. source: the origin of the conditions,
-    for samples.json.
+    titles: what is written under each image, such as its prompt; empty: nothing is. conditions: the network's
+    conditions by name, [P, …]; image i uses row i modulo P. null: the condition that guidance leads away from, by name,
+    unless it is zeros. labels: the class that each image should show, int64 [N], if the conditions determine it.
+    classes: the class of each image, as it is written beside its conditions; empty: none is. described: what
+    samples.json says of the conditions: "prompts", of each image, "embeddings", their origin, and so on.
     """
 
     titles: list[str] = field(default_factory=list)
     conditions: dict[str, Tensor] = field(default_factory=dict)
     null: dict[str, Tensor] = field(default_factory=dict)
     labels: Tensor | None = None
-    source: dict[str, Any] = field(default_factory=dict)
+    classes: list[ClassLabel] = field(default_factory=list)
+    described: dict[str, Any] = field(default_factory=dict)
 
     def select(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the conditions of some of the images, by their numbers."""

@@ -29,6 +29,7 @@ from image_diffusion.metrics.features.classifier import FEATURES, load_detector
 from image_diffusion.systems.pairs.captions import CaptionPairs, MadeOfCrops
 from image_diffusion.systems.pairs.contrastive import ContrastiveTraining, trained_towers
 from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pairs.teacher_features import FeaturePairs
 from image_diffusion.text_encoders.base import TextEncoder
 from image_diffusion.text_encoders.clip import ClipConfig
@@ -176,12 +177,13 @@ EmbeddingPairs = Annotated[HashedPairs | ContrastivePairs | ClipPairs | FilePair
 """Pairs of an image embedding and a caption embedding, for training a prior."""
 
 ImagePairs = Annotated[
-    CaptionPairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs, Field(discriminator="type")
+    CaptionPairs | NumberPairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs, Field(discriminator="type")
 ]
 """Source of the conditions or features that an image network reads next to the images."""
 
 PairsConfig = Annotated[
-    HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | FeaturePairs, Field(discriminator="type")
+    HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | NumberPairs | FeaturePairs,
+    Field(discriminator="type"),
 ]
 
 

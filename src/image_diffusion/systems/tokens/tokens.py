@@ -26,7 +26,8 @@ from image_diffusion.objectives import TokenObjective
 from image_diffusion.objectives.tokens.masked import MaskedTokens
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.diffusion.checks import check_kept, check_pairs
-from image_diffusion.systems.diffusion.conditioning import LabelCondition, TextCondition
+from image_diffusion.systems.diffusion.conditions.label import LabelCondition
+from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
 from image_diffusion.systems.diffusion.prompts import check_judged

@@ -1,0 +1,94 @@
+"""Numbers of an image by name, such as an age or an angle, brought to [-1, 1] by the ranges of the training images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BOOLEANS = {"true": 1.0, "false": 0.0}
+_MISSING = ("", "nan", "none", "null", "na")
+
+
+@dataclass(frozen=True)
+class NumberColumns:
+    """Columns of numbers. names: of the columns. ranges: the lowest and the highest number of each one in the training
+    images, which become -1 and 1."""
+
+    names: tuple[str, ...]
+    ranges: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def described(cls, pairs: Mapping[str, Any]) -> NumberColumns:
+        """Return the columns that a manifest or a model describes."""
+        return cls(tuple(pairs["columns"]), tuple((low, high) for low, high in pairs["ranges"]))
+
+    def scaled(self, rows: Sequence[Mapping[str, float | None]]) -> Tensor:
+        """Return the numbers of N images as float32 [N, columns, 2]: each number on the scale of its range, and 1; a
+        missing one is zeros."""
+        scaled = torch.zeros(len(rows), len(self.names), 2, dtype=torch.float64)
+        for row, values in enumerate(rows):
+            for column, (name, (low, high)) in enumerate(zip(self.names, self.ranges, strict=True)):
+                if (value := values.get(name)) is not None:
+                    scaled[row, column] = torch.tensor([(2 * value - low - high) / (high - low), 1], dtype=scaled.dtype)
+        return scaled.float()
+
+    def values(self, scaled: Tensor) -> list[dict[str, float]]:
+        """Return the numbers by name that images have, from what `scaled` returned. They are rounded to 7 digits."""
+        rows = []
+        for image in scaled.double().tolist():
+            columns = zip(self.names, self.ranges, image, strict=True)
+            rows.append(
+                {
+                    name: float(f"{(low + high + (high - low) * value) / 2:.7g}")
+                    for name, (low, high), (value, exists) in columns
+                    if exists
+                }
+            )
+        return rows
+
+    def outside(self, rows: Sequence[Mapping[str, float | None]]) -> list[str]:
+        """Return a phrase for each column of which a number lies outside the range."""
+        phrases = []
+        for name, (low, high) in zip(self.names, self.ranges, strict=True):
+            values = [value for row in rows if (value := row.get(name)) is not None]
+            far = next((value for value in values if not low <= value <= high), None)
+            if far is not None:
+                phrases.append(f"{name} {far:g} (trained on {low:g} to {high:g})")
+        return phrases
+
+
+def number_in(cell: Any) -> float | None:
+    """Return the number in a cell of a table; None for an empty cell, NaN or null. True and false are 1 and 0.
+
+    Raises ValueError for text that is no number, and for infinity.
+    """
+    text = "" if cell is None else str(cell).strip()
+    if text.lower() in _MISSING:
+        return None
+    if text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None
+    if math.isinf(number):
+        raise ValueError(f"{text!r} is not finite")
+    return None if math.isnan(number) else number
+
+
+def measured(names: Sequence[str], rows: Sequence[Mapping[str, float | None]]) -> NumberColumns:
+    """Return columns with the ranges of some rows. Raises ValueError for a column without two different numbers."""
+    ranges = []
+    for name in names:
+        values = [value for row in rows if (value := row.get(name)) is not None]
+        low, high = (min(values), max(values)) if values else (0.0, 0.0)
+        if low == high:
+            what = f"is {low:g} in every training image" if values else "has no number in any training image"
+            raise ValueError(f"pairs.columns: {name} {what}, so that nothing can be learnt from it. Leave it out.")
+        ranges.append((low, high))
+    return NumberColumns(tuple(names), tuple(ranges))

@@ -1,0 +1,1 @@
+"""Parts of the condition of an image diffusion, one file each."""

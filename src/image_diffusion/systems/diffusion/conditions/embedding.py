@@ -1,0 +1,81 @@
+"""Condition on the embedding of an image, which the stage `embed` has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
+from image_diffusion.data.encoded.pairs import IMAGE
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.diffusion.conditions.base import check_no_conditions
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+
+
+class EmbeddingCondition(Config):
+    """Condition on image embeddings, which the stage `embed` computes (section pairs). The network is a decoder like
+    unCLIP's (Ramesh et al. 2022, section 2.1), which turns the embeddings that a prior predicts into images."""
+
+    type: Literal["embedding"] = "embedding"
+    """An image's embedding."""
+
+    takes_classes: ClassVar[bool] = False
+    keys: ClassVar[frozenset[str]] = frozenset({"embeddings"})
+
+    @property
+    def reads(self) -> str | None:
+        """Return the kind of the shards beside the images."""
+        return "pairs"
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError for settings that do nothing."""
+        if settings.prompts is not None or settings.negative_prompt:
+            raise ValueError(
+                f"{section}.prompts or {section}.negative_prompt is set, but the network takes embeddings, not "
+                f"words. Write prompts for a prior, and name that: {section}: {{embeddings: {{experiment: NAME}}}}."
+            )
+        if settings.labels != "balanced":
+            raise ValueError(f"{section}.labels is set, but the network takes embeddings. Leave it out.")
+        check_no_conditions(section, settings)
+
+    def check_pairs(self, pairs: Any) -> None:
+        """Accept any section pairs: pairs of embeddings are all that it needs."""
+
+    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
+        """Return the shapes that a network has to be built for: no classes, embeddings of [dim]."""
+        assert pairs is not None
+        return spec.model_copy(update={"num_classes": 0, "conditions": {EMBEDDING: tuple(pairs.shape[-1:])}})
+
+    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return the image embedding of each image's pair [B, 2 + L, dim]."""
+        return {EMBEDDING: stored[:, IMAGE].float()}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the embeddings to sample from: the configured one, or held-out images."""
+        return settings.embeddings or "validation"
+
+    def sampling_request(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+    ) -> SamplingRequest:
+        """Return the embeddings of `count` images, chosen by their seeds. source: held-out images with their pairs, the
+        folders of those, or a folder of embeddings."""
+        seeds = torch.arange(settings.first_seed, settings.first_seed + count)
+        if isinstance(source, Shards):
+            return of_held_out(source, seeds)
+        if settings.embeddings is None:
+            return of_held_out(held_out(source), seeds)
+        if isinstance(settings.embeddings, str):
+            source = source or [Path(settings.embeddings)]
+        if len(source) != 1:
+            raise ValueError(
+                "sample.embeddings names another experiment. Name the folder of its samples: --embeddings."
+            )
+        return of_folder(source[0], pairs, seeds)

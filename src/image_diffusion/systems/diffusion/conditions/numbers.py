@@ -1,0 +1,116 @@
+"""Condition on numbers of an image, such as an age or an angle, which the stage `embed` has stored beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.core.process.errors import log_line_once
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.diffusion.conditions.base import check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.image_embeddings import held_out
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+
+
+class NumbersCondition(Config):
+    """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images. A
+    missing number is learnt as such."""
+
+    type: Literal["numbers"] = "numbers"
+    """Numbers of an image."""
+
+    takes_classes: ClassVar[bool] = False
+    keys: ClassVar[frozenset[str]] = frozenset({"conditions"})
+
+    @property
+    def reads(self) -> str | None:
+        """Return the kind of the shards beside the images."""
+        return "numbers"
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError for settings that do nothing, and for rows with names or values that do not fit."""
+        if settings.prompts is not None or settings.negative_prompt:
+            raise ValueError(
+                f"{section}.prompts or {section}.negative_prompt is set, but the network takes numbers, not words. "
+                f"Write {section}.conditions, such as {{age: [20, 40]}}."
+            )
+        if settings.labels != "balanced":
+            raise ValueError(f"{section}.labels is set, but the network takes numbers. Leave it out.")
+        check_no_embeddings(section, settings)
+        if settings.conditions is not None and not isinstance(settings.conditions, str):
+            rows, key = read_rows(settings.conditions, f"{section}.conditions"), f"{section}.conditions"
+            numbers_of(rows, key)
+            labels_of(rows, key)
+            if pairs is not None:
+                check_names(rows, pairs.columns, key)
+
+    def check_pairs(self, pairs: Any) -> None:
+        """Accept any section pairs of numbers."""
+
+    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
+        """Return the shapes that a network has to be built for: no classes, numbers of [columns, 2]."""
+        assert pairs is not None
+        return spec.model_copy(update={"num_classes": 0, "conditions": {NUMBERS: tuple(pairs.shape)}})
+
+    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return the numbers of each image [B, columns, 2], as they are stored."""
+        return {NUMBERS: stored.float()}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the numbers: those of held-out images, where no rows are set."""
+        return "validation" if settings.conditions is None else None
+
+    def sampling_request(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+    ) -> SamplingRequest:
+        """Return the numbers of `count` images: each row in turn, or by their seeds those of held-out images."""
+        if pairs is None:
+            raise ValueError("The model does not say which numbers it was trained on. Train it again.")
+        columns = NumberColumns.described(pairs)
+        if settings.conditions is None:
+            images = source if isinstance(source, Shards) else held_out(source, "conditions")
+            rows = (torch.arange(settings.first_seed, settings.first_seed + count) % images.num_samples).numpy()
+            (scaled,) = images.gather_beside(rows)
+            values = [dict[str, float | None](of_image) for of_image in columns.values(scaled)]
+            labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
+            described: dict[str, Any] = {"split": "validation", "data": images.digest}
+            return _request(columns, values, scaled, described, labels=labels)
+        key = "sample.conditions"
+        asked = read_rows(settings.conditions, key)
+        check_names(asked, columns.names, key)
+        values, classes = numbers_of(asked, key), labels_of(asked, key)
+        if phrases := columns.outside(values):
+            log_line_once(f"warning: {key} asks for {', '.join(phrases)}: the network has seen no such image.")
+        turns = [row % len(asked) for row in range(count)]
+        values = [values[row] for row in turns]
+        return _request(
+            columns, values, columns.scaled(values), {}, classes=[classes[row] for row in turns] if classes else []
+        )
+
+
+def _request(
+    columns: NumberColumns,
+    values: Sequence[Mapping[str, float | None]],
+    scaled: Tensor,
+    described: dict[str, Any],
+    **more: Any,
+) -> SamplingRequest:
+    """Return the request for images with these numbers, which its titles show."""
+    titles = [
+        ", ".join(f"{name} {value:g}" for name in columns.names if (value := row.get(name)) is not None) or "no number"
+        for row in values
+    ]
+    conditions = {name: [row.get(name) for row in values] for name in columns.names}
+    ranges = dict(zip(columns.names, map(list, columns.ranges), strict=True))
+    numbers = {"conditions": {"values": conditions, "ranges": ranges, **described}}
+    return SamplingRequest(titles, {NUMBERS: scaled.float()}, described=numbers, **more)

@@ -1,0 +1,66 @@
+"""Rows of numbers that images are asked for: a list, a product of values, or a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from image_diffusion.core.classes import ClassLabel
+from image_diffusion.core.number_columns import number_in
+from image_diffusion.data.sources.table import read_columns
+from image_diffusion.systems.pairs.numbers import LABEL
+
+Row = dict[str, Any]
+
+
+def read_rows(conditions: list[Row] | dict[str, list[Any]] | str, key: str) -> list[Row]:
+    """Return the rows of a list; of a product, whose last name changes fastest; or of a table.
+
+    key: of the conditions in the configuration, for the message. Raises ValueError for a table that cannot be read.
+    """
+    if isinstance(conditions, str):
+        table = Path(conditions)
+        if not table.is_file():
+            raise ValueError(f"{key}: {table} does not exist. Give a .csv, .tsv, .jsonl or .parquet, or rows.")
+        columns = read_columns(table)
+        rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        if not rows:
+            raise ValueError(f"{key}: {table} has no rows. Write one at least.")
+        return rows
+    if isinstance(conditions, Mapping):
+        return [dict(zip(conditions, values, strict=True)) for values in product(*conditions.values())]
+    return conditions
+
+
+def check_names(rows: Sequence[Row], columns: Sequence[str], key: str) -> None:
+    """Raise ValueError for a name in a row that is neither a column nor the class."""
+    known = (*columns, LABEL)
+    for row in rows:
+        if unknown := next((name for name in row if name not in known), None):
+            raise ValueError(f"{key} names {unknown}, which is no column of pairs.columns. Known: {', '.join(known)}.")
+
+
+def numbers_of(rows: Sequence[Row], key: str) -> list[dict[str, float | None]]:
+    """Return the numbers of each row by column. Raises ValueError for what is no number."""
+    numbers = []
+    for position, row in enumerate(rows):
+        numbers.append(dict[str, float | None]())
+        for name, cell in row.items():
+            if name == LABEL:
+                continue
+            try:
+                numbers[-1][name] = number_in(cell)
+            except ValueError as error:
+                raise ValueError(f"{key}: {name} of row {position}: {error}. Give a number, or null.") from None
+    return numbers
+
+
+def labels_of(rows: Sequence[Row], key: str) -> list[ClassLabel]:
+    """Return the class of each row; none where no row names one. Raises ValueError where only some do."""
+    labels = [row.get(LABEL) for row in rows]
+    named = [label for label in labels if label not in (None, "")]
+    if named and len(named) < len(rows):
+        raise ValueError(f"{key}: {len(named)} of {len(rows)} rows name a label. Give one to each row, or to none.")
+    return [label if isinstance(label, int) else str(label) for label in named]

@@ -1,0 +1,111 @@
+"""Condition on a caption, which the stage `embed` has encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from image_diffusion.core.config.base import Config
+from image_diffusion.core.devices import best_device
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import TEXT, DataSpec, SamplesOf
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.diffusion.conditions.base import check_no_conditions, check_no_embeddings
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.prompts import read_prompts
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.text_encoders.base import encode_captions
+from image_diffusion.text_encoders.rebuild import encoder_of
+
+
+class TextCondition(Config):
+    """Captions, which the stage `embed` has encoded (section pairs)."""
+
+    type: Literal["text"] = "text"
+    """Words of an image's caption."""
+    caption_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    """Frequencies of drawing the first, second, … caption of an image, as shares of any sum; unset: each as often."""
+
+    takes_classes: ClassVar[bool] = False
+    keys: ClassVar[frozenset[str]] = frozenset({"prompts", "negative_prompt"})
+
+    @field_validator("caption_weights")
+    @classmethod
+    def _draw_something(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and not sum(value) > 0:
+            raise ValueError(f"{list(value)} would draw no caption. Give one of them a weight above 0.")
+        return value
+
+    @property
+    def reads(self) -> str | None:
+        """Return the kind of the shards beside the images."""
+        return "captions"
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError without prompts."""
+        if settings.prompts is None:
+            raise ValueError(
+                f"{section}.prompts is missing: the network takes words. Write some, such as {section}: {{prompts: "
+                f"[a photo of a dog]}}, or name a file of them."
+            )
+        if settings.labels != "balanced":
+            raise ValueError(f"{section}.labels is set, but the network takes words. Name classes in the prompts.")
+        check_no_embeddings(section, settings)
+        check_no_conditions(section, settings)
+        if isinstance(settings.prompts, tuple):
+            read_prompts(settings.prompts, f"{section}.prompts")
+
+    def check_pairs(self, pairs: Any) -> None:
+        """Raise ValueError where the captions of the section pairs do not fit."""
+        self.check_captions(pairs.num_captions)
+
+    def check_captions(self, count: int) -> None:
+        """Raise ValueError if the number of caption weights differs from the number of captions."""
+        if self.caption_weights is not None and len(self.caption_weights) != count:
+            raise ValueError(
+                f"system.condition.caption_weights has {len(self.caption_weights)} numbers, but pairs.num_captions is "
+                f"{count}. Give both the same number, or leave the weights out."
+            )
+
+    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
+        """Return the shapes that a network has to be built for: no classes, captions of [1 + L, dim]."""
+        assert pairs is not None
+        self.check_captions(pairs.shape[0])
+        return spec.model_copy(update={"num_classes": 0, "conditions": {TEXT: tuple(pairs.shape[1:])}})
+
+    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return one of the captions of each image [B, captions, 1 + L, dim], drawn anew in every epoch."""
+        has = stored[:, :, 0].any(dim=2)  # [B, K]
+        weights = torch.ones_like(has, dtype=torch.float32)
+        if self.caption_weights is not None:
+            weights = weights * torch.tensor(self.caption_weights, device=has.device)
+        weights = weights * has
+        weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, has.float())  # its captions have no weight
+        ends = weights.cumsum(1)
+        drawn = streams.uniform("caption")[:, None] * ends[:, -1:]  # [B, 1]
+        chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
+        return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the embeddings that images are made of: none."""
+        return None
+
+    def sampling_request(
+        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+    ) -> SamplingRequest:
+        """Return the encoded prompts of `count` images. pairs: the description of the captions in their manifest."""
+        if pairs is None:
+            raise ValueError("The model does not say which text encoder it was trained with. Train it again.")
+        self.check("sample", settings)
+        assert settings.prompts is not None
+        prompts = read_prompts(settings.prompts, "sample.prompts")[:count]
+        encoder = encoder_of(pairs, best_device())
+        encoded = encode_captions(encoder, [*prompts, settings.negative_prompt])
+        null = {TEXT: encoded[-1]} if settings.negative_prompt else {}
+        of_images = [prompts[i % len(prompts)] for i in range(count)]
+        return SamplingRequest(of_images, {TEXT: encoded[:-1]}, null, described={"prompts": of_images})
