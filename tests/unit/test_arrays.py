@@ -671,7 +671,7 @@ def test_an_exported_codec_keeps_the_levels() -> None:
         x = codec.normalise(codec.encode(numbers)[:, 0])
         assert codec.decode(x).dtype == torch.uint16
         assert np.array_equal(again.decode(x).numpy(), codec.decode(x).numpy())
-    pixels = Rgb().build(None, Rgb().scale_of({"levels": LEVELS.model_dump()}), torch.device("cpu"), torch.float32)
+    pixels = Rgb().build(None, Rgb().scale_of(LEVELS.model_dump()), torch.device("cpu"), torch.float32)
     again = Rgb.unpacked(pixels.packed())
     clipped = numbers.float().clamp(100).minimum(torch.tensor([4095.0, 3000.0]).view(2, 1, 1))
     assert torch.equal(again.decode(pixels.pixels(numbers)).float(), clipped)

@@ -186,10 +186,12 @@ class CodecSettings(Config, ABC):
         """Return the tokenizer of images. Raises ValueError for a codec that has none."""
         raise ValueError(f"encode.tokens is set, but the codec {self.name} has none. Leave encode.tokens out.")
 
-    def scale_of(self, manifest: Mapping[str, Any]) -> Any:
-        """Return the scale of a data set, as plain data: for `build`, and kept in model.json. By default one over the
-        standard deviation of all numbers of its latents; None where no statistics are in the manifest."""
-        statistics = manifest.get("statistics")
+    def scale_of(self, statistics: Mapping[str, Any] | None) -> Any:
+        """Return the scale of a data set, as plain data: for `build`, and kept in model.json.
+
+        statistics: those of the latents in its manifest; of crops that are arrays their levels; None for pictures. By
+        default one over the standard deviation of all numbers.
+        """
         return None if statistics is None else 1.0 / statistics["global_std"]
 
     def encoded_by(self) -> Self:

@@ -78,9 +78,8 @@ class Diffusers(CodecSettings):
             raise ValueError(f"encode.tokens is set, but {self.name} has no codebook. Leave encode.tokens out.")
         return VqTokens(DiffusersCodec(self, None, device, dtype), self.kind.num_tokens)
 
-    def scale_of(self, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    def scale_of(self, statistics: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return {"mean", "std"} that x is made with, and "declared", the same as the author gives them."""
-        statistics = manifest.get("statistics")
         if statistics is None:
             return None
         declared = statistics.get("declared")

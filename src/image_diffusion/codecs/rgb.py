@@ -39,9 +39,9 @@ class Rgb(CodecSettings):
         codec._levels = None if scale is None else Levels(**scale)
         return codec
 
-    def scale_of(self, manifest: Mapping[str, Any]) -> Any:
-        """Return the levels of a data set of arrays; None for pictures."""
-        return manifest.get("levels")
+    def scale_of(self, statistics: Mapping[str, Any] | None) -> Any:
+        """Return the levels of arrays; None for pictures."""
+        return statistics
 
     @property
     def bounded(self) -> bool:
