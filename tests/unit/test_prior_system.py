@@ -237,7 +237,10 @@ def demo(**changes: Any) -> dict[str, Any]:
         ({"system__network__num_timesteps": 100}, "network.num_timesteps is 100 but process.num_timesteps 1000"),
         ({"system__objective": {"prediction": "eps", "clamp_norm": True}}, "clamp_norm is of a predicted x0"),
         ({"codec": {"type": "stability_vae"}}, "codec is set, but a system of type prior has no use for it"),
-        ({"system": {"type": "rin"}}, "pairs and prediction are set, but a system of type rin has no use for them"),
+        (
+            {"system": {"type": "dvae"}},
+            "pairs and prediction and sample are set, but a system of type dvae has no use for them",
+        ),
         ({"train__validate_every_steps": None}, "weights is best but validate_every_steps is unset"),
         ({"pairs__captions": {"type": "classes", "template": "a photo"}}, "must hold {} once"),
     ],

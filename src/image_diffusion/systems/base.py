@@ -75,8 +75,6 @@ class System(Adaptable, ABC):
     """Values of the section `train` where a file gives none, beyond the defaults that all systems share."""
     reads: ClassVar[tuple[Literal["crops", "latents", "pairs", "tokens"], ...]] = ("crops", "latents")
     """Kinds of shards that the system learns from."""
-    takes_arrays: ClassVar[bool] = False
-    """True if images may be arrays (data.dtype), and not pictures of 8 bits alone."""
     takes_augmentation: ClassVar[bool] = False
     """True if the network is told how its training images were augmented."""
 
@@ -144,8 +142,10 @@ class System(Adaptable, ABC):
 
 def check_arrays(experiment: Sections) -> None:
     """Raise ValueError for a system or codec that knows pictures alone, where the images are arrays."""
-    for key, value in {"system.type": experiment.system, "codec.type": experiment.codec}.items():
-        if experiment.data.dtype is not None and not value.takes_arrays:
+    system, codec = experiment.system, experiment.codec
+    knows_pictures = {"system.type": (system, "pairs" in system.reads), "codec.type": (codec, not codec.takes_arrays)}
+    for key, (value, is_alone) in knows_pictures.items():
+        if experiment.data.dtype is not None and is_alone:
             raise ValueError(
                 f"data.dtype is {experiment.data.dtype}, but {key} {value.type} takes pictures of 8 bits alone. "
                 "Train dit, iddpm or rin on pixels, or on the latents of an autoencoder that is trained here."

@@ -73,7 +73,6 @@ class CodecSystem(System):
         "evaluate": Section(EvaluateConfig, EvaluateConfig(), frozenset({"detectors", "lpips"})),
     }
     reads: ClassVar = ("crops",)
-    takes_arrays: ClassVar[bool] = True
     decoded: ClassVar[str]
     """Name of the reconstruction that is evaluated, one of the network's ways to decode."""
 

@@ -91,7 +91,6 @@ class DiffusionSystem(System):
     objective: Objective = Denoising()
     """Prediction of the network, and the weighting of its error."""
 
-    takes_arrays: ClassVar[bool] = True
     takes_augmentation: ClassVar[bool] = True
     takes_intervals: ClassVar[bool] = False
     """True if the network can be conditioned on intervals of time, as the objective mean_flow requires."""

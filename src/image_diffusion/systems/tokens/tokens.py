@@ -101,7 +101,6 @@ class TokensSystem(System):
         "optimizer": {"type": "adamw", "lr": 1e-4, "betas": (0.9, 0.96), "weight_decay": 0.0},
     }
     reads: ClassVar = ("tokens",)
-    takes_arrays: ClassVar[bool] = True
     warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
 
     @property
