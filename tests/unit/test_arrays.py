@@ -27,6 +27,7 @@ from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.arrays import BadImage, Undecided, read_array
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.manifest import check_manifest
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.drawn_cells import CHANNELS, drawn
 from image_diffusion.experiments.experiment import check_experiment, parse_experiment
@@ -687,3 +688,19 @@ def test_reconstructions_of_arrays_are_compared_without_rounding() -> None:
     error = (result.images.double() - result.decoded["mean"].double()).square().mean((1, 2, 3))
     torch.testing.assert_close(result.quality()["psnr_mean"], 10 * torch.log10(255**2 / error))
     assert result.picture().mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"low": [0.0]}, "5 channels have 1 lows and 5 highs"),
+        ({"low": [9e9] * 5}, "are not ranges"),
+        ({"high": [float("inf")] * 5}, "are not ranges"),
+        ({"dtype": "int16"}, "levels are of 5 channels of int16, but the samples are not"),
+        ({"channels": ["a"], "low": [0.0], "high": [1.0]}, "levels are of 1 channels of uint16"),
+    ],
+)
+def test_levels_of_a_foreign_manifest_are_checked(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    manifest = cells(tmp_path, 6)
+    with pytest.raises(ValueError, match=says):
+        check_manifest(manifest | {"levels": manifest["levels"] | changed}, "x")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from image_diffusion.core.config.base import Config
 
@@ -28,6 +29,15 @@ class Levels(Config):
     """Number of each channel that the network sees as 1; larger ones are clipped."""
     clipped: tuple[float, ...] = ()
     """Share of the numbers of each channel, in the data set, that lie outside."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Levels:
+        bounds = list(zip(self.low, self.high, strict=False))
+        if not len(self.low) == len(self.high) == len(self.channels):
+            raise ValueError(f"{len(self.channels)} channels have {len(self.low)} lows and {len(self.high)} highs.")
+        if not all(-math.inf < low < high < math.inf for low, high in bounds):
+            raise ValueError(f"{bounds} are not ranges: each needs two finite numbers, the smaller one first.")
+        return self
 
     def normalise(self, images: Tensor) -> Tensor:
         """Map numbers [B, C, H, W] to float32 in [-1, 1]."""

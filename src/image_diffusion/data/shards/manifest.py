@@ -133,6 +133,11 @@ class Manifest(Config):
         ):
             if stated != expected:
                 raise ValueError(f"{name} is {stated}, but shape, classes and numbers of samples give {expected}.")
+        levels = self.levels if self.kind == "crops" else None
+        if levels is not None and (levels.dtype, len(levels.channels)) != (self.dtype, self.shape[0]):
+            raise ValueError(
+                f"levels are of {len(levels.channels)} channels of {levels.dtype}, but the samples are not."
+            )
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError("validation_fraction and test_fraction leave nothing to train on.")
         return self
