@@ -128,7 +128,7 @@ def prepare_training(
             f"train.flip_probability is {stage.train.flip_probability:g}, but {folder} holds no mirror images. Set it "
             f"to 0."
         )
-    scale = stage.codec.scale_of(training.manifest.get("statistics", training.manifest.get("levels")))
+    scale = stage.codec.scale_of(training.manifest.get("levels" if kind == "crops" else "statistics"))
     # On the CPU and undecoded: training reads stored latents, and only previews need the decoder.
     codec = codec_of(stage, scale, training, codec_weights)
     spec = system.spec(training)
