@@ -121,6 +121,22 @@ def test_orphans_are_waited_for_when_they_do_what_is_wanted_and_cancelled_else(
     assert cancelled.read_text().endswith("11 12 15 16\n")
 
 
+def test_a_job_that_was_sent_in_the_second_of_its_configuration_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    then = "2026-01-01T12:00:00"
+    cancelled = queue(tmp_path, f"11|{then}|rule_train_wildcards_one|{tmp_path}", monkeypatch)
+    config = tmp_path / "train.yaml"
+    config.touch()
+    written = datetime.fromisoformat(then).timestamp() + 0.7
+    os.utime(config, (written, written))
+    left = orphans(tmp_path)
+    monkeypatch.setattr(queue_module.time, "sleep", lambda pause_s: queue(tmp_path, "", monkeypatch))
+    settle(left, [job("train", config, "one")], wait=True)
+    assert capsys.readouterr().err.startswith("Waiting for Slurm job 11")
+    assert not cancelled.exists() or cancelled.read_text() == ""
+
+
 def test_a_configuration_that_changed_after_a_job_was_sent_is_no_longer_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

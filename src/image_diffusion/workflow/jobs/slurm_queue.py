@@ -53,7 +53,7 @@ def settle(left: Sequence[Orphan], jobs: Iterable[Any], wait: bool, pause_s: flo
     jobs: Snakemake's, those that will run. wait: else all are cancelled.
     """
     wanted = {_comment(job): _settled(job) for job in jobs if job.rule.name.endswith(GO_ON)} if wait else {}
-    running = [job for job in left if wanted.get(job.comment, math.inf) < job.submitted]
+    running = [job for job in left if wanted.get(job.comment, math.inf) <= job.submitted]
     if others := [job.job for job in left if job not in running]:
         _tell(f"Cancelling what a killed Snakemake left in the queue: {' '.join(others)}")
         subprocess.run(["scancel", *others], check=False)
@@ -88,9 +88,11 @@ def _comment(job: Any) -> str:
 
 
 def _settled(job: Any) -> float:
-    """When the configuration of a job, or its code, last changed."""
+    """Return the whole second in which the configuration of a job, or its code, last changed."""
     config = Path(job.input.config)
-    return max(path.stat().st_mtime for path in (config, config.with_suffix(".code")) if path.exists())
+    changed = max(path.stat().st_mtime for path in (config, config.with_suffix(".code")) if path.exists())
+    # Slurm tells the second of a submission, and a job is often sent in that in which its configuration was written.
+    return math.floor(changed)
 
 
 def _tell(sentence: str) -> None:
