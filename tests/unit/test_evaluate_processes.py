@@ -83,7 +83,9 @@ def judged(folder: Path, what: list[str], processes: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "what", [["--samples", "samples.npz"], ["--weights", "train/weights.safetensors"]], ids=["samples", "codec"]
+    "what",
+    [["--samples", "samples.npz"], ["--weights", "train/weights.safetensors"]],
+    ids=["samples", "codec"] @ pytest.mark.slow,
 )
 def test_the_same_bytes_for_any_number_of_processes(
     folder: Path, what: list[str], monkeypatch: pytest.MonkeyPatch
@@ -114,6 +116,7 @@ def made(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_samples_that_are_not_stored_give_the_same_bytes(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = ["--weights", "dit/weights.safetensors"]
     expected = judged(made, [*weights, "--samples", "stored/samples.npz"], 1, monkeypatch)

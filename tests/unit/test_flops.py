@@ -94,6 +94,7 @@ def test_memory_of_dit_xl2(batch: int, gib: float) -> None:
     assert step.operations == pytest.approx(711.8e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_process_takes_its_share_in_microbatches() -> None:
     alone = found("DiT-S/2", global_batch=8)
     assert found("DiT-S/2", 4, global_batch=32).peak == alone.peak

@@ -88,6 +88,7 @@ def test_samples_are_the_same_whichever_quantity_an_exact_network_says() -> None
         torch.testing.assert_close(samples(said), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_predicting_x0_learns_large_patches_where_velocity_is_slow_and_eps_fails() -> None:
     """Four patches of 256 numbers in a network of 128 channels. Longer trainings: tests/bench/bench_predictions.py."""
 

@@ -143,6 +143,7 @@ def worker(folder: Path) -> None:
         torch.save(state, folder / f"{world.rank}.pt")
 
 
+@pytest.mark.slow
 def test_processes_hold_the_history_that_one_process_would(tmp_path: Path) -> None:
     """D-17: the original gathers shares of unequal length without padding, and loses its history on resume."""
     alone = train([torch.arange(7)], lambda losses: losses)

@@ -95,6 +95,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_process_that_stays_never_has_mlflow(experiment: Path) -> None:
     """What takes memory is imported by one that ends when it has sent."""
     (experiment.parent / "follower.py").write_text(FOLLOWER)
