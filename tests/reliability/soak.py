@@ -275,7 +275,8 @@ class Soak:
             )
             told = any(made.get(f"{name}: what {stage} logged", "").startswith(TOLD) for stage in LOGGED)
             previews = f"results/{name}/train/previews/"
-            if f"the previews in {previews}" in said:
+            listing = rf"{re.escape(previews)}\S+/listing\.json is damaged"
+            if f"the previews in {previews}" in said or re.search(listing, said):
                 drawn = [fault for fault in self.open if fault.where.startswith(previews)]
                 hit, told = hit + drawn, told or bool(drawn)
                 wrong = [path for path in wrong if not path.startswith(f"{name}/") or not drawn]
