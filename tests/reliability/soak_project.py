@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import shutil
 import sqlite3
 from collections.abc import Iterable, Mapping
@@ -250,9 +251,18 @@ def _not_tracked(folder: Path, name: str, stage: str) -> str:
 
 
 def _ended(folder: Path, name: str, stage: str) -> str:
-    """The status in MLflow of the run that a stage worked on last."""
+    """The status in MLflow of the run that a stage worked on last: by the numbers of attempts where all are known,
+    since clocks may have been wrong."""
     runs = [run for run in read_json(folder / "results" / name / "tracked.json")["runs"] if run["stage"] == stage]
+    numbers = {}
+    for path in (folder / "results" / name / "journal" / stage).glob("attempt-*.jsonl"):
+        if begun := re.search(r'"id":"(\w+)"', path.read_text(errors="replace").partition("\n")[0]):
+            numbers[begun[1]] = int(path.stem.removeprefix("attempt-"))
     with closing(sqlite3.connect(f"file:{folder / 'mlflow.db'}?mode=ro", uri=True)) as database:
+        query = "SELECT value FROM tags WHERE run_uuid = ? AND key = 'image_diffusion.key'"
+        keys = [(database.execute(query, (run["run_id"],)).fetchone() or ("",))[0] for run in runs]
+        if all(key in numbers for key in keys):
+            runs = [run for _, run in sorted(zip(keys, runs, strict=True), key=lambda pair: numbers[pair[0]])]
         query = "SELECT status FROM runs WHERE run_uuid = ?"
         return str([database.execute(query, (run["run_id"],)).fetchone() for run in runs[-1:]])
 
