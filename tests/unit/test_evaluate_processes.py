@@ -85,8 +85,9 @@ def judged(folder: Path, what: list[str], processes: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "what",
     [["--samples", "samples.npz"], ["--weights", "train/weights.safetensors"]],
-    ids=["samples", "codec"] @ pytest.mark.slow,
+    ids=["samples", "codec"],
 )
+@pytest.mark.slow
 def test_the_same_bytes_for_any_number_of_processes(
     folder: Path, what: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
