@@ -71,6 +71,16 @@ class Project:
         assert done.returncode == 0, done.stdout
         return set(re.findall(r"^(?:local)?rule (\w+):", done.stdout, re.MULTILINE)) - {"all"}
 
+    def weights_after_resuming(self) -> tuple[bytes, bytes]:
+        """Return the weights of `micro`, and those of the same training that goes on from its first checkpoint."""
+        weights = self / "results/micro/train/weights.safetensors"
+        before = weights.read_bytes()
+        for checkpoint in sorted((self / "results/micro/train/state").glob("*/step-*"))[1:]:
+            shutil.rmtree(checkpoint)
+        weights.unlink()
+        self.run("results/micro/train/weights.safetensors")
+        return before, weights.read_bytes()
+
     def edit(self, change: Callable[[dict[str, Any]], object], experiment: str = "micro") -> None:
         """Change the experiment's file through its plain data."""
         path = self.folder / "config" / "experiments" / f"{experiment}.yaml"

@@ -12,7 +12,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
-from image_diffusion.systems.base import System
+from image_diffusion.systems.base import System, name_of
 
 S = TypeVar("S", bound=System)
 
@@ -23,6 +23,17 @@ class Description(Generic[S]):
 
     system: S
     data: DataConfig
+
+
+def description_of(kind: type[S], system: System, data: DataConfig, weights: Path, experiment: Path) -> Description[S]:
+    """Return the description by an experiment of weights of this kind of system. weights, experiment: their files, for
+    the message. Raises ValueError for another kind of system."""
+    if not isinstance(system, kind):
+        name = name_of(kind)
+        raise ValueError(
+            f"{weights} is of a system of type {name}, but {experiment} has system.type {system.type}. Use {name}."
+        )
+    return Description(system, data)
 
 
 class Described(Protocol):

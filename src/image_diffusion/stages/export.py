@@ -27,10 +27,10 @@ from image_diffusion.experiments.experiment import ExportStage, load_experiment
 from image_diffusion.export.model_card import CardUse, model_card
 from image_diffusion.export.registry import export_of
 from image_diffusion.foreign.registry import read_weights
-from image_diffusion.foreign.weights import Description, S
+from image_diffusion.foreign.weights import Description, S, description_of
 from image_diffusion.metrics.published_results import PublishedResult
 from image_diffusion.networks.weights.dit import class_of, load_tensors
-from image_diffusion.systems.base import Model, name_of
+from image_diffusion.systems.base import Model
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
@@ -54,13 +54,7 @@ def read_foreign(path: Path, codec: str, experiment: Path | None, folder: Path) 
         if experiment is None:
             return None
         loaded = load_experiment(experiment)
-        if not isinstance(loaded.system, kind):
-            name = name_of(kind)
-            raise ValueError(
-                f"{path} is of a system of type {name}, but {experiment} has system.type {loaded.system.type}. "
-                f"Use {name}."
-            )
-        return Description(loaded.system, loaded.data)
+        return description_of(kind, loaded.system, loaded.data, path, experiment)
 
     foreign = read_weights(content, path, codec, described)
     if foreign is None:
