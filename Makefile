@@ -3,6 +3,8 @@ PYTHON ?= python3
 SEED ?= 1
 MINUTES ?= 120
 CLUSTERS ?= 2
+NUMBER ?= 350
+MARKS ?=
 BASE ?= HEAD
 FOR ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 SHELL := bash
@@ -84,8 +86,8 @@ soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks
 test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, 20,000 steps in place of 100
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
 
-mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices
-	OMP_NUM_THREADS=1 python tests/mutants.py
+mutants: .venv/.ready ## break the code in small ways, and see which of them no test notices: NUMBER=350 SEED=1 MARKS='not slow'
+	OMP_NUM_THREADS=1 python tests/mutants.py --number $(NUMBER) --seed $(SEED) --marks '$(MARKS)'
 
 unchanged: .venv/.ready ## compare the bytes of weights, samples and metrics with those of another commit: BASE=main
 	python tests/unchanged.py --base $(BASE)

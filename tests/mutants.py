@@ -351,6 +351,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--only", help="in place of them every mutant whose name matches this expression")
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for each, by their recorded time")
+    parser.add_argument("--marks", default="", help="only the tests that pytest selects by these marks")
     parser.add_argument("tests", nargs="*", default=["tests/unit", "tests/parity"])
     arguments = parser.parse_args()
     if arguments.only is None:
@@ -360,7 +361,8 @@ def main() -> int:
         every = (each for package in PACKAGES for path in modules(package) for each in mutants_of(path))
         mutants = [each for each in every if re.search(arguments.only, each.name)]
     campaign = Campaign(mutants, arguments.budget)
-    pytest.main(["-s", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *arguments.tests], plugins=[campaign])
+    options = ["-s", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-m", arguments.marks]
+    pytest.main([*options, *arguments.tests], plugins=[campaign])
     return int(any(campaign.counts[word] for word in ("survived", "untested", "broken")))
 
 
