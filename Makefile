@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 python_files := src tests docs workflow/scripts
 # The files that took longest (tests/durations.json) begin first.
 pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
-tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays)
+tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files)
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
 .PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak test-long mutants unchanged ui lock clean
@@ -51,7 +51,7 @@ format: .venv/.ready ## put every file into the style that lint checks
 	snakefmt $(snakefiles)
 
 test-extras: .venv/.extras ## the tests of what the optional extras bring: text encoders, Hugging Face's data sets, LSUN's databases, LoRA
-	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -c 'import datasets, lmdb, peft, pydicom, sentencepiece, transformers'
+	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -c 'import datasets, lmdb, nibabel, peft, pydicom, sentencepiece, transformers'
 	PYTHONPATH=.venv/extras OMP_NUM_THREADS=1 python -m pytest $(tests_of_extras)
 
 test-slurm: .venv/.ready ## the tests on a real Slurm, started on this machine (apt-get install slurm-wlm munge): CLUSTERS=2 at once

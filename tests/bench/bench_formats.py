@@ -19,7 +19,7 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_image
 
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.arrays import BadImage
+from image_diffusion.data.crop.array_files import BadImage
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 
 RESOLUTION = 64

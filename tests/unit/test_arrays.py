@@ -24,7 +24,8 @@ from image_diffusion.core.levels import Levels
 from image_diffusion.core.pictures import as_pictures
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.arrays import BadImage, Undecided, read_array
+from image_diffusion.data.crop.array_files import BadImage, Undecided
+from image_diffusion.data.crop.arrays import read_array
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.manifest import check_manifest
@@ -52,7 +53,8 @@ def config(**changed: Any) -> DataConfig:
 
 def read(data: bytes, **changed: Any) -> Numbers:
     with quiet_pillow():
-        return read_array(data, config(**changed))[0]
+        (numbers,) = read_array(data, config(**changed)).images
+        return numbers
 
 
 def counts(shape: tuple[int, ...], dtype: str = "uint16", most: int = 4095) -> Numbers:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.arrays import BadImage
+from image_diffusion.data.crop.array_files import BadImage
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.records import read_record

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.arrays import BadImage
+from image_diffusion.data.crop.array_files import BadImage
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 
 PIXELS = np.asarray(

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.arrays import BadImage
+from image_diffusion.data.crop.array_files import BadImage
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.stages.datasheet import write_datasheet

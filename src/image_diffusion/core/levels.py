@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from image_diffusion.core.config.base import Config
 
@@ -29,6 +29,13 @@ class Levels(Config):
     """Number of each channel that the network sees as 1; larger ones are clipped."""
     clipped: tuple[float, ...] = ()
     """Share of the numbers of each channel, in the data set, that lie outside."""
+    pixel_size: tuple[float, float] | None = None
+    """Height and width of a pixel in micrometres; None where files state none or several."""
+
+    @model_serializer(mode="wrap")
+    def _unknown_size_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name != "pixel_size" or value is not None}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Levels:

@@ -86,8 +86,9 @@ class DataConfig(Config):
     numbers that the network sees as -1 and 1, for all channels or for each by its name. measured: nearly the least and
     the greatest number of each channel (quantiles 0.0001 and 0.9999); this is the default. file: the least and the
     greatest number of the type."""
-    pages: Literal["first"] | None = None
-    """Page that is taken of a TIFF of several pages. first: the first page. Unset: such a file is an error."""
+    pages: Literal["first", "all"] | None = None
+    """Pages that are taken of a file of several: of a TIFF, and of arrays the places along axes such as Z and T. first:
+    the first. all: of arrays, each as an image; all of a file are in one split. Unset: such a file is an error."""
     profile: Literal["ignore", "convert"] = "ignore"
     """Treatment of a colour profile other than sRGB. ignore: the numbers of the file are taken as sRGB, as ADM, DiT and
     EDM2 do. convert: to sRGB."""
@@ -161,8 +162,8 @@ class DataConfig(Config):
                     f"channels is {_plain(self.channels)}, but pictures have 1 to 4. Set dtype to the type of your "
                     "arrays: uint8, uint16, int16 or float32."
                 )
-            for name, value in {"axes": self.axes, "range": self.range}.items():
-                if value is not None and (name == "axes" or value == "measured" or isinstance(value, dict)):
+            for name, value in {"axes": self.axes, "range": self.range, "pages": self.pages}.items():
+                if value in ("measured", "all") or isinstance(value, dict) or (name == "axes" and value is not None):
                     raise ValueError(
                         f"{name} is {_plain(value)}, which is for arrays. Set dtype to the type of yours, or leave "
                         f"{name} out."

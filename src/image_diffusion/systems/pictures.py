@@ -15,7 +15,7 @@ from image_diffusion.core.config.base import load
 from image_diffusion.core.resolution import shown
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import WHITE, DataConfig
-from image_diffusion.data.crop.arrays import BadImage, Undecided
+from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
 from image_diffusion.data.sources.base import read_image
 from image_diffusion.data.sources.folder import Folder

@@ -215,7 +215,7 @@ class ImageFiles:
         beside = [folder / f"{name}.png" for name in ("grid", *pictures)]
         if spec.levels is not None:
             beside.append(folder / "samples.ome.tif")
-            write_tiff(beside[-1], images, spec.levels.channels)
+            write_tiff(beside[-1], images, spec.levels.channels, spec.levels.pixel_size)
         all_images = {"images_sha256": digests.combined} if samples.count == settings.num_samples else {}
         files = {"files": describe(folder, [samples.output, *beside])}
         write_json(folder / "samples.json", samples.description | all_images | files)

@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 from image_diffusion.core.files.atomic import atomic_write
 
 
-def write_tiff(path: Path, images: NDArray[Any], channels: Sequence[str]) -> None:
+def write_tiff(
+    path: Path, images: NDArray[Any], channels: Sequence[str], pixel_size: tuple[float, float] | None = None
+) -> None:
     """Write images [N, H, W, C] as one file of axes TCYX, with the names of the channels. The same images give the same
-    bytes; one image is in memory at a time."""
+    bytes; one image is in memory at a time. pixel_size: height and width of a pixel in micrometres."""
     from tifffile import FileHandle, TiffWriter  # not for pictures
 
     count, height, width, num_channels = images.shape
     content = hashlib.sha256(repr((images.dtype, images.shape, tuple(channels))).encode())
+    sizes = dict(zip(("PhysicalSizeY", "PhysicalSizeX"), pixel_size, strict=True)) if pixel_size else {}  # OME: in µm
 
     def planes() -> Iterator[NDArray[Any]]:
         for image in images:
@@ -39,5 +42,6 @@ def write_tiff(path: Path, images: NDArray[Any], channels: Sequence[str]) -> Non
                 "Channel": {"Name": list(channels)},
                 # By default it is drawn at random.
                 "UUID": f"urn:uuid:{uuid.UUID(bytes=content.digest()[:16])}",
+                **sizes,
             },
         )

@@ -1,29 +1,23 @@
-"""Readers of images that are arrays: `.npy`, `.npz`, TIFF, DICOM, and what Pillow reads without loss.
+"""Images that are arrays: the numbers of a file as [C, H, W] of the configured type, upright.
 
-A file is read as numbers [C, H, W] of its own type. Which axis is which, and the name of each channel, are taken from
-the file where it states them, and otherwise from the configuration: nothing is assumed. Numbers keep their meaning: the
-rescaling that DICOM states is applied, and files in which 0 is white are inverted.
+Which axis is which, and the name of each channel, are taken from the file where it states them, and otherwise from the
+configuration: nothing is assumed.
 """
 
 from __future__ import annotations
 
-import io
-import zipfile
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
-from image_diffusion.data.config import MOST_CHANNELS, WHITE, DataConfig
-from image_diffusion.data.crop.stored import describe
+from image_diffusion.data.config import WHITE, DataConfig
+from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 
-if TYPE_CHECKING:
-    from tifffile import TiffPage
-
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _EXACT = 2**24
 """Integers up to here are numbers of float32."""
 _UPRIGHT: dict[int, Callable[[NDArray[Any]], NDArray[Any]]] = {
@@ -37,38 +31,38 @@ _UPRIGHT: dict[int, Callable[[NDArray[Any]], NDArray[Any]]] = {
     8: lambda a: a.transpose(0, 2, 1)[:, ::-1],
 }
 """By the tag Orientation of TIFF (revision 6.0): what puts an array [C, H, W] upright."""
-
-
-class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
-    """Raised for a file that gives no crop, with the reason in a few words."""
-
-
-class Undecided(ValueError):  # noqa: N818 - likewise
-    """Raised for a file that needs a person to decide how it is read. The stage stops."""
+_TURNED = (5, 6, 7, 8)
+"""Orientations of which rows become columns."""
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Numbers of a file. axes: a letter for each: Y, X, C for channels, others as tifffile has them; None where the
-    file does not state them. names: of the channels, where the file states them. format: of the file."""
+class Arrays:
+    """Images of a file, one or more: [C, H, W] each, upright. format: of the file. pixel_size: height and width of a
+    pixel in micrometres, where the file states them."""
 
-    numbers: NDArray[Any]
-    axes: str | None
+    images: list[NDArray[Any]]
     format: str
-    names: tuple[str, ...] = ()
-    orientation: int = 1
+    pixel_size: tuple[float, float] | None
 
 
-def read_array(data: bytes, config: DataConfig) -> tuple[NDArray[Any], str]:
-    """Return the chosen channels of an image file, [C, H, W] of `config.dtype`, and the name of its format.
+def read_array(data: bytes, config: DataConfig) -> Arrays:
+    """Return the chosen channels of the image of a file, or of every page, as numbers of `config.dtype`.
 
     Raises BadImage for numbers or channels that the configuration does not allow, Undecided for axes that nothing
     states. Other exceptions mean that the file is damaged.
     """
-    stack = _read(data, config)
-    pixels = _UPRIGHT.get(stack.orientation, _UPRIGHT[1])(_arranged(stack, config))
     assert config.dtype is not None
-    return np.ascontiguousarray(_as_type(pixels[_chosen(stack.names, len(pixels), config)], config.dtype)), stack.format
+    stack = read_stack(data, config)
+    numbers, axes = _decided(stack, config)
+    is_turned, size = stack.orientation in _TURNED, stack.pixel_size
+    if stack.axes is None or [axes.index(axis) for axis in "YX"] != [stack.axes.index(axis) for axis in "YX"]:
+        size = None  # the configuration names other axes
+    images = []
+    for page in _pages(numbers, axes):
+        pixels = _UPRIGHT.get(stack.orientation, _UPRIGHT[1])(page)
+        chosen = pixels[_chosen(stack.names, len(pixels), config)]
+        images.append(np.ascontiguousarray(_as_type(chosen, config.dtype)))
+    return Arrays(images, stack.format, size[::-1] if size is not None and is_turned else size)
 
 
 def crops_of_array(pixels: NDArray[Any], config: DataConfig, data: bytes) -> list[NDArray[Any]]:
@@ -84,117 +78,9 @@ def crops_of_array(pixels: NDArray[Any], config: DataConfig, data: bytes) -> lis
     return [(np.rint(crop) if is_integer else crop).astype(pixels.dtype) for crop in crops]
 
 
-def _read(data: bytes, config: DataConfig) -> Stack:
-    if data.startswith(b"\x93NUMPY"):
-        return Stack(np.load(io.BytesIO(data), allow_pickle=False), None, "NPY")
-    if data[:4] in _TIFF:
-        return _tiff(data, config)
-    if data[128:132] == b"DICM":
-        return _dicom(data, config)
-    if data.startswith(b"PK") and zipfile.is_zipfile(io.BytesIO(data)):
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            _check_pixels([max((member.file_size for member in arrays.zip.infolist()), default=0) // 8], config)
-            if len(arrays.files) != 1:
-                raise BadImage(f"not one array: the file holds {len(arrays.files)}")
-            return Stack(arrays[arrays.files[0]], None, "NPZ")
-    return _picture(data, config)
-
-
-def _tiff(data: bytes, config: DataConfig) -> Stack:
-    """Read a TIFF, its axes as OME, ImageJ or the tags state them."""
-    from tifffile import TiffFile  # not for pictures
-
-    with TiffFile(io.BytesIO(data)) as file:
-        if len(file.series) > 1 and config.pages is None:
-            shapes = " and ".join(" x ".join(map(str, series.shape)) for series in file.series[:2])
-            raise Undecided(
-                f"the file holds {len(file.series)} images, of {shapes}. Set data.pages to first to take the first."
-            )
-        series, page = file.series[0], file.series[0].keyframe
-        if page.photometric == 3:
-            raise BadImage("a palette: its numbers are names of colours")
-        _check_pixels(series.shape, config)
-        numbers, axes = series.asarray(), series.axes
-        if page.photometric == 0:
-            numbers = _inverted(numbers, page.bitspersample)
-        return Stack(numbers, axes.replace("S", "C"), "TIFF", _ome_names(file.ome_metadata), _orientation(page))
-
-
-def _orientation(page: TiffPage) -> int:
-    tag = page.tags.get("Orientation")
-    return int(tag.value) if tag is not None else 1
-
-
-def _ome_names(metadata: str | None) -> tuple[str, ...]:
-    """Return the names of the channels in OME-XML; none where a channel has no name."""
-    if metadata is None:
-        return ()
-    from xml.etree import ElementTree  # expat refuses entities that grow since 2.4.1
-
-    pixels = next((node for node in ElementTree.fromstring(metadata).iter() if node.tag.endswith("}Pixels")), None)
-    names = [node.get("Name") for node in pixels or () if node.tag.endswith("}Channel")]
-    return tuple(str(name) for name in names) if all(names) else ()
-
-
-def _dicom(data: bytes, config: DataConfig) -> Stack:
-    """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
-    modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
-    try:
-        from pydicom import dcmread
-        from pydicom.pixels import apply_modality_lut
-    except ModuleNotFoundError:
-        raise Undecided(
-            "DICOM files need the package pydicom. Install it: pip install 'image-diffusion[arrays]'."
-        ) from None
-    file = dcmread(io.BytesIO(data))
-    if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
-        raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
-    _check_pixels([file.Rows, file.Columns, int(file.get("NumberOfFrames", 1))], config)
-    numbers, kind = file.pixel_array, file.PhotometricInterpretation
-    if kind not in ("MONOCHROME1", "MONOCHROME2"):
-        raise BadImage(f"not grey: a DICOM file of {kind}")
-    if kind == "MONOCHROME1":
-        numbers = -1 - numbers if file.PixelRepresentation else _inverted(numbers, file.BitsStored)
-    return Stack(apply_modality_lut(numbers, file), "YX" if numbers.ndim == 2 else "ZYX", "DICOM")
-
-
-def _picture(data: bytes, config: DataConfig) -> Stack:
-    """Read what Pillow reads, with every bit of its numbers."""
-    with Image.open(io.BytesIO(data)) as image:
-        _check_pixels(image.size, config)
-        stored = describe(image, data)
-        if getattr(image, "is_animated", False):
-            raise BadImage("an animation, which is no array")
-        if stored.bits > 8 and not stored.is_exact:
-            raise BadImage("colour of 16 bits, of which Pillow reads the high byte: save it as TIFF or .npy")
-        if image.mode not in ("1", "L", "LA", "RGB", "RGBA", "F", "I") and not image.mode.startswith("I;16"):
-            raise BadImage(f"no plain numbers: a picture of mode {image.mode}")
-        format_ = str(image.format)
-        numbers = np.asarray(ImageOps.exif_transpose(image))
-    if stored.bits > 8 and stored.white and stored.white != stored.decoded_white:
-        # Pillow has scaled them to 16 bits (PNM, JPEG 2000)
-        numbers = np.rint(numbers.astype(np.float64) * stored.white / stored.decoded_white).astype(np.int64)
-    return Stack(numbers, "YX" if numbers.ndim == 2 else "YXC", format_)
-
-
-def _inverted(numbers: NDArray[Any], bits: int) -> NDArray[Any]:
-    if not np.issubdtype(numbers.dtype, np.unsignedinteger):
-        raise BadImage(f"white is 0, but the numbers are {numbers.dtype}, which have no black")
-    inverted: NDArray[Any] = numbers.dtype.type(2**bits - 1) - numbers
-    return inverted
-
-
-def _check_pixels(shape: Sequence[int], config: DataConfig) -> None:
-    """Judge an image by its header, before anything is decoded."""
-    if np.prod(shape, dtype=np.float64) > MOST_CHANNELS * config.max_pixels:
-        sides = " x ".join(map(str, shape))
-        raise BadImage(
-            f"too large: {sides} numbers, more than {MOST_CHANNELS} channels of max_pixels = {config.max_pixels}"
-        )
-
-
-def _arranged(stack: Stack, config: DataConfig) -> NDArray[Any]:
-    """Return the numbers as [C, H, W]."""
+def _decided(stack: Stack, config: DataConfig) -> tuple[NDArray[Any], str]:
+    """Return the numbers of a file and a letter for each axis. Of others than channels, rows and columns the first
+    place is taken, or all, as the configuration says."""
     numbers = stack.numbers
     shape = " x ".join(map(str, numbers.shape))
     axes = config.axes or stack.axes or _axes_by_count(numbers.shape, config)
@@ -205,19 +91,27 @@ def _arranged(stack: Stack, config: DataConfig) -> NDArray[Any]:
         )
     if len(axes) != numbers.ndim or axes.count("Y") != 1 or axes.count("X") != 1 or axes.count("C") > 1:
         raise BadImage(f"other axes: {shape} numbers are not {axes}")
-    for axis in range(len(axes) - 1, -1, -1):
-        if axes[axis] in "CYX":
+    for number, axis in enumerate(axes):
+        if axis in "CYX" or numbers.shape[number] == 1:
             continue
-        if numbers.shape[axis] > 1 and config.pages is None:
+        if config.pages is None:
             raise Undecided(
                 f"the file has {shape} numbers along the axes {axes}. Set data.axes, with C in the place of the "
-                f"{numbers.shape[axis]} if they are channels; or data.pages to first to take the first of them."
+                f"{numbers.shape[number]} if they are channels; or data.pages to first to take the first of them, or "
+                "to all to take each as an image."
             )
-        numbers = numbers.take(0, axis)
-        axes = axes[:axis] + axes[axis + 1 :]
+        if config.pages == "first":
+            numbers = numbers.take([0], number)
+    return numbers, axes
+
+
+def _pages(numbers: NDArray[Any], axes: str) -> Iterator[NDArray[Any]]:
+    """Yield an image [C, H, W] for each place along the axes other than channels, rows and columns."""
     if "C" not in axes:
         numbers, axes = numbers[np.newaxis], "C" + axes
-    return numbers.transpose(*map(axes.index, "CYX"))
+    others = [number for number, axis in enumerate(axes) if axis not in "CYX"]
+    numbers = numbers.transpose(*others, *map(axes.index, "CYX"))
+    yield from numbers.reshape(max(1, math.prod(numbers.shape[:-3])), *numbers.shape[-3:])
 
 
 def _axes_by_count(shape: tuple[int, ...], config: DataConfig) -> str | None:

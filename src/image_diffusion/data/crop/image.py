@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from image_diffusion.data.config import WHITE, DataConfig
-from image_diffusion.data.crop.arrays import BadImage, Undecided, crops_of_array, read_array
+from image_diffusion.data.crop.array_files import BadImage, Undecided
+from image_diffusion.data.crop.arrays import crops_of_array, read_array
 from image_diffusion.data.crop.jpeg_damage import FILLED, is_filled
 from image_diffusion.data.crop.stored import WIDE, Stored, describe, pages
 from image_diffusion.data.profiles import is_other, to_srgb
@@ -51,7 +52,8 @@ _BLOCK = 2**31 - 4096
 @dataclass(frozen=True)
 class Crop:
     """crops: [C, H, W] each, one or more; of pictures uint8. size: (width, height) of the upright image. flags:
-    sorted. format, mode: of the file, by Pillow's names. values: `Stored.values` of the file."""
+    sorted. format, mode: of the file, by Pillow's names. values: `Stored.values` of the file. pixel_size: height and
+    width of a pixel of the crops, in micrometres; empty where it is not known."""
 
     crops: list[NDArray[Any]]
     size: tuple[int, int]
@@ -59,6 +61,7 @@ class Crop:
     format: str
     mode: str
     values: list[int] = field(default_factory=list)
+    pixel_size: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -105,14 +108,19 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
 
 def _crop_array(data: bytes, config: DataConfig) -> Crop:
     try:
-        pixels, format_ = read_array(data, config)
+        read = read_array(data, config)
     except (BadImage, Undecided):
         raise
     except Exception as error:  # as above
         raise BadImage(f"damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
-    size = pixels.shape[2], pixels.shape[1]
-    _check_size(size, config)
-    return Crop(crops_of_array(pixels, config, data), size, [], format_, str(config.dtype))
+    height, width = read.images[0].shape[1:]
+    _check_size((width, height), config)
+    crops = [crop for pixels in read.images for crop in crops_of_array(pixels, config, data)]
+    pixel_size: list[float] = []
+    if read.pixel_size is not None and config.crop.has_one_scale:
+        scaled_width, scaled_height = config.crop.scaled_size(width, height, config.size)
+        pixel_size = [read.pixel_size[0] * height / scaled_height, read.pixel_size[1] * width / scaled_width]
+    return Crop(crops, (width, height), [], read.format, str(config.dtype), pixel_size=pixel_size)
 
 
 def _check_size(size: tuple[int, int], config: DataConfig) -> None:

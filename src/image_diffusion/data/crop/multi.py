@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,8 @@ class MultiCrop(Config):
 
     type: Literal["multi"] = "multi"
     """Several crops along the longer side of an image."""
+    has_one_scale: ClassVar = True
+    """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     max_crops: int = Field(4, ge=2, le=64)
     """Crops of an image at most; of a longer one parts between them are lost."""
 

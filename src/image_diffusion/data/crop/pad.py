@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size, height_width
@@ -19,6 +19,8 @@ class Pad(Config):
 
     type: Literal["pad"] = "pad"
     """The whole image, with bars (letterbox)."""
+    has_one_scale: ClassVar = True
+    """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
 
     def identity(self) -> dict[str, Any]:
         """Return the plain data that decide the pixels."""

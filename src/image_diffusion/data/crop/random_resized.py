@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -28,6 +28,8 @@ class RandomResizedCrop(Config):
 
     type: Literal["random_resized"] = "random_resized"
     """Several random parts of every image, stored."""
+    has_one_scale: ClassVar = False
+    """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     num_crops: int = Field(4, ge=1, le=64)
     """Parts of each image: the data set has so many times its images."""
     scale: Range = (0.08, 1.0)

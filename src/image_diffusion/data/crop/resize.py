@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size, height_width
@@ -20,6 +20,8 @@ class ResizeCrop(Config):
 
     type: Literal["resize"] = "resize"
     """torchvision's Resize and CenterCrop."""
+    has_one_scale: ClassVar = True
+    """True if every part of an image is scaled by the ratio of `scaled_size` to its size."""
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = "bilinear"
     """The filter, by Resize's name. OpenAI's DALL-E scales by lanczos."""
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from image_diffusion.core.levels import Levels
+from image_diffusion.core.process.errors import log_line
 from image_diffusion.data.config import DataConfig, Range
 from image_diffusion.data.shards.records import ShardRecord, tar_path
 from image_diffusion.data.shards.tar_layout import Layout
@@ -18,6 +19,7 @@ QUANTILES = 0.0001, 0.9999
 """Quantiles of the numbers of a channel that are its measured range: a few hot pixels do not decide."""
 _BINS = 2**16  # in which floating-point numbers are counted, between the least and the greatest
 _AT_ONCE = 64  # crops
+_SAME_SIZE = 0.01  # relative difference of the sizes of pixels, which rounded sides of scaled images have
 
 
 def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Sequence[ShardRecord]) -> Levels:
@@ -34,7 +36,30 @@ def measure_levels(config: DataConfig, folder: Path, layout: Layout, records: Se
         high.append(bounds[1])
         outside = count[(values < bounds[0]) | (values > bounds[1])].sum()
         clipped.append(round(float(outside / max(1, count.sum())), 8))
-    return Levels(dtype=config.dtype, channels=names, low=tuple(low), high=tuple(high), clipped=tuple(clipped))
+    return Levels(
+        dtype=config.dtype,
+        channels=names,
+        low=tuple(low),
+        high=tuple(high),
+        clipped=tuple(clipped),
+        pixel_size=_pixel_size(records),
+    )
+
+
+def _pixel_size(records: Sequence[ShardRecord]) -> tuple[float, float] | None:
+    """Return the size of a pixel of all crops; None where an image states none, or the sizes differ."""
+    sizes = [sample.pixel_size for record in records for sample in record.samples]
+    if not any(sizes):
+        return None
+    if missing := sizes.count([]):
+        log_line(f"crop: {missing:,} of {len(sizes):,} images state no size of a pixel, so that samples have none.")
+        return None
+    height, width = np.median(sizes, axis=0)
+    if not np.allclose(sizes, [height, width], rtol=_SAME_SIZE, atol=0):
+        low, high = np.min(sizes), np.max(sizes)
+        log_line(f"crop: pixels of the crops are {low:.4g} to {high:.4g} µm wide, so that samples have no size of one.")
+        return None
+    return float(height), float(width)
 
 
 def _limits(dtype: str) -> Range:

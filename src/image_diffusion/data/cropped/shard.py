@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import features
 
 from image_diffusion.core.files.atomic import digest
-from image_diffusion.data.crop.arrays import BadImage, Undecided
+from image_diffusion.data.crop.array_files import BadImage, Undecided
 from image_diffusion.data.crop.image import READER, Crop, quiet_pillow
 from image_diffusion.data.crop.reading import images_of, state_of
 from image_diffusion.data.quality.duplicates import grey, image_views, pixel_hash, sharpness
@@ -80,7 +80,7 @@ class ShardCropper:
                         key = "" if image.name in (drop or ()) else f"{key_prefix(shard)}{number:0{KEY_DIGITS}d}"
                         about = crop.size, crop.flags, crop.format, crop.mode, pixel_hash(pixels)
                         sample = Sample(key, image.name, sha256, image.label, *about, view=view, values=crop.values)
-                        samples.append(replace(sample, sharpness=sharpness(pixels)))
+                        samples.append(replace(sample, sharpness=sharpness(pixels), pixel_size=crop.pixel_size))
                         greys.append(grey(pixels))
                         if key:
                             number += 1

@@ -33,8 +33,9 @@ class Sample:
     path, sha256: of the image file, within its source. size: [width, height] of the upright image, in pixels. format,
     mode: of the file, by Pillow's names. pixels, look: `duplicates.pixel_hash` and `duplicates.look` of the crop.
     brightness, contrast: mean and standard deviation of the crop in grey, 0 to 255. sharpness: mean difference of
-    neighbouring pixels, likewise. view: which of the crops of its image it is. values: `Stored.values` of the file. All
-    from `format` on are empty where an earlier version wrote the record.
+    neighbouring pixels, likewise. view: which of the crops of its image it is. values: `Stored.values` of the file.
+    pixel_size: height and width of a pixel in micrometres. All from `format` on are empty where an earlier version
+    wrote the record.
     """
 
     key: str
@@ -52,6 +53,7 @@ class Sample:
     sharpness: float = 0.0
     view: int = 0
     values: list[int] = field(default_factory=list)
+    pixel_size: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,11 @@ def key_prefix(shard: int) -> str:
 
 def write_record(folder: Path, record: ShardRecord) -> None:
     """Write a shard's record; the shard itself is written first."""
-    write_json(record_path(folder, record.shard), asdict(record))
+    plain = asdict(record)
+    for sample in (*plain["samples"], *plain["dropped"]):
+        if not sample["pixel_size"]:  # records of pictures keep their bytes
+            del sample["pixel_size"]
+    write_json(record_path(folder, record.shard), plain)
 
 
 def read_record(folder: Path, shard: int) -> ShardRecord:

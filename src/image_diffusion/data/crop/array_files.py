@@ -1,0 +1,237 @@
+"""Files of arrays: `.npy`, `.npz`, TIFF, DICOM, NIfTI, and what Pillow reads without loss.
+
+A file is read as numbers of its own type, with the axes, the names of the channels and the size of a pixel that it
+states. Numbers keep their meaning: the rescaling that DICOM and NIfTI state is applied, and files in which 0 is white
+are inverted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from image_diffusion.data.config import MOST_CHANNELS, DataConfig
+from image_diffusion.data.crop.stored import describe
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+    from tifffile import TiffFile, TiffPage
+
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_MICROMETRES = {
+    "nm": 1e-3, "um": 1, "µm": 1, "μm": 1, "\\u00B5m": 1, "micron": 1, "microns": 1, "mm": 1e3, "cm": 1e4, "m": 1e6,
+    "meter": 1e6,
+}  # fmt: skip
+"""Units of length by their names in OME-XML, ImageJ and NIfTI. Both signs of micro occur."""
+_PROJECTED, _LINEAR_METRE = 1, 9001
+"""Values of GTModelTypeGeoKey and ProjLinearUnitsGeoKey (GeoTIFF 1.1)."""
+_NIFTI_HEADER = 540  # bytes, of version 2; version 1 has fewer
+
+
+class BadImage(Exception):  # noqa: N818 - a verdict on a file, not a failure of the program
+    """Raised for a file that gives no crop, with the reason in a few words."""
+
+
+class Undecided(ValueError):  # noqa: N818 - likewise
+    """Raised for a file that needs a person to decide how it is read. The stage stops."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Numbers of a file. axes: a letter for each: Y, X, C for channels, others as tifffile has them; None where the
+    file does not state them. names: of the channels, where the file states them. format: of the file. pixel_size:
+    height and width of a pixel in micrometres, as the numbers lie in the file; None where it is not stated."""
+
+    numbers: NDArray[Any]
+    axes: str | None
+    format: str
+    names: tuple[str, ...] = ()
+    orientation: int = 1
+    pixel_size: tuple[float, float] | None = None
+
+
+def read_stack(data: bytes, config: DataConfig) -> Stack:
+    """Return the numbers of a file. Raises BadImage, Undecided, and other exceptions where the file is damaged."""
+    if data.startswith(b"\x93NUMPY"):
+        return Stack(np.load(io.BytesIO(data), allow_pickle=False), None, "NPY")
+    if data[:4] in _TIFF:
+        return _tiff(data, config)
+    if data[128:132] == b"DICM":
+        return _dicom(data, config)
+    if data.startswith(b"PK") and zipfile.is_zipfile(io.BytesIO(data)):
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            _check_pixels([max((member.file_size for member in arrays.zip.infolist()), default=0) // 8], config)
+            if len(arrays.files) != 1:
+                raise BadImage(f"not one array: the file holds {len(arrays.files)}")
+            return Stack(arrays[arrays.files[0]], None, "NPZ")
+    start = _inflated(data, _NIFTI_HEADER) if data[:2] == b"\x1f\x8b" else data[:_NIFTI_HEADER]
+    if start[344:348] == b"n+1\0" or start[4:8] == b"n+2\0":
+        return _nifti(data, start, config)
+    return _picture(data, config)
+
+
+def _tiff(data: bytes, config: DataConfig) -> Stack:
+    """Read a TIFF, its axes as OME, ImageJ or the tags state them."""
+    from tifffile import TiffFile  # not for pictures
+
+    with TiffFile(io.BytesIO(data)) as file:
+        if len(file.series) > 1 and config.pages != "first":
+            shapes = " and ".join(" x ".join(map(str, series.shape)) for series in file.series[:2])
+            raise Undecided(
+                f"the file holds {len(file.series)} images, of {shapes}. Set data.pages to first to take the first."
+            )
+        series, page = file.series[0], file.series[0].keyframe
+        if page.photometric == 3:
+            raise BadImage("a palette: its numbers are names of colours")
+        _check_pixels(series.shape, config)
+        numbers, axes = series.asarray(), series.axes
+        if page.photometric == 0:
+            numbers = _inverted(numbers, page.bitspersample)
+        ome = _ome_pixels(file.ome_metadata)
+        names = tuple(node.get("Name", "") for node in ome if node.tag.endswith("}Channel")) if ome is not None else ()
+        stated = names if all(names) else ()
+        size = _size_in_ome(ome) if ome is not None else _size_in_tags(file, page)
+        return Stack(numbers, axes.replace("S", "C"), "TIFF", stated, _orientation(page), size)
+
+
+def _orientation(page: TiffPage) -> int:
+    tag = page.tags.get("Orientation")
+    return int(tag.value) if tag is not None else 1
+
+
+def _ome_pixels(metadata: str | None) -> Element | None:
+    """Return the element Pixels of OME-XML."""
+    if metadata is None:
+        return None
+    from xml.etree import ElementTree  # expat refuses entities that grow since 2.4.1
+
+    return next((node for node in ElementTree.fromstring(metadata).iter() if node.tag.endswith("}Pixels")), None)
+
+
+def _size_in_ome(pixels: Element) -> tuple[float, float] | None:
+    return _size(*((pixels.get(f"PhysicalSize{axis}"), pixels.get(f"PhysicalSize{axis}Unit", "µm")) for axis in "YX"))
+
+
+def _size_in_tags(file: TiffFile, page: TiffPage) -> tuple[float, float] | None:
+    """Return the size of a pixel by ImageJ's metadata, or by the tags of GeoTIFF where the map is in metres. The tags
+    XResolution and YResolution alone state the size of a print."""
+    if file.imagej_metadata is not None:
+        resolutions = (page.tags.get(f"{axis}Resolution") for axis in "YX")
+        per_unit = (tag.value if tag is not None else (0, 0) for tag in resolutions)
+        unit = str(file.imagej_metadata.get("unit"))
+        return _size(*((parts / count if count else None, unit) for count, parts in per_unit))
+    tags: Any = page.geotiff_tags if page.is_geotiff else {}
+    if tags.get("GTModelTypeGeoKey") != _PROJECTED or tags.get("ProjLinearUnitsGeoKey") != _LINEAR_METRE:
+        return None
+    width, height, *_ = tags.get("ModelPixelScale") or (None, None)
+    return _size((height, "m"), (width, "m"))
+
+
+def _size(*sides: tuple[Any, str]) -> tuple[float, float] | None:
+    """Return the height and the width of a pixel in micrometres, of two numbers with their units; None where one is
+    missing or not a length."""
+    lengths = [float(number or 0) * _MICROMETRES.get(unit, math.nan) for number, unit in sides]
+    return (lengths[0], lengths[1]) if all(0 < length < math.inf for length in lengths) else None
+
+
+def _dicom(data: bytes, config: DataConfig) -> Stack:
+    """Read a DICOM file: stored numbers, inverted where 0 is white, then rescaled by slope and intercept or the
+    modality LUT (PS3.3 C.7.6.3, C.11.1). The window is left out: it is for the eye."""
+    try:
+        from pydicom import dcmread
+        from pydicom.pixels import apply_modality_lut
+    except ModuleNotFoundError:
+        raise Undecided(
+            "DICOM files need the package pydicom. Install it: pip install 'image-diffusion[arrays]'."
+        ) from None
+    file = dcmread(io.BytesIO(data))
+    if "SharedFunctionalGroupsSequence" in file or "PerFrameFunctionalGroupsSequence" in file:
+        raise BadImage("an enhanced DICOM file, of which each frame may be rescaled: save it as classic DICOM or .npy")
+    _check_pixels([file.Rows, file.Columns, int(file.get("NumberOfFrames", 1))], config)
+    numbers, kind = file.pixel_array, file.PhotometricInterpretation
+    if kind not in ("MONOCHROME1", "MONOCHROME2"):
+        raise BadImage(f"not grey: a DICOM file of {kind}")
+    if kind == "MONOCHROME1":
+        numbers = -1 - numbers if file.PixelRepresentation else _inverted(numbers, file.BitsStored)
+    spacing = file.get("PixelSpacing") or (None, None)
+    size = _size((spacing[0], "mm"), (spacing[1], "mm"))
+    axes = "YX" if numbers.ndim == 2 else "ZYX"
+    return Stack(apply_modality_lut(numbers, file), axes, "DICOM", pixel_size=size)
+
+
+def _nifti(data: bytes, start: bytes, config: DataConfig) -> Stack:
+    """Read a NIfTI volume, put into the nearest orientation of which rows run from the front to the back, columns from
+    the left to the right, and slices from the feet to the head. Slope and intercept are applied."""
+    try:
+        import nibabel
+    except ModuleNotFoundError:
+        raise Undecided(
+            "NIfTI files need the package nibabel. Install it: pip install 'image-diffusion[arrays]'."
+        ) from None
+    kind: Any = nibabel.Nifti1Image if start[344:348] == b"n+1\0" else nibabel.Nifti2Image
+    header = kind.header_class.from_fileobj(io.BytesIO(start))
+    shape = header.get_data_shape()
+    _check_pixels(shape, config)
+    if data[:2] == b"\x1f\x8b":
+        numbers = math.prod(map(int, shape))
+        data = _inflated(data, int(header["vox_offset"]) + numbers * header.get_data_dtype().itemsize)
+    image = nibabel.as_closest_canonical(kind.from_bytes(data))
+    width, height = image.header.get_zooms()[:2]
+    unit = image.header.get_xyzt_units()[0]
+    return Stack(
+        np.asanyarray(image.dataobj)[:, ::-1],
+        "XYZTC"[: len(shape)],
+        "NIfTI",
+        pixel_size=_size((height, unit), (width, unit)),
+    )
+
+
+def _inflated(data: bytes, count: int) -> bytes:
+    """Return the first bytes of what is compressed by gzip."""
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        return file.read(count)
+
+
+def _picture(data: bytes, config: DataConfig) -> Stack:
+    """Read what Pillow reads, with every bit of its numbers."""
+    with Image.open(io.BytesIO(data)) as image:
+        _check_pixels(image.size, config)
+        stored = describe(image, data)
+        if getattr(image, "is_animated", False):
+            raise BadImage("an animation, which is no array")
+        if stored.bits > 8 and not stored.is_exact:
+            raise BadImage("colour of 16 bits, of which Pillow reads the high byte: save it as TIFF or .npy")
+        if image.mode not in ("1", "L", "LA", "RGB", "RGBA", "F", "I") and not image.mode.startswith("I;16"):
+            raise BadImage(f"no plain numbers: a picture of mode {image.mode}")
+        format_ = str(image.format)
+        numbers = np.asarray(ImageOps.exif_transpose(image))
+    if stored.bits > 8 and stored.white and stored.white != stored.decoded_white:
+        # Pillow has scaled them to 16 bits (PNM, JPEG 2000)
+        numbers = np.rint(numbers.astype(np.float64) * stored.white / stored.decoded_white).astype(np.int64)
+    return Stack(numbers, "YX" if numbers.ndim == 2 else "YXC", format_)
+
+
+def _inverted(numbers: NDArray[Any], bits: int) -> NDArray[Any]:
+    if not np.issubdtype(numbers.dtype, np.unsignedinteger):
+        raise BadImage(f"white is 0, but the numbers are {numbers.dtype}, which have no black")
+    inverted: NDArray[Any] = numbers.dtype.type(2**bits - 1) - numbers
+    return inverted
+
+
+def _check_pixels(shape: Sequence[int], config: DataConfig) -> None:
+    """Judge an image by its header, before anything is decoded."""
+    if np.prod(shape, dtype=np.float64) > MOST_CHANNELS * config.max_pixels:
+        sides = " x ".join(map(str, shape))
+        raise BadImage(
+            f"too large: {sides} numbers, more than {MOST_CHANNELS} channels of max_pixels = {config.max_pixels}"
+        )

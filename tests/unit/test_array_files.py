@@ -1,0 +1,212 @@
+"""What files of arrays state beside their numbers: pages, the size of a pixel, and volumes of NIfTI."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from numpy.typing import NDArray
+
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.files.tiff import write_tiff
+from image_diffusion.core.levels import Levels
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.array_files import BadImage, Undecided
+from image_diffusion.data.crop.arrays import Arrays, read_array
+from image_diffusion.data.crop.image import crop_image, quiet_pillow
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.shards.reader import open_shards
+
+STACK = np.random.default_rng(3).integers(0, 4096, (4, 20, 24)).astype(np.uint16)
+
+
+def config(**changed: Any) -> DataConfig:
+    source = {"type": "folder", "path": "x", "classes": "none"}
+    values = {"name": "x", "source": source, "resolution": 16, "dtype": "uint16", "channels": 1}
+    return parse(DataConfig, values | changed, "data")
+
+
+def read(data: bytes, **changed: Any) -> Arrays:
+    with quiet_pillow():
+        return read_array(data, config(**changed))
+
+
+def tiff(numbers: NDArray[Any], **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, numbers, **options)
+    return buffer.getvalue()
+
+
+def ome(numbers: NDArray[Any] = STACK[:1], axes: str = "ZYX", **metadata: Any) -> bytes:
+    return tiff(numbers, ome=True, metadata={"axes": axes, **metadata})
+
+
+def test_every_page_is_an_image_where_the_configuration_says_so() -> None:
+    images = read(ome(STACK), pages="all").images
+    assert np.array_equal(np.stack(images), STACK[:, None])
+    several = np.random.default_rng(4).integers(0, 99, (2, 3, 5, 20, 24)).astype(np.uint16)
+    images = read(ome(several, "TCZYX"), pages="all", channels=3).images
+    expected = several.transpose(0, 2, 1, 3, 4).reshape(10, 3, 20, 24)
+    assert np.array_equal(np.stack(images), expected)
+
+
+def test_pages_of_a_file_are_crops_of_one_image_and_one_split(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"in/{number}.tif").parent.mkdir(exist_ok=True)
+        (tmp_path / f"in/{number}.tif").write_bytes(
+            ome(np.random.default_rng(number).integers(0, 99, STACK.shape).astype(np.uint16))
+        )
+    source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"}
+    crop_dataset(config(source=source, pages="all", validation_fraction=0.4, num_shards=2), tmp_path / "out")
+    splits = [open_shards(tmp_path / "out", split) for split in ("train", "validation")]
+    assert sum(split.num_samples for split in splits) == 48
+    assert all(split.num_samples % 4 == 0 and split.num_samples for split in splits)
+
+
+def test_pages_of_pictures_are_not_images() -> None:
+    with pytest.raises(ValueError, match="pages is all, which is for arrays. Set dtype"):
+        config(pages="all", dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (ome(PhysicalSizeX=0.5, PhysicalSizeY=0.25), (0.25, 0.5)),
+        (ome(PhysicalSizeX=500, PhysicalSizeXUnit="nm", PhysicalSizeY=0.002, PhysicalSizeYUnit="mm"), (2, 0.5)),
+        (ome(PhysicalSizeX=0.5), None),
+        (ome(PhysicalSizeX=1, PhysicalSizeXUnit="pixel", PhysicalSizeY=1, PhysicalSizeYUnit="pixel"), None),
+        (tiff(STACK[:1], imagej=True, resolution=(2, 4), metadata={"unit": "um"}), (0.25, 0.5)),
+        (tiff(STACK[:1], imagej=True, resolution=(2, 4), metadata={"unit": "micron"}), (0.25, 0.5)),
+        (tiff(STACK[:1], imagej=True, metadata={"unit": "inch"}), None),
+        (tiff(STACK[0], resolution=(300, 300), resolutionunit="INCH"), None),  # of a print
+    ],
+    ids=["ome", "units", "one-side", "no-length", "imagej", "micron", "inch", "print"],
+)
+def test_the_size_of_a_pixel_is_what_the_file_states(data: bytes, expected: tuple[float, float] | None) -> None:
+    assert read(data).pixel_size == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "expected"),
+    [(1, 9001, (30e6, 10e6)), (1, 9002, None), (2, 9001, None)],
+    ids=["m", "feet", "degrees"],
+)
+def test_the_size_of_a_pixel_of_a_map_in_metres(kind: int, unit: int, expected: tuple[float, float] | None) -> None:
+    keys = (1, 1, 0, 2, 1024, 0, 1, kind, 3076, 0, 1, unit)
+    tags = [(33550, "d", 3, (10.0, 30.0, 0.0), True), (34735, "H", len(keys), keys, True)]
+    assert read(tiff(STACK[0], extratags=tags)).pixel_size == expected
+
+
+def test_other_axes_in_the_configuration_leave_no_size() -> None:
+    data = ome(STACK, PhysicalSizeX=0.5, PhysicalSizeY=0.25)
+    assert read(data, axes="CYX", channels=4).pixel_size == pytest.approx((0.25, 0.5))
+    assert read(data, axes="YXC", channels=24).pixel_size is None
+
+
+def test_a_turned_image_turns_its_pixels() -> None:
+    data = tiff(STACK[:1], imagej=True, resolution=(2, 4), metadata={"unit": "um"}, extratags=[(274, "H", 1, 6, True)])
+    turned = read(data)
+    assert turned.images[0].shape == (1, 24, 20) and turned.pixel_size == pytest.approx((0.5, 0.25))
+
+
+def test_a_crop_has_larger_pixels() -> None:
+    data = ome(PhysicalSizeX=0.5, PhysicalSizeY=0.5)
+    with quiet_pillow():
+        assert crop_image(data, config(resolution=10)).pixel_size == pytest.approx([1, 1])
+        assert crop_image(data, config(crop={"type": "random_resized"})).pixel_size == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [((0.5, 0.5, 0.502), (1, 1)), ((0.5, 0.5, 0.6), None), ((0.5, 0.5, None), None)]
+)
+def test_samples_have_the_size_that_all_images_have(
+    sizes: tuple[float | None, ...],
+    expected: tuple[float, float] | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number, size in enumerate(sizes):
+        stated = {} if size is None else {"PhysicalSizeX": size, "PhysicalSizeY": size}
+        (tmp_path / f"in/{number}.tif").write_bytes(ome(STACK[number : number + 1], **stated))
+    source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"}
+    manifest = crop_dataset(config(source=source, num_shards=1, resolution=10), tmp_path / "out").manifest
+    levels = Levels(**manifest["levels"])
+    assert levels.pixel_size == (None if expected is None else pytest.approx(expected))
+    assert ("size of" in capfd.readouterr().err) == (expected is None)
+    path = tmp_path / "samples.ome.tif"
+    write_tiff(path, STACK[:2, :, :, None], ["ink"], levels.pixel_size)
+    again = read(path.read_bytes(), pages="all")
+    assert np.array_equal(np.stack(again.images)[:, 0], STACK[:2])
+    assert again.pixel_size == (None if expected is None else pytest.approx(expected))
+
+
+def nifti(numbers: NDArray[Any], version: int = 1, **changed: Any) -> bytes:
+    nibabel = pytest.importorskip("nibabel", reason="the extra `arrays`")
+    kind = nibabel.Nifti1Image if version == 1 else nibabel.Nifti2Image
+    image = kind(numbers, changed.get("affine", np.diag([0.5, 0.25, 3, 1])))
+    image.header.set_xyzt_units(changed.get("unit", "mm"))
+    image.header.set_slope_inter(*changed.get("slope", (1, 0)))
+    data: bytes = image.to_bytes()
+    return data
+
+
+VOLUME = np.random.default_rng(5).integers(-1000, 2000, (24, 20, 6)).astype(np.int16)
+SLICES = VOLUME.transpose(2, 1, 0)[:, ::-1]
+"""From the feet to the head; the front above, the left at the left."""
+
+
+@pytest.mark.parametrize("is_compressed", [False, True], ids=["nii", "nii.gz"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_volume_gives_its_slices(version: int, is_compressed: bool) -> None:
+    data = nifti(VOLUME, version)
+    data = gzip.compress(data) if is_compressed else data
+    found = read(data, dtype="int16", pages="all")
+    assert np.array_equal(np.stack(found.images)[:, 0], SLICES)
+    assert found.format == "NIfTI" and found.pixel_size == pytest.approx((250, 500))
+    with pytest.raises(Undecided, match="axes XYZ.*data.pages to first .* to all"):
+        read(data, dtype="int16")
+
+
+def test_a_volume_that_is_stored_otherwise_is_turned() -> None:
+    """Stored from head to feet, the left of the patient first in the second dimension."""
+    stored = VOLUME.transpose(2, 0, 1)[::-1]
+    affine = np.array([[0, 0.5, 0, 0], [0, 0, 0.25, 0], [-3, 0, 0, 0], [0, 0, 0, 1.0]])
+    found = read(nifti(np.ascontiguousarray(stored), affine=affine), dtype="int16", pages="all")
+    assert np.array_equal(np.stack(found.images)[:, 0], SLICES)
+    assert found.pixel_size == pytest.approx((250, 500))
+
+
+def test_slope_and_intercept_of_a_volume_are_applied() -> None:
+    data = nifti(VOLUME, slope=(0.5, 10))
+    assert np.array_equal(read(data, dtype="float32", pages="first").images[0][0], SLICES[0] / 2 + 10)
+    with pytest.raises(BadImage, match="numbers that int16 does not hold"):
+        read(data, dtype="int16", pages="first")
+
+
+def test_a_volume_without_a_unit_has_no_size() -> None:
+    assert read(nifti(VOLUME, unit="unknown"), dtype="int16", pages="first").pixel_size is None
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_volume_that_ends_too_early_is_damaged(is_compressed: bool) -> None:
+    data = nifti(VOLUME)[:-100]
+    with quiet_pillow(), pytest.raises(BadImage, match="damaged"):
+        crop_image(gzip.compress(data) if is_compressed else data, config(dtype="int16", pages="all"))
+
+
+def test_a_volume_of_too_many_numbers_is_not_unpacked() -> None:
+    data = gzip.compress(nifti(np.zeros((400, 400, 80), np.uint8)))
+    with quiet_pillow(), pytest.raises(BadImage, match="too large: 400 x 400 x 80 numbers"):
+        crop_image(data, config(dtype="int16", pages="all", max_pixels=160_000))
+
+
+def test_without_nibabel_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
+    with pytest.raises(Undecided, match=r"pip install 'image-diffusion\[arrays\]'"):
+        read(bytes(344) + b"n+1\0" + bytes(200))
