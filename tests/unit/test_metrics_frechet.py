@@ -11,7 +11,7 @@ from torch import Tensor
 
 from image_diffusion.metrics.distances.frechet import frechet_distance, frechet_estimate, frechet_infinity
 from image_diffusion.metrics.distances.jackknife import jackknife, mean_estimate
-from image_diffusion.metrics.distances.moments import BlockMoments, Gaussian, Moments, block_of_each, merged
+from image_diffusion.metrics.distances.moments import NUM_BLOCKS, BlockMoments, Gaussian, Moments, block_of_each, merged
 
 
 def generator(seed: int) -> torch.Generator:
@@ -192,6 +192,14 @@ def test_jackknife_of_a_mean_is_the_textbook_interval():
     half = (estimate.interval[1] - estimate.interval[0]) / 2
     assert half == pytest.approx(2.09 * float(each.std()) / 20, rel=0.35)
     assert mean_estimate(each[:50], block_of_each(50)).interval is None
+
+
+def test_a_mean_over_a_part_of_the_samples_may_lack_a_block():
+    each, block = randn(400, seed=3), block_of_each(400)
+    kept = block < NUM_BLOCKS - 1
+    estimate = mean_estimate(each[kept], block[kept])
+    assert estimate.value == pytest.approx(float(each[kept].mean()))
+    assert estimate.interval[0] < estimate.value < estimate.interval[1]
 
 
 def test_jackknife_cuts_at_the_range_of_the_statistic():
