@@ -18,6 +18,7 @@ from image_diffusion.data.augment.warp import Affine, warp
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.centre_crop import centre_crop, pillow_crop
 from image_diffusion.data.crop.image import crop_image, quiet_pillow
+from image_diffusion.data.quality.duplicates import grey
 from image_diffusion.metrics.features.classifier_training import shifted
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dit import DiTConfig
@@ -191,3 +192,11 @@ def test_positions_are_interpolated_in_both_directions() -> None:
     column = slice(0, 8)  # the first half of the channels tells the column
     torch.testing.assert_close(wide[1, :, column], table.view(8, 8, 16)[3, :, column], rtol=0, atol=1e-4)
     assert not torch.allclose(wide[1, :, 8:], table.view(8, 8, 16)[1, :, 8:], atol=0.05)
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (256, 512), (64, 32), (40, 72)])
+def test_the_look_of_a_crop_is_that_of_its_whole(shape: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1, *shape), dtype=np.uint8)
+    expected = np.asarray(Image.fromarray(pixels[0]).resize((32, 32), Image.Resampling.BOX))
+    assert grey(pixels).shape == (32, 32)
+    assert np.abs(grey(pixels).astype(int) - expected).max() <= 1

@@ -71,15 +71,17 @@ class Project:
         assert done.returncode == 0, done.stdout
         return set(re.findall(r"^(?:local)?rule (\w+):", done.stdout, re.MULTILINE)) - {"all"}
 
-    def weights_after_resuming(self) -> tuple[bytes, bytes]:
-        """Return the weights of `micro`, and those of the same training that goes on from its first checkpoint."""
-        weights = self / "results/micro/train/weights.safetensors"
-        before = weights.read_bytes()
-        for checkpoint in sorted((self / "results/micro/train/state").glob("*/step-*"))[1:]:
-            shutil.rmtree(checkpoint)
-        weights.unlink()
-        self.run("results/micro/train/weights.safetensors")
-        return before, weights.read_bytes()
+    def weights_after_resuming(self, *names: str) -> tuple[list[bytes], list[bytes]]:
+        """Return the weights of experiments, and those of the trainings that go on from their first checkpoints."""
+        weights = [self / f"results/{name}/train/weights.safetensors" for name in names]
+        before = [path.read_bytes() for path in weights]
+        for path in weights:
+            for checkpoint in sorted(path.parent.glob("state/*/step-*"))[1:]:
+                shutil.rmtree(checkpoint)
+            path.unlink()
+        targets = [str(path.relative_to(self.folder)) for path in weights]
+        self.run(*targets, "--config", f"experiments=[{','.join(names)}]")
+        return before, [path.read_bytes() for path in weights]
 
     def edit(self, change: Callable[[dict[str, Any]], object], experiment: str = "micro") -> None:
         """Change the experiment's file through its plain data."""

@@ -136,7 +136,7 @@ def test_latents_and_tokens_of_a_trained_codec_are_those_of_arrays(project: Proj
 
 
 def test_a_killed_training_goes_on_to_the_same_bytes(project: Project) -> None:
-    before, after = project.weights_after_resuming()
+    before, after = project.weights_after_resuming("micro")
     assert after == before
 
 

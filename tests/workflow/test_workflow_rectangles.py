@@ -1,4 +1,4 @@
-"""Images of a height and a width, through every stage: a network on pixels, and one on the tokens of a codec."""
+"""Images of a height and a width, through every stage of every system that draws images."""
 
 from __future__ import annotations
 
@@ -14,49 +14,76 @@ from projects import ROOT, Project, make_project
 pytestmark = pytest.mark.slow
 
 
+SHAPE = [48, 96]
+NETWORKS = {
+    "iddpm": {
+        "channels": 32,
+        "multipliers": [1, 1, 2],
+        "num_res_blocks": 1,
+        "attention_resolutions": [12],
+        "num_heads": 2,
+    },
+    "rin": {"width": 32, "patch": 8, "depth": 1, "num_latents": 8, "latent_width": 32},
+}
+ON_PIXELS = ["micro", *NETWORKS]
+ALL = [*ON_PIXELS, "micro_latent", "micro_tokens"]
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     made = make_project(tmp_path_factory.mktemp("rectangles") / "project")
 
-    def change(experiment: dict[str, Any]) -> None:
-        experiment["data"]["resolution"] = [16, 24]
-        experiment["train"] |= {"steps": 4, "flip_probability": 0.5, "augment": {}}
+    def written(name: str, of: str, **sections: Any) -> None:
+        experiment = yaml.safe_load((ROOT / "tests" / "workflow" / f"{of}.yaml").read_text())
+        experiment["data"]["resolution"] = SHAPE
+        experiment["train"] |= {"steps": 4, "checkpoint": {"every_steps": 2}}
+        (made / f"config/experiments/{name}.yaml").write_text(yaml.safe_dump(experiment | sections))
 
-    for name in ("micro_dvae", "micro_tokens"):
-        text = (ROOT / "tests" / "workflow" / f"{name}.yaml").read_text()
-        (made / f"config/experiments/{name}.yaml").write_text(text.replace("resolution: 16", "resolution: [16, 24]"))
-    made.edit(change)
-    made.edit(lambda experiment: experiment.update(export={"format": "pipeline"}))
-    made.run("--config", "experiments=[micro, micro_tokens]")
+    written("micro", "micro", export={"format": "pipeline"})
+    made.edit(lambda experiment: experiment["train"].update(flip_probability=0.5, augment={}))
+    for name, network in NETWORKS.items():
+        written(name, "micro", system={"type": name, "network": network}, export={"format": "pipeline"})
+    written("micro_dvae", "micro_dvae")
+    written("micro_latent", "micro_latent", export={"format": "pipeline"})
+    written("micro_tokens", "micro_tokens")
+    made.run("--config", f"experiments=[{','.join(ALL)}]")
     return made
 
 
 def test_crops_samples_and_metrics_have_their_shape(project: Project) -> None:
-    manifest = json.loads((project / "results/datasets/dots-16x24/crops/manifest.json").read_text())
-    assert manifest["shape"] == [3, 16, 24] and manifest["crop"]["resolution"] == [16, 24]
-    for name in ("micro", "micro_tokens"):
+    manifest = json.loads((project / "results/datasets/dots-48x96/crops/manifest.json").read_text())
+    assert manifest["shape"] == [3, *SHAPE] and manifest["crop"]["resolution"] == SHAPE
+    for name in ALL:
         samples = np.load(project / f"results/{name}/samples/samples.npz")["arr_0"]
-        assert samples.shape[1:] == (16, 24, 3)
+        assert samples.shape[1:] == (*SHAPE, 3)
         assert json.loads((project / f"results/{name}/metrics.json").read_text())["metrics"]
     with Image.open(project / "results/micro/samples/grid.png") as grid:
-        assert grid.size == (
-            2 * (4 * 24 + 2),
-            8 * (4 * 16 + 2),
-        )  # two columns, four times as large, lines of two pixels
+        assert grid.size == (2 * (2 * 96 + 2), 8 * (2 * 48 + 2))  # two columns, twice as large, lines of two pixels
+
+
+@pytest.mark.parametrize("name", [*ON_PIXELS, "micro_latent"])
+def test_an_exported_model_draws_their_shape(project: Project, name: str) -> None:
+    from diffusers import DiffusionPipeline  # here: collecting tests does not import it
+
+    folder = str(project / f"results/{name}/diffusers")
+    pipeline = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    described = json.loads((project / f"results/{name}/samples/samples.json").read_text())["settings"]
+    images = pipeline(seeds=[0, 1], class_labels=[0, 1], sampler=described["sampler"]).images
+    assert [image.size for image in images] == [(96, 48)] * 2
 
 
 def test_the_model_says_its_shape_and_a_square_one_is_another_data_set(project: Project) -> None:
     model = json.loads((project / "results/micro/train/model.json").read_text())
-    assert model["spec"]["resolution"] == [16, 24]
+    assert model["spec"]["resolution"] == SHAPE
     planned = project.planned("--config", "experiments=[micro]")
     assert "crop" not in planned and "train" not in planned
     path = project / "config/experiments/micro.yaml"
     data = yaml.safe_load(path.read_text())
-    data["data"]["resolution"] = [16, 16]
+    data["data"]["resolution"] = [48, 48]
     path.with_name("square.yaml").write_text(yaml.safe_dump(data))
     assert {"crop", "train"} <= project.planned("--config", "experiments=[square]")
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(project: Project) -> None:
-    before, after = project.weights_after_resuming()
+def test_trainings_that_stopped_go_on_to_the_same_bytes(project: Project) -> None:
+    before, after = project.weights_after_resuming(*ALL)
     assert after == before

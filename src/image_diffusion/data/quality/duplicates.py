@@ -265,8 +265,8 @@ def _small(channel: NDArray[np.uint8]) -> NDArray[np.uint8]:
     if channel.shape == (_SIDE, _SIDE):
         return channel
     image = Image.fromarray(channel)
-    if image.width % _SIDE == 0:  # several times faster
-        return np.asarray(image.reduce(image.width // _SIDE))
+    if image.width % _SIDE == image.height % _SIDE == 0:  # several times faster
+        return np.asarray(image.reduce((image.width // _SIDE, image.height // _SIDE)))
     return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BOX))
 
 
