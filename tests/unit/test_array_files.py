@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+import torch
 from numpy.typing import NDArray
 
 from image_diffusion.core.config.base import parse
@@ -39,6 +40,12 @@ def read(data: bytes, **changed: Any) -> Arrays:
 def tiff(numbers: NDArray[Any], **options: Any) -> bytes:
     buffer = io.BytesIO()
     tifffile.imwrite(buffer, numbers, **options)
+    return buffer.getvalue()
+
+
+def npy(numbers: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, numbers)
     return buffer.getvalue()
 
 
@@ -210,3 +217,44 @@ def test_without_nibabel_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, "nibabel", None)
     with pytest.raises(Undecided, match=r"pip install 'image-diffusion\[arrays\]'"):
         read(bytes(344) + b"n+1\0" + bytes(200))
+
+
+@pytest.mark.parametrize("broken", range(4))
+def test_one_damaged_page_of_a_stack_is_damage(broken: int) -> None:
+    data = bytearray(tiff(STACK, compression="zlib", photometric="minisblack", metadata={"axes": "ZYX"}))
+    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
+        start, size = file.pages[broken].dataoffsets[0], file.pages[broken].databytecounts[0]  # type: ignore[union-attr]
+    data[start + 2 : start + size] = bytes(size - 2)
+    with quiet_pillow(), pytest.raises(BadImage, match="damaged"):
+        crop_image(bytes(data), config(pages="all"))
+
+
+def test_pages_of_several_depths_need_a_decision() -> None:
+    buffer = io.BytesIO()
+    with tifffile.TiffWriter(buffer) as file:
+        file.write(STACK[0], metadata=None)
+        file.write(STACK[0].astype(np.uint8), metadata=None)
+    for pages in (None, "all"):
+        with pytest.raises(Undecided, match="holds 2 images, of 20 x 24 and 20 x 24. Set data.pages to first"):
+            read(buffer.getvalue(), pages=pages)
+    assert np.array_equal(read(buffer.getvalue(), pages="first").images[0], STACK[:1])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 24), (20, 1)])
+def test_sides_of_one_pixel_are_read(shape: tuple[int, int]) -> None:
+    numbers = STACK[0, : shape[0], : shape[1]]
+    for data in (tiff(numbers), tiff(numbers, compression="zlib", tile=(16, 16)), npy(numbers)):
+        assert np.array_equal(read(data).images[0][0], numbers)
+    if shape == (1, 1):
+        with quiet_pillow():
+            assert np.array_equal(crop_image(tiff(numbers), config()).crops[0], np.full((1, 16, 16), numbers[0, 0]))
+
+
+def test_files_of_several_depths_keep_their_numbers(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number, dtype in enumerate([np.uint8, np.uint16, np.int32, np.float32]):
+        tifffile.imwrite(tmp_path / f"in/{number}.tif", (STACK[0] % 200).astype(dtype))
+    source = {"type": "folder", "path": str(tmp_path / "in"), "classes": "none"}
+    crop_dataset(config(source=source, resolution=20, num_shards=1), tmp_path / "out")
+    crops = open_shards(tmp_path / "out", "train").gather(np.arange(4))
+    assert crops.unique(dim=0).shape[0] == 1 and crops.to(torch.int32).max() == (STACK[0] % 200)[:, 2:22].max()
