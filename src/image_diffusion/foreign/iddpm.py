@@ -69,6 +69,10 @@ PUBLISHED: dict[str, Recipe] = {
 """Recipes by the name of the file, without its suffix."""
 
 
+_ENLARGES = ({"type": "label"}, {"type": "image", "from": "self", "shrink": 4})
+"""Condition of the published upsamplers."""
+
+
 def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: Described) -> ForeignWeights | None:
     """Read a U-Net on pixels, identified by a published name or described by an experiment. The number of classes comes
     from the label table, not from the experiment.
@@ -84,6 +88,8 @@ def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: De
         num_classes = max(num_label_rows(content) - system.reading.drops_labels, 0)
         data = experiment.data
         spec = DataSpec(channels=data.num_channels, resolution=data.resolution, num_classes=num_classes)
+        if system.conditioning.reads is None:
+            spec = system.conditioning.spec(spec, None)
     with torch.device("meta"):
         expected = system.build_network(spec).state_dict()
     check_fit(expected, content, path)
@@ -105,4 +111,5 @@ def published(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Any]
         )
     recipe = PUBLISHED[path.stem]
     network, spec = unet_of_shapes(tensors, recipe.network, path)
-    return {"network": network, "process": recipe.process, "objective": recipe.objective}, spec
+    parts = {"network": network, "process": recipe.process, "objective": recipe.objective}
+    return parts | ({"condition": _ENLARGES} if spec.conditions else {}), spec

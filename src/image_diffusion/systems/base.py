@@ -49,10 +49,9 @@ class Sections(Protocol):
 
 @dataclass(frozen=True)
 class Others:
-    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that it
-    enlarges. against: samples the images that its samples are compared with. start: trains its initial weights;
-    start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it decodes.
-    """
+    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that its own
+    are conditioned on. against: samples the images that its samples are compared with. start: trains its initial
+    weights; start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it decodes."""
 
     codec: Sections | None = None
     small_images: Sections | None = None
