@@ -346,3 +346,68 @@ def test_the_mean_of_several_samples_is_nearer_than_each(first_seed, at_once, mo
 def test_samples_of_anything_else_are_not_compared():
     originals = Samples(pixels(side=16), None, [], "set")
     assert evaluate_paired(Samples(pixels(side=16), None, []), originals) == {}
+
+
+SMALL = {
+    "dit": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4},
+    "iddpm": {"channels": 32, "multipliers": [1], "num_res_blocks": 1, "attention_resolutions": []},
+    "rin": {"width": 16, "patch": 4, "depth": 1, "num_latents": 4, "num_heads": 1, "head_width": 8},
+}
+
+
+@pytest.mark.parametrize(("system", "degradation"), [("dit", "gray"), ("iddpm", "edges"), ("rin", "hole")])
+def test_every_system_learns_and_draws_what_it_sees(system, degradation, tmp_path, monkeypatch):
+    """Two steps with the image and the class dropped in half of the cases, then guided samples of held-out images."""
+    image = {"type": "image", "from": "self", degradation: {} if degradation == "hole" else True}
+    process = {"process": {"type": "discrete", "num_timesteps": 20}} if system != "rin" else {}
+    objective = {"type": "denoising", "prediction": "v", "label_drop_probability": 0.5}
+    sample = {"num_samples": 4, "sampler": {"type": "ddim", "num_steps": 2}, "guidance": {"guidance_scale": 2}}
+    sections = {
+        "data": {**UPSAMPLER["data"], "resolution": 8},
+        "system": {
+            "type": system, "network": SMALL[system], "condition": [{"type": "label"}, image], "objective": objective,
+            **process,
+        },
+        "train": UPSAMPLER["train"],
+        "preview": sample,
+        "sample": sample,
+    }  # fmt: skip
+    results = tmp_path / "results"
+    experiment = written(tmp_path, "seeing", sections)
+    command(image_diffusion.tools.configure.main, monkeypatch, "--experiments", experiment, "--results", results)
+    plan = json.loads((results / "seeing/config/plan.json").read_text())
+    assert plan["small_images"] == "validation"
+    crops, weights = results / "datasets/digits-8/crops", results / "seeing/train/weights.safetensors"
+    crop = ("--config", plan["configs"]["crop"], "--output", crops / "manifest.json", "--processes", "1")
+    command(image_diffusion.stages.crop.main, monkeypatch, *crop)
+    train = ("--config", plan["configs"]["train"], "--data", crops / "manifest.json", "--output", weights)
+    command(image_diffusion.stages.train.main, monkeypatch, *train)
+    model = json.loads((weights.parent / "model.json").read_text())
+    assert model["spec"]["conditions"] == {"image": [4 if degradation == "hole" else 1, 8, 8]}
+    given = ("--config", plan["configs"]["sample"], "--weights", weights, "--small-images", crops)
+    samples = [tmp_path / "once/samples.npz", tmp_path / "by_one/samples.npz"]
+    command(image_diffusion.stages.sample.main, monkeypatch, *given, "--output", samples[0])
+    one = ("--set", "sample.batch_size=1")
+    command(image_diffusion.stages.sample.main, monkeypatch, *given, *one, "--output", samples[1])
+    once, by_one = (read_samples(path) for path in samples)
+    held_out = open_shards(crops, "validation")
+    assert once.labels.tolist() == held_out.labels[:4].tolist()
+    assert int((once.gather(np.arange(4)).int() - by_one.gather(np.arange(4)).int()).abs().max()) <= 1
+    entries = evaluate_paired(once, held_out, tmp_path)
+    assert set(entries) == {"psnr"} and (tmp_path / "paired.png").is_file()
+
+
+def test_an_image_goes_with_numbers(trained):
+    parts = [{"type": "label"}, {"type": "numbers"}, {"type": "image", "from": "self", "shrink": 4}]
+    condition = parse(AnySystem, {"type": "rin", "condition": parts}, "x").conditioning
+    rows = [{"age": 20, "label": "c"}, {"age": 40, "label": "a"}]
+    settings = SampleConfig(num_samples=3, first_seed=1, conditions=rows)
+    held_out = open_shards(trained / "datasets/digits-16/crops", "validation")
+    pairs = {"columns": ["age"], "ranges": [[20.0, 60.0]]}
+    request = condition.sampling_request(settings, pairs, 3, (), ImageSource(SPEC, held_out))
+    assert {name: tuple(tensor.shape) for name, tensor in request.conditions.items()} == {
+        "numbers": (3, 1, 2),
+        "image": (3, 3, 4, 4),
+    }
+    assert request.classes == ["c", "a", "c"] and request.labels is None, "the rows say the classes"
+    assert request.described.keys() == {"conditions", "image"} and request.titles[0] == "age 20"

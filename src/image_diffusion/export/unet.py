@@ -28,10 +28,7 @@ _CODE = (
 def check_unet(system: IddpmSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DDPMPipeline does not support."""
     classes = experiment.data.source.known_classes() or []
-    spec = spec_of(experiment, others.codec)
-    if system.conditioning.image is not None:
-        spec = system.conditioning.image.spec(spec, None)
-    _check(system, dump(experiment.codec), spec, len(classes))
+    _check(system, dump(experiment.codec), spec_of(experiment, others.codec), len(classes))
 
 
 def write_unet(system: IddpmSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
