@@ -88,7 +88,7 @@ def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: De
         num_classes = max(num_label_rows(content) - system.reading.drops_labels, 0)
         data = experiment.data
         images = DataSpec(channels=data.num_channels, resolution=data.resolution, num_classes=num_classes)
-        spec = images.model_copy(update={"conditions": system.derived_conditions(images)})
+        spec = images.model_copy(update={"conditions": system.sampling().derived_conditions(images)})
     with torch.device("meta"):
         expected = system.build_network(spec).state_dict()
     check_fit(expected, content, path)

@@ -115,10 +115,6 @@ class System(Adaptable, ABC):
             channels=channels, resolution=resolution_of(*size), num_classes=data.num_classes, levels=data.levels
         )
 
-    def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the conditions that are made of the images themselves, by name: none. spec: of these."""
-        return {}
-
     @abstractmethod
     def build_network(self, spec: DataSpec) -> nn.Module:
         """Build the randomly initialised network. Raises ValueError when it does not fit the data."""
@@ -206,7 +202,7 @@ def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
     trains its codec. Raises ValueError when they do not fit."""
     images = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution, num_classes=1)
     spec = experiment.codec.spec(images, codec.system.latents if codec is not None else None)
-    return spec.model_copy(update={"conditions": experiment.system.derived_conditions(spec)})
+    return spec.model_copy(update={"conditions": experiment.system.sampling().derived_conditions(spec)})
 
 
 def makes(experiment: Sections, kind: str) -> bool:

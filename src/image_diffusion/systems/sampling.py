@@ -253,6 +253,10 @@ class Sampling:
         """Return the inputs that the section `sample` names."""
         return SamplingSources()
 
+    def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the conditions that are made of the images themselves, by name. spec: of these."""
+        return {}
+
     def pictures(self, settings: Any) -> list[str]:
         """Return the files of images that samples are made of, and of their masks. Raises ValueError where a folder
         holds none."""

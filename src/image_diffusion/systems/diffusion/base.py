@@ -129,9 +129,6 @@ class DiffusionSystem(System):
     def spec(self, data: Shards) -> DataSpec:
         return self.conditioning.spec(super().spec(data), data.beside)
 
-    def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
-        return {} if self.conditioning.image is None else self.conditioning.image.spec(spec, None).conditions
-
     @property
     def build_options(self) -> dict[str, Any]:
         """Return the options of `network.build` other than the data spec."""

@@ -100,6 +100,9 @@ class ImageSampling(Sampling, ABC):
     def sources(self, settings: SampleConfig) -> SamplingSources:
         return SamplingSources(self.condition.draws_images(settings), self.condition.draws(settings))
 
+    def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
+        return {} if self.condition.image is None else self.condition.image.spec(spec, None).conditions
+
     def pictures(self, settings: SampleConfig) -> list[str]:
         return [str(path) for path in listed(settings.given, settings.start)]
 
