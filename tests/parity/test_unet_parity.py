@@ -10,7 +10,7 @@ import torch
 from image_diffusion.core.types import DataSpec
 from image_diffusion.foreign.iddpm import read_iddpm
 from image_diffusion.networks.unet import UNet, UNetConfig
-from image_diffusion.systems.diffusion.super_resolution import shrink
+from image_diffusion.systems.diffusion.conditions.degradations import Small
 
 RESOLUTIONS = {
     "cifar10_uncond_50M_500K.pt": 32,
@@ -32,9 +32,11 @@ def network_of(params: dict) -> UNet:
         num_heads=params["num_heads"],
         num_heads_upsample=params.get("num_heads_upsample"),
         scale_shift_norm=params.get("use_scale_shift_norm", False),
-        low_resolution=params["low_res_size"],
     )
-    spec = DataSpec(channels=params["in_channels"], resolution=resolution, num_classes=params.get("num_classes") or 0)
+    channels, small = params["in_channels"], params["low_res_size"]
+    conditions = {"image": (channels, small, small)} if small else {}
+    num_classes = params.get("num_classes") or 0
+    spec = DataSpec(channels=channels, resolution=resolution, num_classes=num_classes, conditions=conditions)
     return config.build(spec, learned_variance=params["out_channels"] == 2 * params["in_channels"]).eval()
 
 
@@ -43,7 +45,7 @@ def test_outputs_of_the_original(golden, case):
     file = golden("m02_unet.npz")
     network = network_of(file.params(case))
     network.load_state_dict(file.tensors(f"{case}/sd"))
-    inputs = {"label": "y", "low_res": "low_res"}
+    inputs = {"label": "y", "image": "low_res"}
     cond = {name: file[f"{case}/{theirs}"] for name, theirs in inputs.items() if f"{case}/{theirs}" in file}
     x, t = file[f"{case}/x"], file[f"{case}/t"]
     hidden = {}
@@ -76,12 +78,12 @@ def test_enlarged_input_of_the_original(golden):
     network = network_of(file.params("sr"))
     seen = []
     network.input_blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    network(file["sr/x"], file["sr/t"], low_res=file["sr/low_res"])
+    network(file["sr/x"], file["sr/t"], image=file["sr/low_res"])
     assert torch.equal(seen[0][:, :3], file["sr/x"])
     torch.testing.assert_close(seen[0][:, 3:], file["sr/upsampled_low_res"], rtol=1e-5, atol=1e-6)
 
 
-def network_config(name: str, flags: dict) -> UNetConfig:
+def network_config(flags: dict) -> UNetConfig:
     """The network that the original's flags describe."""
     return UNetConfig(
         channels=flags["num_channels"],
@@ -90,7 +92,6 @@ def network_config(name: str, flags: dict) -> UNetConfig:
         scale_shift_norm=flags.get("use_scale_shift_norm", True),
         attention_resolutions=[int(each) for each in flags.get("attention_resolutions", "16,8").split(",")],
         dropout=flags.get("dropout", 0.0),
-        low_resolution=64 if name.startswith("upsample") else None,
     )
 
 
@@ -98,8 +99,10 @@ def network_config(name: str, flags: dict) -> UNetConfig:
 def test_names_shapes_and_counts_of_the_published_networks(golden_names, name):
     expected = golden_names("names_iddpm.json.gz")["configs"][name]
     flags = expected["flags"]
-    config = network_config(name, flags)
-    spec = DataSpec(channels=3, resolution=RESOLUTIONS[name], num_classes=1000 if flags.get("class_cond") else 0)
+    config = network_config(flags)
+    num_classes = 1000 if flags.get("class_cond") else 0
+    conditions = {"image": (3, 64, 64)} if name.startswith("upsample") else {}
+    spec = DataSpec(channels=3, resolution=RESOLUTIONS[name], num_classes=num_classes, conditions=conditions)
     with torch.device("meta"):
         network = config.build(spec, learned_variance=flags["learn_sigma"])
     shapes = {key: list(tensor.shape) for key, tensor in network.state_dict().items()}
@@ -116,11 +119,13 @@ def test_a_published_network_is_recognised_by_its_shapes_and_its_name(golden_nam
     system, spec = found.system, found.spec
     assert spec.resolution == RESOLUTIONS[name]
     assert spec.num_classes == (1000 if flags.get("class_cond") else 0)
-    assert system.network == network_config(name, flags)
+    assert system.network == network_config(flags)
+    assert (system.conditioning.image is not None) == name.startswith("upsample")
 
 
 def test_small_images_of_the_original(golden):
     file = golden("m02_unet.npz")
     side = file.params("sr_train_lowres")["small_size"]
-    low_res = shrink(file["sr_train_lowres/large_batch"], side)
+    large = file["sr_train_lowres/large_batch"]
+    low_res = Small(large.shape[2] // side)(large, None)
     torch.testing.assert_close(low_res, file["sr_train_lowres/low_res"], rtol=1e-5, atol=1e-6)

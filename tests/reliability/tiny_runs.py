@@ -41,10 +41,10 @@ from image_diffusion.metrics.features.classifier import InPipeDetector
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.stages import embed, evaluate, reference, sample
 from image_diffusion.systems import SYSTEMS, AnySystem
+from image_diffusion.systems.diffusion.base import DiffusionSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageMaker
-from image_diffusion.systems.diffusion.super_resolution import shrink
 from image_diffusion.systems.pairs import contrastive
 from image_diffusion.systems.prior import generation as making
 from image_diffusion.systems.prior.prior import PriorSystem
@@ -422,9 +422,20 @@ TINY: dict[str, dict[str, Any]] = {
             "multipliers": [1],
             "num_res_blocks": 1,
             "attention_resolutions": [],
-            "low_resolution": 4,
         },
+        "condition": [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}],
         "process": {"type": "discrete", "num_timesteps": 20},
+    },
+    "edges": {
+        "type": "dit",
+        "condition": [{"type": "label"}, {"type": "image", "from": "self", "edges": True}],
+        "network": {"depth": 1, "width": 16, "num_heads": 2, "patch": 4},
+    },
+    "hole": {
+        "type": "rin",
+        "condition": [{"type": "label"}, {"type": "image", "from": "self", "hole": {}}],
+        "network": {"width": 16, "patch": 4, "depth": 1, "num_latents": 4, "num_heads": 1, "head_width": 8},
+        "objective": {"type": "denoising", "prediction": "v", "label_drop_probability": 0.2},
     },
     "rin": {
         "network": {"width": 16, "patch": 4, "depth": 1, "num_latents": 4, "num_heads": 1, "head_width": 8},
@@ -482,13 +493,16 @@ def _small(kind: str) -> Callable[[World], Task]:
         told = {EMBEDDING: (32,)} if kind == "decoder" else {}
         spec = DataSpec(channels=4, resolution=8, num_classes=0 if told else 3, conditions=told, features=features)
         labelled = "sample" in system.sections and not told
+        image = system.conditioning.image if isinstance(system, DiffusionSystem) else None
+        if image is not None:
+            spec = system.conditioning.spec(spec, None)
 
         def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
             cond = {"label": label} if labelled else {}
             if told:
                 cond[EMBEDDING] = stored[:, 0, :4].flatten(1)
-            if getattr(system, "low_resolution", None):
-                cond["low_res"] = shrink(stored, system.low_resolution)
+            if image is not None:
+                cond |= image.degraded(stored, streams)
             return Batch(stored, cond, streams, features=stored if spec.features else None)
 
         network = system.build_network(spec)

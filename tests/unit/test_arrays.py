@@ -638,7 +638,10 @@ def check(**sections: Any) -> None:
             {"system": {"type": "prior"}, "pairs": {"type": "hashed"}},
             "data.dtype is uint16, but system.type prior takes pictures",
         ),
-        ({"system": {"type": "iddpm", "network": {"low_resolution": 8}}}, "but system.network.low_resolution is for"),
+        (
+            {"system": {"type": "iddpm", "condition": {"type": "image", "from": "self", "shrink": 2}}},
+            "but an image in system.condition is for",
+        ),
         ({"evaluate": {"likelihood": {}}}, "but evaluate.likelihood is for pictures"),
         ({"sample": {"start": {"images": "x", "strength": 0.5}}}, "sample.start"),
         (

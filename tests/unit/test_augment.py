@@ -292,8 +292,8 @@ def test_the_section_is_part_of_the_identity_only_where_it_is_set(crops: Path, t
 
 def test_what_is_not_moved_with_the_images_is_refused() -> None:
     batch = a_batch(torch.arange(4))
-    with pytest.raises(ValueError, match="moves the images alone, not their small images"):
-        augmented(replace(batch, cond={"low_res": batch.x}), STRONG, 0)
+    with pytest.raises(ValueError, match="moves the images alone, not their conditions"):
+        augmented(replace(batch, cond={"image": batch.x}), STRONG, 0)
     with pytest.raises(ValueError, match="moves the images alone, not their features"):
         augmented(replace(batch, features=batch.x), STRONG, 0)
     with pytest.raises(ValueError, match="the network Linear is not told of it"):

@@ -22,7 +22,7 @@ from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.codecs.tokens import TokenCodec, TokensOf
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.number_columns import NumberColumns
-from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec
 from image_diffusion.export.bundle.module_sources import bundled
 from image_diffusion.export.registry import export_of
 from image_diffusion.networks.dit import DiTConfig
@@ -96,7 +96,6 @@ class Case:
     call: dict[str, Any] = field(default_factory=dict)
     labels: list[int] | None = None
     guidance: float = 1.0
-    low_res: torch.Tensor | None = None
     told: dict[str, torch.Tensor] = field(default_factory=dict)
     pairs: dict[str, Any] | None = None
     untrained: tuple[str, ...] = ()
@@ -129,7 +128,7 @@ class Case:
         )
         generator = Generator(self.network, self.system.reading, self.spec, self.codec, settings)
         labels = None if self.labels is None else torch.tensor(self.labels)
-        found = generator(torch.tensor(SEEDS), labels, self.low_res, self.told)
+        found = generator(torch.tensor(SEEDS), labels, self.told)
         return found.permute(0, 2, 3, 1).numpy()
 
 
@@ -173,7 +172,16 @@ def cases(folder: Path) -> dict[str, Case]:
     encoder = HashedText(dim=8).build(torch.device("cpu"), 4)
     words = ["a red dot", "blue"]
     pairs = {"encoder": dump(HashedText(dim=8)), "num_tokens": 4, "text": encoder.identity}
-    small, embeddings = torch.rand(3, 3, 4, 4) * 2 - 1, torch.randn(2, 8)
+    image, embeddings = torch.rand(2, 3, 4, 4) * 2 - 1, torch.randn(2, 8)
+    small: dict[str, Any] = {
+        "spec": DataSpec(channels=3, resolution=8, num_classes=3, conditions={IMAGE: (3, 4, 4)}), "codec": Rgb(),
+        "sampler": ddim, "call": {"image": image.tolist()}, "labels": [1, 1, 0], "guidance": 2.0,
+        "told": {IMAGE: image[torch.arange(3) % 2]},
+    }  # fmt: skip
+    sees: dict[str, Any] = {
+        "condition": [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}],
+        "objective": {"label_drop_probability": 0.1},
+    }
     columns = {"columns": ["age", "dose"], "ranges": [[20.0, 60.0], [0.0, 2.0]]}
     rows: list[dict[str, float | None]] = [{"age": 30.0, "dose": 1.5}, {"age": 50.0}]
     numbers = {
@@ -224,11 +232,17 @@ def cases(folder: Path) -> dict[str, Case]:
             {"type": "ddpm", "num_steps": 4},
         ),
         "a U-Net that enlarges": Case(
-            IddpmSystem(network=UNetConfig(**unet, low_resolution=4)), pixels, Rgb(), ddim, labels=[1, 1, 0],
-            low_res=small, call={"image": small.tolist()},
+            IddpmSystem(network=UNetConfig(**unet), **sees), **small,
         ),
         "a DiT that is told classes and numbers": Case(
             dit(Flow(), condition=both["condition"]), **numbers | {"sampler": {"type": "euler", "num_steps": 3}}
+        ),
+        "a DiT that enlarges": Case(dit(condition=sees["condition"]), **small),
+        "RIN that enlarges": Case(
+            RinSystem(
+                network=RinConfig(width=16, patch=4, depth=1, num_latents=4, num_heads=2, head_width=8), **sees
+            ),
+            **small,
         ),
         "a U-Net that is told classes and numbers": Case(IddpmSystem(network=UNetConfig(**unet), **both), **numbers),
         "RIN that is told classes and numbers": Case(
@@ -333,7 +347,7 @@ NAMES = [
     "a DiT on a discrete VAE", "a DiT that is told words",
     "a DiT that is told embeddings", "a DiT that is told classes and numbers",
     "a U-Net that is told classes and numbers", "RIN that is told classes and numbers",
-    "a U-Net", "a U-Net that enlarges", "RIN",
+    "a U-Net", "a U-Net that enlarges", "a DiT that enlarges", "RIN that enlarges", "RIN",
     "the discrete VAE", "a discrete VAE of levels", "a discrete VAE of nearest",
     "masked tokens", "autoregressive tokens",
 ]  # fmt: skip

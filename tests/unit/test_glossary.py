@@ -30,7 +30,7 @@ from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.process.likelihood import BitsPerDim
 from image_diffusion.systems.codec.evaluation import evaluate_codec
-from image_diffusion.systems.diffusion.super_resolution import evaluate_enlarging
+from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -89,9 +89,10 @@ def codecs() -> set[str]:
 
 def enlarging() -> set[str]:
     held_out = images(3)
-    enlarged = {"side": 8, "split": "validation", "data": held_out.digest}
-    made = images(6, enlarged=enlarged, settings={"first_seed": 0})
-    return set(evaluate_enlarging(made, held_out))
+    condition = {"type": "image", "from": "self", "shrink": 2}
+    image = {"condition": condition, "split": "validation", "data": held_out.digest}
+    made = images(6, image=image, settings={"first_seed": 0, "seed": 0})
+    return set(evaluate_paired(made, held_out))
 
 
 def prompted() -> set[str]:

@@ -47,7 +47,7 @@ def system(**changes: Any) -> IddpmSystem:
 
 def randomly_initialised(described: IddpmSystem) -> nn.Module:
     torch.manual_seed(0)
-    network = described.build_network(SPEC).eval()
+    network = described.build_network(described.conditioning.spec(SPEC, None)).eval()
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.05)
     return network
@@ -57,7 +57,7 @@ def measured(
     network: nn.Module, described: IddpmSystem, images: Samples, report: Path | None = None, **settings: Any
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     config = parse(LikelihoodConfig, settings, "evaluate.likelihood")
-    bound = ImageBound(network, described.reading, SPEC, Rgb(), config, low_resolution=described.low_resolution)
+    bound = ImageBound(network, described.reading, SPEC, Rgb(), config, image=described.conditioning.image)
     return measure_likelihood(bound, bound.timesteps, images, config, report)
 
 
@@ -136,7 +136,7 @@ def test_fewer_timesteps_are_a_bound_of_their_own() -> None:
 
 
 def test_a_network_that_enlarges_is_given_the_small_image() -> None:
-    described = system(network={**NETWORK, "low_resolution": 4})
+    described = system(condition=[{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}])
     entries, _ = measured(randomly_initialised(described), described, images(2))
     assert math.isfinite(entries["bits_per_dim"]["value"])
 

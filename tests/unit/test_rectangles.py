@@ -28,6 +28,7 @@ from image_diffusion.networks.token_transformer import TokenTransformerConfig
 from image_diffusion.networks.unet import UNetConfig
 from image_diffusion.nn.positions import grid_positions, rotary_angles
 from image_diffusion.process.tiles import Tiles
+from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.warm_start import _interpolated
 
 SIZE = 16, 24
@@ -152,7 +153,7 @@ def test_every_network_of_images_takes_rectangles() -> None:
     [
         (lambda: DiTConfig(depth=1, width=16, num_heads=2, patch=16).build(SPEC), "16 x 24 pixels.*divisor of 8"),
         (lambda: UNetConfig(channels=32, multipliers=(1, 1, 1, 1, 1)).build(SPEC), "16 x 24 pixels cannot be halved"),
-        (lambda: UNetConfig(multipliers=(1,), attention_resolutions=(), low_resolution=8).build(SPEC), "only squares"),
+        (lambda: ImageCondition(**{"from": "self", "shrink": 3}).spec(SPEC, None), "shrink 3 does not divide"),
         (lambda: DVAEConfig(num_layers=4).build(SPEC), "multiples"),
         (lambda: latent_spec(SPEC, 4, 16), r"data.resolution is \[16, 24\], .* multiple of 16 for each side"),
         (lambda: Augment(transpose=True).check("crops", 3, SIZE), "rectangles, 16 x 24"),

@@ -30,7 +30,11 @@ AUGMENTED = {"train": {"steps": 1, "augment": {}}}
 GREY = DIT | {"data": DATA | {"channels": 1}}
 LATENT = {"codec": {"type": "diffusers", "weights": "vae"}}
 SMALL_IMAGES = {
-    "system": {"type": "iddpm", "network": {"channels": 32, "multipliers": [1, 1], "low_resolution": 4}},
+    "system": {
+        "type": "iddpm",
+        "network": {"channels": 32, "multipliers": [1, 1]},
+        "condition": {"type": "image", "from": "self", "shrink": 2},
+    },
     "sample": {"small_images": "small.npz"},
 }
 ALIGNED = {"system": SMALL_DIT | {"alignment": {"block": 1}}, "pairs": {"type": "features"}}
@@ -63,7 +67,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (PRIOR | {"train": PRIOR["train"] | AUGMENTED["train"]}, "the network of a system of type prior is not told"),
         (AUGMENTED | DVAE, "train.augment is set, but the network of a system of type dvae is not told of it"),
         (AUGMENTED | DIT | LATENT, "augment.probability is 0.12, but latents allow the stored mirror image alone"),
-        (AUGMENTED | SMALL_IMAGES, "train.augment is set, but system.network.low_resolution is 4: small images do not"),
+        (AUGMENTED | SMALL_IMAGES, "train.augment is set, but system.condition is image: the images of the"),
         (AUGMENTED | ALIGNED, "train.augment is set, but so is system.alignment, whose features do not move"),
         (GREY | {"train": {"steps": 1, "augment": {"saturation": 1}}}, "is 1, but the images have 1 channels"),
         (DIT | {"train": {"steps": 1, "flip_probability": 0, "augment": {"probability": 0}}}, "no image is augmented"),

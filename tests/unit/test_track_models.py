@@ -204,7 +204,8 @@ def test_a_codec_takes_images(tmp_path: Path) -> None:
 
 def test_a_network_that_enlarges_is_not_served(folder: Path) -> None:
     content = read_json(folder / "model.json")
-    content["system"] = {"type": "iddpm", "network": {"low_resolution": 4}}
+    content["system"] = {"type": "iddpm", "condition": {"type": "image", "from": "self", "shrink": 2}}
+    content["spec"]["conditions"] = {"image": [3, 4, 4]}
     write_json(folder / "model.json", content)
     assert usage(folder) is None
 

@@ -82,12 +82,12 @@ def test_unlabelled_data_need_no_label_table():
 
 
 def test_the_small_images_count():
-    network = tiny(low_resolution=4)
+    network = tiny(SPEC.model_copy(update={"conditions": {"image": (3, 4, 4)}}))
     x, t, label = inputs()
     small = F.interpolate(x, 4, mode="area")
-    out = network(x, t, label=label, low_res=small)
+    out = network(x, t, label=label, image=small)
     assert out.shape == x.shape
-    assert not torch.allclose(network(x, t, label=label, low_res=small + 0.1), out, atol=1e-3)
+    assert not torch.allclose(network(x, t, label=label, image=small + 0.1), out, atol=1e-3)
 
 
 @pytest.mark.parametrize("order", ["legacy", "new"])
@@ -194,7 +194,7 @@ def test_adm_has_as_many_parameters_as_published(resolution, millions, options):
     assert not any(name.endswith(("op.weight", "conv.weight")) for name in network.state_dict())
 
 
-@pytest.mark.parametrize("config", [UNetConfig(), UNetConfig(**TINY), UNetConfig(**ADM, low_resolution=64)])
+@pytest.mark.parametrize("config", [UNetConfig(), UNetConfig(**TINY), UNetConfig(**ADM)])
 def test_a_configuration_returns_from_plain_data(config):
     assert parse(UNetConfig, dump(config), "x.yaml") == config
 
@@ -210,8 +210,6 @@ def test_a_configuration_returns_from_plain_data(config):
         ({"num_heads": 3}, 8, "num_heads 3 does not divide the 64 channels"),
         ({"num_heads_upsample": 5}, 8, "num_heads_upsample 5 does not divide the 64 channels"),
         ({"head_channels": 48}, 8, "head_channels 48 does not divide the 64 channels"),
-        ({"low_resolution": 3}, 8, "low_resolution 3 does not divide the resolution of the images, 8"),
-        ({"low_resolution": 8}, 8, "low_resolution 8 does not divide the resolution of the images, 8"),
     ],
 )
 def test_what_does_not_fit_the_data_is_told(changes, resolution, message):
@@ -251,12 +249,13 @@ def test_a_missing_label_is_told():
 @pytest.mark.parametrize("side", [None, 2, 8])
 def test_small_images_that_are_missing_or_of_another_size_are_told(side):
     x, t, label = inputs()
-    low_res = None if side is None else torch.zeros(3, 3, side, side)
-    with pytest.raises(ValueError, match="enlarges images of 3 x 4 x 4 but was called with"):
-        tiny(low_resolution=4)(x, t, label=label, low_res=low_res)
+    image = None if side is None else torch.zeros(3, 3, side, side)
+    spec = SPEC.model_copy(update={"conditions": {"image": (3, 4, 4)}})
+    with pytest.raises(ValueError, match="built for the conditions image of 3 x 4 x 4, but was called with"):
+        tiny(spec)(x, t, label=label, image=image)
 
 
 def test_small_images_nobody_asked_for_are_told():
     x, t, label = inputs()
-    with pytest.raises(ValueError, match="from noise alone but was called with low_res"):
-        tiny()(x, t, label=label, low_res=x)
+    with pytest.raises(ValueError, match="built for the conditions none, but was called with image of 3 x 8 x 8"):
+        tiny()(x, t, label=label, image=x)

@@ -64,7 +64,7 @@ def describe(folder: Path, **network) -> Path:
         (64, {"num_res_blocks": 3, "dropout": 0.3}, {"dropout": 0.3}),
         (64, {"scale_shift_norm": False, "attention_resolutions": [16], "num_heads": 1}, {"num_heads": 1}),
         (128, {"residual_resampling": True, "attention_resolutions": [32, 16, 8]}, {}),
-        (256, {"low_resolution": 64, "num_res_blocks": 2}, {}),
+        (256, {"num_res_blocks": 2}, {}),
         (512, {"channels": 64, "residual_resampling": True, "head_channels": 32}, {"head_channels": 32}),
         (512, {"channels": 64, "residual_resampling": True, "stem": "iddpm"}, {}),
     ],
@@ -72,7 +72,8 @@ def describe(folder: Path, **network) -> Path:
 @pytest.mark.parametrize("num_classes", [0, 7])
 def test_shapes_tell_the_network(resolution, changes, told, num_classes):
     config = UNetConfig(**{**SMALL, **changes})
-    spec = DataSpec(channels=3, resolution=resolution, num_classes=num_classes)
+    conditions = {"image": (3, 64, 64)} if resolution == 256 else {}  # an upsampler
+    spec = DataSpec(channels=3, resolution=resolution, num_classes=num_classes, conditions=conditions)
     with torch.device("meta"):
         tensors = config.build(spec, learned_variance=True).state_dict()
     assert is_unet(tensors)

@@ -15,16 +15,18 @@ from projects import ROOT, Project, make_project
 pytestmark = pytest.mark.slow
 
 UPSAMPLED = "results/upsampler/samples/samples.npz"
+ENLARGES = [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}]
 NETWORK = {"channels": 32, "multipliers": [1], "num_res_blocks": 1, "attention_resolutions": []}
 
 
-def described(resolution: int, low_resolution: int | None, **sample: Any) -> dict[str, Any]:
+def described(resolution: int, condition: list[dict[str, Any]], **sample: Any) -> dict[str, Any]:
     """The micro experiment with a U-Net, at another resolution."""
     sections: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "workflow" / "micro.yaml").read_text())
     sections["data"]["resolution"] = resolution
     sections["system"] = {
         "type": "iddpm",
-        "network": {**NETWORK, "low_resolution": low_resolution},
+        "network": NETWORK,
+        "condition": condition,
         "process": {"type": "discrete", "num_timesteps": 20},
     }
     sections["train"]["steps"] = 2
@@ -37,8 +39,8 @@ def cascade(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project in which the images of `base` have been enlarged by `upsampler`. Its tests leave it as it is."""
     project = make_project(tmp_path_factory.mktemp("cascade") / "project")
     sections = {
-        "base": described(8, None),
-        "upsampler": described(16, 8, small_images={"experiment": "base"}),
+        "base": described(8, [{"type": "label"}]),
+        "upsampler": described(16, ENLARGES, small_images={"experiment": "base"}),
     }
     for name, each in sections.items():
         (project / f"config/experiments/{name}.yaml").write_text(yaml.safe_dump(each))
@@ -53,7 +55,7 @@ def test_one_command_makes_the_small_images_and_enlarges_them(cascade: Project) 
         assert base["arr_0"].shape == (8, 8, 8, 3) and enlarged["arr_0"].shape == (8, 16, 16, 3)
         assert base["arr_1"].tolist() == enlarged["arr_1"].tolist()
     protocol = json.loads((cascade / "results/upsampler/samples/samples.json").read_text())
-    assert protocol["enlarged"]["side"] == 8
+    assert protocol["image"]["condition"]["shrink"] == 2
     assert cascade.planned(UPSAMPLED) == set()
     assert "results/base/metrics.json" in cascade.snakemake("--dry-run").stdout
 

@@ -130,7 +130,8 @@ def test_a_decoder_draws_what_the_prior_makes_of_captions(prior: Project) -> Non
     drawn = "results/decoder/samples/samples.npz", "--config", "experiments=[decoder]"
     larger = yaml.safe_load((ROOT / "tests/workflow/micro.yaml").read_text())
     network = {"channels": 32, "multipliers": [1], "num_res_blocks": 1, "attention_resolutions": []}
-    larger["system"] = {"type": "iddpm", "network": network | {"low_resolution": 16}}
+    larger["system"] = {"type": "iddpm", "network": network}
+    larger["system"]["condition"] = [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}]
     larger["data"]["resolution"], larger["train"]["steps"] = 32, 2
     larger["sample"] |= {"num_samples": 4, "small_images": {"experiment": "decoder"}}
     upsampler.write_text(yaml.safe_dump(larger))

@@ -41,6 +41,7 @@ PICTURES = {
     "evaluation/confusion.png": "Confusion of classes",
     "evaluation/nearest.png": "Nearest training images",
     "evaluation/curve.png": "Quality of the previews",
+    "evaluation/paired.png": "Held-out images: what the network sees of them, what it makes of that, and as they were",
     "evaluation/enlarged.png": "Held-out images: made small, enlarged bicubically and by the network, as they were",
     "evaluation/likelihood.png": "Bits per dimension by timestep",
     "evaluation/reconstructions.png": "Held-out images, and what is decoded from their latents",

@@ -19,6 +19,8 @@ TEXT = "text"
 """Name of a caption among the conditions of a network: its embedding and its tokens, [1 + L, dim]."""
 EMBEDDING = "embedding"
 """Name of an image's embedding among the conditions of a network, [dim]."""
+IMAGE = "image"
+"""Name of an image among the conditions of a network, [C', h, w] in [-1, 1]; zeros: none."""
 NUMBERS = "numbers"
 """Name of an image's numbers among the conditions of a network, [columns, 2]: a value in [-1, 1], and 1; zeros where it
 is missing."""
@@ -76,7 +78,7 @@ class Batch:
     """Inputs of an objective.
 
     x: float32 [B, C, H, W] in the space the network works in; of tokens int64 [B, N]. cond: what the network is
-    conditioned on, by name: "label" int64 [B], "low_res" float32 [B, C, h, w], "text" float32 [B, 1 + L, dim],
+    conditioned on, by name: "label" int64 [B], "image" float32 [B, C', h, w], "text" float32 [B, 1 + L, dim],
     "embedding" float32 [B, dim], "numbers" float32 [B, columns, 2], … . streams: the random numbers of these samples.
     step: the number of the update that the batch is for, from 1; of the last one done, in validation; 0 outside
     training. features: reference features of these images from a teacher, [B, D, h, w]; None without a teacher.

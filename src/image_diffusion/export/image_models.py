@@ -7,7 +7,7 @@ from typing import Any
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.core.config.base import Config, dump
-from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT, DataSpec
 from image_diffusion.export.bundle.folder import Network, place_of, trained, write_hub_folder
 from image_diffusion.export.bundle.image_model import CODEC, ExportedDiffusion
 from image_diffusion.export.bundle.token_image_model import ExportedTokenModel
@@ -23,28 +23,26 @@ def write_diffusion_model(system: DiffusionSystem, model: TrainedNetwork, codec:
     """Write a folder with its own pipeline.py."""
     usual = system.sections["sample"].default
     assert isinstance(usual, SampleConfig)
-    return _write_image_model(ExportedDiffusion, system, usual, system.low_resolution, model, codec, folder)
+    return _write_image_model(ExportedDiffusion, system, usual, model, codec, folder)
 
 
 def write_token_model(system: TokensSystem, model: TrainedNetwork, codec: Codec, folder: Path) -> CardUse:
     """Write a folder with its own pipeline.py."""
     usual = fitted(TokenSampleConfig(), system.objective.causal)
-    return _write_image_model(ExportedTokenModel, system, usual, None, model, codec, folder)
+    return _write_image_model(ExportedTokenModel, system, usual, model, codec, folder)
 
 
 def _write_image_model(
     exported: type[ExportedDiffusion],
     system: DiffusionSystem | TokensSystem,
     usual: SampleConfig,
-    low_resolution: int | None,
     model: TrainedNetwork,
     codec: Codec,
     folder: Path,
 ) -> CardUse:
     """Write a folder with its own pipeline.py.
 
-    exported: the class that samples the images. usual: the default sampling settings. low_resolution: side of the small
-    images that the network enlarges; None: it makes images without them.
+    exported: the class that samples the images. usual: the default sampling settings.
     """
     from image_diffusion.export.bundle import image_pipeline
 
@@ -61,28 +59,26 @@ def _write_image_model(
         "codec": {"class": place_of(type(codec)), "settings": packed.settings},
         "classes": model.classes,
         **({"untrained": list(model.untrained)} if model.untrained else {}),
-        "low_resolution": low_resolution,
         "pairs": model.pairs,
         "sample": dump(usual),
     }
     write_hub_folder(folder, exported, image_pipeline, networks, described, (type(codec),), vae)
-    code = _code(model.spec, low_resolution)
-    return CardUse("unconditional-image-generation", "DiffusionPipeline", code)
+    return CardUse("unconditional-image-generation", "DiffusionPipeline", _code(model.spec))
 
 
 _TOLD = {
     TEXT: ', prompt="a photo of a dog"',
     EMBEDDING: ", image_embeds=embeddings",
     NUMBERS: ", numbers=[{NAME: VALUE}]",
+    IMAGE: ", image=images",
 }
 
 
-def _code(spec: DataSpec, low_resolution: int | None) -> str:
+def _code(spec: DataSpec) -> str:
     words = "".join(_TOLD[name] for name in spec.conditions)
     condition = (", class_labels=[0]" if spec.num_classes else "") + words
-    more = ", image=small_images" if low_resolution else ""
     return (
         "# pip install diffusers pydantic\n"
         'pipeline = DiffusionPipeline.from_pretrained(".", custom_pipeline=".", trust_remote_code=True)\n'
-        f"image = pipeline(seeds=[0]{condition}{more}).images[0]"
+        f"image = pipeline(seeds=[0]{condition}).images[0]"
     )

@@ -69,6 +69,10 @@ PUBLISHED: dict[str, Recipe] = {
 """Recipes by the name of the file, without its suffix."""
 
 
+_ENLARGES = ({"type": "label"}, {"type": "image", "from": "self", "shrink": 4})
+"""Condition of the published upsamplers."""
+
+
 def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: Described) -> ForeignWeights | None:
     """Read a U-Net on pixels, identified by a published name or described by an experiment. The number of classes comes
     from the label table, not from the experiment.
@@ -83,7 +87,8 @@ def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: De
         system = experiment.system
         num_classes = max(num_label_rows(content) - system.reading.drops_labels, 0)
         data = experiment.data
-        spec = DataSpec(channels=data.num_channels, resolution=data.resolution, num_classes=num_classes)
+        images = DataSpec(channels=data.num_channels, resolution=data.resolution, num_classes=num_classes)
+        spec = images.model_copy(update={"conditions": system.sampling().derived_conditions(images)})
     with torch.device("meta"):
         expected = system.build_network(spec).state_dict()
     check_fit(expected, content, path)
@@ -105,4 +110,5 @@ def published(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Any]
         )
     recipe = PUBLISHED[path.stem]
     network, spec = unet_of_shapes(tensors, recipe.network, path)
-    return {"network": network, "process": recipe.process, "objective": recipe.objective}, spec
+    parts = {"network": network, "process": recipe.process, "objective": recipe.objective}
+    return parts | ({"condition": _ENLARGES} if spec.conditions else {}), spec

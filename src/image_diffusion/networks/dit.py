@@ -26,9 +26,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
-from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.image_input import input_channels, with_image
 from image_diffusion.nn.inputs import check_inputs, grid_of, patchify, unpatchify
 from image_diffusion.nn.linear import Linear, linear
 from image_diffusion.nn.numbers import add_numbers, with_numbers
@@ -164,7 +165,7 @@ class DiTConfig(Config):
 
 
 class DiT(nn.Module):
-    """x_t, t and label, caption, embedding or numbers -> prediction [B, C, H, W], or [B, 2C, H, W] with learned
+    """x_t, t and label, caption, embedding, numbers or image -> prediction [B, C, H, W], or [B, 2C, H, W] with learned
     variance.
 
     `pos_embed` is a parameter without gradient, so that counts and state dicts are those of the published weights.
@@ -184,7 +185,7 @@ class DiT(nn.Module):
         self.patch = patch
         out_channels = spec.channels * (2 if learned_variance else 1)
         self.pos_embed = nn.Parameter(grid_positions(width, self.grid_size)[None], requires_grad=False)
-        self.x_embedder = PatchEmbedder(spec.channels, width, patch, config.patch_bottleneck)
+        self.x_embedder = PatchEmbedder(input_channels(spec), width, patch, config.patch_bottleneck)
         self.t_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
         if interval:
             self.interval_embedder = TimeEmbedder(width, endpoint=config.time_frequencies == "diffusers")
@@ -212,21 +213,21 @@ class DiT(nn.Module):
         text: Tensor | None = None,
         embedding: Tensor | None = None,
         numbers: Tensor | None = None,
+        image: Tensor | None = None,
         interval: Tensor | None = None,
         augment: Tensor | None = None,
         tokens_of: int | None = None,
     ) -> Any:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label), text float
         [B, 1 + L, dim] (a caption's embedding, then its tokens; zeros: none), embedding float [B, dim] (an image's;
-        zeros: none), numbers float [B, columns, 2] (an image's; zeros: none), interval [B], from t down (none: 0),
-        augment [B, L] (labels of an augmentation, in training).
+        zeros: none), numbers float [B, columns, 2] (an image's; zeros: none), image float [B, C', h, w] (another one;
+        zeros: none), interval [B], from t down (none: 0), augment [B, L] (labels of an augmentation, in training).
 
         A network of unlabelled data takes no label. tokens_of: the number of a block, from 1; gives (prediction, the
         tokens of the image behind that block [B, N, D]). Raises ValueError when shapes do not fit the network.
         """
-        conditions = {TEXT: text, EMBEDDING: embedding, NUMBERS: numbers}
-        check_inputs(self.spec, x, label, **{name: tensor for name, tensor in conditions.items() if tensor is not None})
-        tokens = self.x_embedder(x) + self.pos_embed  # [B, N, D]
+        check_inputs(self.spec, x, label, text=text, embedding=embedding, numbers=numbers, image=image)
+        tokens = self.x_embedder(with_image(x, image)) + self.pos_embed  # [B, N, D]
         c = self.t_embedder(t, tokens.dtype)  # [B, D]
         if hasattr(self, "interval_embedder"):
             c = c + self.interval_embedder(torch.zeros_like(t) if interval is None else interval, tokens.dtype)
@@ -243,8 +244,8 @@ class DiT(nn.Module):
             caption, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
             c, mask = c + caption, present(text, tokens.shape[1])
         if embedding is not None:
-            image, words = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
-            c = c + image
+            seen, words = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
+            c = c + seen
         c = with_augmentation(self, with_numbers(self, c, numbers), augment)
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import Size
-from image_diffusion.core.types import NUMBERS, DataSpec
+from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
+from image_diffusion.nn.image_input import input_channels, with_image
 from image_diffusion.nn.inputs import check_inputs, grid_of
 from image_diffusion.nn.numbers import add_numbers, with_numbers
 
@@ -77,6 +78,7 @@ class Rin(nn.Module):
         self.grid_size = grid_of(spec, config.patch)
         condition_width = self.condition_width
         patch_values = spec.channels * config.patch**2
+        input_values = (spec.channels + input_channels(spec)) * config.patch**2  # an earlier estimate goes in front
 
         self.time_mlp = nn.Sequential(
             LearnedWaves(config.num_frequencies),
@@ -93,8 +95,8 @@ class Rin(nn.Module):
 
         self.to_patches = nn.Sequential(
             nn.Identity(),  # the original counts the cutting as number 0
-            *([nn.LayerNorm(2 * patch_values)] if config.dual_patch_norm else []),
-            nn.Linear(2 * patch_values, width),
+            *([nn.LayerNorm(input_values)] if config.dual_patch_norm else []),
+            nn.Linear(input_values, width),
             *([nn.LayerNorm(width)] if config.dual_patch_norm else []),
         )
         self.to_pixels = nn.Sequential(Norm(width), nn.Linear(width, patch_values))
@@ -115,25 +117,28 @@ class Rin(nn.Module):
         self_cond: Tensor | None = None,
         latents: Tensor | None = None,
         numbers: Tensor | None = None,
+        image: Tensor | None = None,
         augment: Tensor | None = None,
         return_latents: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [B, C, H, W], t [B] in [0, 1], label int64 [B] (num_classes: no label) -> the prediction [B, C, H, W].
 
         self_cond [B, C, H, W], latents [B, N, D]: an earlier estimate of x0, and the latents that came with it; absent,
-        or zeros in the rows of some samples: there is none. numbers [B, columns, 2]: of the image; zeros: none. augment
-        [B, L]: labels of an augmentation, in training. return_latents: give (prediction, latents, norm) instead, norm
-        [B] the root-mean-square of each sample's latents before their last normalisation. A network of unlabelled data
-        takes no label. Raises ValueError when shapes do not fit the network.
-        """
-        check_inputs(self.spec, x, label, **({} if numbers is None else {NUMBERS: numbers}))
+        or zeros in the rows of some samples: there is none. numbers [B, columns, 2]: of the image; zeros: none. image
+        [B, C', h, w]: another image; zeros: none. augment [B, L]: labels of an augmentation, in training.
+        return_latents: give (prediction, latents, norm) instead, norm [B] the root-mean-square of each sample's latents
+        before their last normalisation. A network of unlabelled data takes no label. Raises ValueError when shapes do
+        not fit the network."""
+        check_inputs(self.spec, x, label, numbers=numbers, image=image)
         condition = self.time_mlp(t.to(self.latents.dtype))  # [B, E]
         if label is not None:
             condition = condition + self.label_embedding(label)  # [B, E]
         condition = with_augmentation(self, with_numbers(self, condition, numbers), augment)
 
         earlier = torch.zeros_like(x) if self_cond is None else self_cond
-        patches = self.to_patches(_cut(torch.cat([earlier, x], dim=1), self.config.patch))  # [B, (H/p)(W/p), width]
+        patches = self.to_patches(
+            _cut(torch.cat([earlier, with_image(x, image)], dim=1), self.config.patch)
+        )  # [B, (H/p)(W/p), width]
         patches = patches + self._positions()
 
         held = self.latents.expand(len(x), -1, -1)  # [B, N, D]

@@ -6,7 +6,7 @@ Parameters have the names of the published weights (`networks/weights/unet.py` r
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.resolution import divided, shown
-from image_diffusion.core.types import NUMBERS, DataSpec
+from image_diffusion.core.types import DataSpec
 from image_diffusion.nn.augmentation import with_augmentation
 from image_diffusion.nn.blocks import of_parts
-from image_diffusion.nn.inputs import check_inputs, size_of
+from image_diffusion.nn.image_input import input_channels, with_image
+from image_diffusion.nn.inputs import check_inputs
 from image_diffusion.nn.numbers import add_numbers, with_numbers
 from image_diffusion.nn.positions import sinusoid
 
@@ -68,10 +69,21 @@ class UNetConfig(Config):
     """Halve and double the resolution inside residual blocks, in place of convolutions."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability that a feature inside a residual block is left out in training."""
-    low_resolution: int | None = Field(None, gt=0)
-    """Side of the small images that the network enlarges; unset: it makes images from noise alone."""
+    low_resolution: None = None
+    """Unused: an image that the network enlarges is a part of `system.condition`: {type: image, from: self, shrink:
+    4}."""
     gradient_checkpointing: bool = False
     """Recompute the blocks in the backward pass, with the same dropout: about a third slower, far less memory."""
+
+    @field_validator("low_resolution", mode="before")
+    @classmethod
+    def _is_a_condition(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError(
+                f"small images of {value} x {value} are a part of the condition now. Leave it out, and write "
+                "system.condition: [{type: label}, {type: image, from: self, shrink: N}], with the resolution over "
+                f"{value} as N."
+            )
 
     @field_validator("multipliers")
     @classmethod
@@ -106,7 +118,6 @@ class UNetConfig(Config):
         levels = {shorter >> i: int(multiplier * self.channels) for i, multiplier in enumerate(multipliers)}
         self._check_widths([self.stem_channels(levels), *levels.values()])
         self._check_attention(levels)
-        self._check_low_resolution(spec)
         return levels
 
     def stem_channels(self, levels: dict[int, int]) -> int:
@@ -143,19 +154,6 @@ class UNetConfig(Config):
                     f"{name} {divisor} does not divide the {odd} channels of a level with attention. Use a divisor."
                 )
 
-    def _check_low_resolution(self, spec: DataSpec) -> None:
-        low, resolution = self.low_resolution, spec.resolution
-        if low is not None and not isinstance(resolution, int):
-            raise ValueError(
-                f"low_resolution is {low}, but the images are rectangles, {shown(resolution)}, and only squares are "
-                f"enlarged. Leave it out."
-            )
-        if low is not None and isinstance(resolution, int) and (low >= resolution or resolution % low):
-            raise ValueError(
-                f"low_resolution {low} does not divide the resolution of the images, {resolution}. "
-                f"Use a smaller divisor of it, such as {resolution // 4 or 1}."
-            )
-
 
 class UNet(nn.Module):
     """x_t, t and conditions -> prediction [B, C, H, W], or [B, 2C, H, W] with learned variance."""
@@ -175,8 +173,7 @@ class UNet(nn.Module):
         add_numbers(self, spec, width)
 
         first, last = config.stem_channels(levels), list(levels.values())[-1]
-        in_channels = spec.channels * (2 if config.low_resolution else 1)
-        self.input_blocks = nn.ModuleList([Stage(nn.Conv2d(in_channels, first, 3, padding=1))])
+        self.input_blocks = nn.ModuleList([Stage(nn.Conv2d(input_channels(spec), first, 3, padding=1))])
         skips, channels = [first], first
         for resolution, out_channels in levels.items():
             for _ in range(config.num_res_blocks):
@@ -218,24 +215,21 @@ class UNet(nn.Module):
         t: Tensor,
         /,
         label: Tensor | None = None,
-        low_res: Tensor | None = None,
         numbers: Tensor | None = None,
+        image: Tensor | None = None,
         augment: Tensor | None = None,
     ) -> Tensor:
         """x [B, C, H, W], t [B] as the process counts time, label int64 [B] (num_classes: no label).
 
-        low_res: [B, C, h, w], the small images to enlarge. numbers: [B, columns, 2], of the image; zeros: none.
-        augment: [B, L], labels of an augmentation, in training. A network of unlabelled data takes no label, one
-        without low_resolution no low_res. Raises ValueError when shapes do not fit the network.
-        """
-        self._check(x, label, low_res, numbers)
+        numbers: [B, columns, 2], of the image; zeros: none. image: [B, C', h, w], another image, such as a small one to
+        enlarge; zeros: none. augment: [B, L], labels of an augmentation, in training. A network of unlabelled data
+        takes no label. Raises ValueError when shapes do not fit the network."""
+        check_inputs(self.spec, x, label, numbers=numbers, image=image)
         emb = self.time_embed(sinusoid(t, self.config.channels).to(x.dtype))  # [B, E]
         if label is not None:
             emb = emb + self.label_emb(label)  # [B, E]
         emb = with_augmentation(self, with_numbers(self, emb, numbers), augment)
-        if low_res is not None:
-            enlarged = F.interpolate(low_res, x.shape[2:], mode="bilinear")  # [B, C, H, W]
-            x = torch.cat([x, enlarged.to(x.dtype)], dim=1)  # [B, 2C, H, W]
+        x = with_image(x, image)  # [B, C + C', H, W]
         skips = []
         for block in self.input_blocks:
             x = self._run(block, x, emb)  # [B, C_i, H_i, W_i]
@@ -259,18 +253,6 @@ class UNet(nn.Module):
             return recomputed
         out: Tensor = block(x, emb)
         return out
-
-    def _check(self, x: Tensor, label: Tensor | None, low_res: Tensor | None, numbers: Tensor | None) -> None:
-        check_inputs(self.spec, x, label, **({} if numbers is None else {NUMBERS: numbers}))
-        channels, low = self.spec.channels, self.config.low_resolution
-        if low is None and low_res is not None:
-            raise ValueError("The network makes images from noise alone but was called with low_res. Leave it out.")
-        if low is not None and (low_res is None or tuple(low_res.shape[1:]) != (channels, low, low)):
-            raise ValueError(
-                f"The network enlarges images of {channels} x {low} x {low} but was called with "
-                f"{'none' if low_res is None else size_of(low_res.shape[1:])}. Pass low_res, float "
-                f"[B, {channels}, {low}, {low}]."
-            )
 
 
 class Stage(nn.Sequential):

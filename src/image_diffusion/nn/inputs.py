@@ -13,10 +13,11 @@ from image_diffusion.core.resolution import Size, divided, shown
 from image_diffusion.core.types import DataSpec
 
 
-def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: Tensor) -> None:
+def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: Tensor | None) -> None:
     """Raise ValueError where x [B, C, H, W], its label or another condition is not what a network was built for.
 
-    spec: what it was built for; a network without classes takes no label, one with classes needs it.
+    spec: what it was built for; a network without classes takes no label, one with classes needs it. A condition that
+    is None is absent.
     """
     image_shape = (spec.channels, *spec.size)
     if tuple(x.shape[1:]) != image_shape:
@@ -31,11 +32,14 @@ def check_inputs(spec: DataSpec, x: Tensor, label: Tensor | None, **conditions: 
             f"{'Pass label, int64 [B].' if label is None else 'Leave them out.'}"
         )
 
-    expected, shapes = dict(spec.conditions), {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items()}
+    expected, shapes = (
+        dict(spec.conditions),
+        {name: tuple(tensor.shape[1:]) for name, tensor in conditions.items() if tensor is not None},
+    )
     if shapes != expected:
         raise ValueError(
             f"The network was built for the conditions {_shapes_in_words(expected)}, but was called with "
-            f"{_shapes_in_words(shapes)}. Use the text encoder it was trained with."
+            f"{_shapes_in_words(shapes)}. Use those it was trained with."
         )
 
 

@@ -94,7 +94,7 @@ def _parser() -> command.Parser:
     parser.add_argument(
         "--small-images",
         type=Path,
-        help="images to enlarge: samples.npz of an experiment, or with small_images: validation the folder of crops",
+        help="images of the condition: samples.npz of an experiment, or the folder of the crops that they are made of",
     )
     parser.add_argument(
         "--embeddings",

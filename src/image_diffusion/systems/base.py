@@ -49,10 +49,9 @@ class Sections(Protocol):
 
 @dataclass(frozen=True)
 class Others:
-    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that it
-    enlarges. against: samples the images that its samples are compared with. start: trains its initial weights;
-    start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it decodes.
-    """
+    """Experiments that an experiment depends on. codec: trains its codec. small_images: samples the images that its own
+    are conditioned on. against: samples the images that its samples are compared with. start: trains its initial
+    weights; start_codec: trains the codec of that experiment. embeddings: samples the embeddings that it decodes."""
 
     codec: Sections | None = None
     small_images: Sections | None = None
@@ -202,7 +201,8 @@ def spec_of(experiment: Sections, codec: Sections | None) -> DataSpec:
     """Return the shapes that the data of an experiment fix for its network, as of one class. codec: the experiment that
     trains its codec. Raises ValueError when they do not fit."""
     images = DataSpec(channels=experiment.data.num_channels, resolution=experiment.data.resolution, num_classes=1)
-    return experiment.codec.spec(images, codec.system.latents if codec is not None else None)
+    spec = experiment.codec.spec(images, codec.system.latents if codec is not None else None)
+    return spec.model_copy(update={"conditions": experiment.system.sampling().derived_conditions(spec)})
 
 
 def makes(experiment: Sections, kind: str) -> bool:

@@ -65,9 +65,8 @@ class SampleSettings(Protocol):
 class SamplingSources:
     """Inputs of sampling beside the model: the samples of another experiment, or a file.
 
-    small_images: what is enlarged; "validation": the held-out crops made small. embeddings: what images are made of;
-    "validation": those of held-out images.
-    """
+    small_images: what images are conditioned on; "validation": what is made of the held-out crops. embeddings: what
+    images are made of; "validation": those of held-out images."""
 
     small_images: SamplesOf | str | None = None
     embeddings: SamplesOf | str | None = None
@@ -98,10 +97,9 @@ class PreviewInputs:
 class SamplingInputs:
     """Inputs of the stage `sample`. settings: the section `sample`. codec: on the device that samples.
 
-    load: a weights folder -> its model. small_images: what is enlarged, where the command line names it. embeddings:
-    what images are made of: the folder of some, or those of the pairs and of the crops of held-out images. crop:
-    crop.yaml of the data set, by which pictures are cropped that samples are made of.
-    """
+    load: a weights folder -> its model. small_images: what images are conditioned on, where the command line names it.
+    embeddings: what images are made of: the folder of some, or those of the pairs and of the crops of held-out images.
+    crop: crop.yaml of the data set, by which pictures are cropped that samples are made of."""
 
     model: TrainedNetwork
     settings: Any
@@ -254,6 +252,10 @@ class Sampling:
     def sources(self, settings: Any) -> SamplingSources:
         """Return the inputs that the section `sample` names."""
         return SamplingSources()
+
+    def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the conditions that are made of the images themselves, by name. spec: of these."""
+        return {}
 
     def pictures(self, settings: Any) -> list[str]:
         """Return the files of images that samples are made of, and of their masks. Raises ValueError where a folder

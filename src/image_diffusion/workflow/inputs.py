@@ -357,9 +357,8 @@ class TrainedFiles:
     """Files that `sample` takes; None for those that an experiment has no use for, or that a weights folder alone
     lacks.
 
-    name: what to call it. small_images: what it enlarges. embeddings: what its images are made of. crop: how images of
-    its data set are cropped.
-    """
+    name: what to call it. small_images: what its images are conditioned on. embeddings: what its images are made of.
+    crop: how images of its data set are cropped."""
 
     name: str
     weights: Path

@@ -49,9 +49,9 @@ class Plan:
     decoder_files: list[str]
     """Files of the decoder that its samples are decoded by, if that is another one."""
     small_images: str | None
-    """Images that are enlarged: `validation` or a file."""
+    """Images that samples are conditioned on: `validation` or a file."""
     small_images_experiment: str | None
-    """The experiment whose samples are enlarged."""
+    """The experiment whose samples those are."""
     embeddings: str | None
     """Embeddings that images are made of: `validation` for those of held-out images, or a folder."""
     embeddings_experiment: str | None

@@ -49,7 +49,7 @@ class Config(BaseModel):
         schema = handler(core)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, about in _sentences(cls).items():
-            properties[name]["description"] = about
+            properties[cls.model_fields[name].alias or name]["description"] = about
         return schema
 
 
@@ -184,9 +184,9 @@ def beyond_defaults(config: Config, defaults: Config | None = None) -> set[str]:
     """Return the dotted keys of values that differ from the defaults, those of its classes where none are given. A part
     of another type counts with its key `type`, and is compared with the defaults of its own."""
     keys: set[str] = set()
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+    for attribute, field in type(config).model_fields.items():
+        name, value = field.alias or attribute, getattr(config, attribute)
+        default = getattr(defaults, attribute) if defaults is not None else field.get_default(call_default_factory=True)
         if isinstance(value, Config):
             same = type(default) is type(value)
             keys |= {f"{name}.{key}" for key in beyond_defaults(value, default if same else None)}

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 Location = Sequence[int | str]
 
@@ -46,7 +47,7 @@ def nearest(name: str, choices: Sequence[str]) -> str | None:
 def _advice(kind: Any, data: Any, location: Location) -> str:
     """Suggest keys that may have been meant by an unknown one: a similar one, or one of its name further down."""
     *parent, last = location
-    name, keys = str(last), sorted({field for model in _models_at(kind, data, parent) for field in model.model_fields})
+    name, keys = str(last), sorted({key for model in _models_at(kind, data, parent) for key in _keys(model)})
     below = list(_paths_below(_models_at(kind, data, parent), _value_at(data, parent)))
     others = [model for model in _variants_at(kind, data, parent) if name in model.model_fields]
     if others:
@@ -70,7 +71,7 @@ def _section_expected(value: Any, models: list[type[BaseModel]], location: Locat
         meant = value if value in tags else nearest(value, tags)
         choices = "" if meant else f" Known types: {', '.join(tags)}."
         return f"'{value}', but a section is expected. Write {key}: {{type: {meant or tags[0]}}}.{choices}"
-    names = list(dict.fromkeys(field for model in models for field in model.model_fields))
+    names = list(dict.fromkeys(key for model in models for key in _keys(model)))
     keys = f", with keys such as {', '.join(names[:4])}" if names else ""
     if value is None:
         return f"empty, but a section is expected{keys}." + (" Set one, or leave it out." if location else "")
@@ -123,19 +124,24 @@ def _variants_at(kind: Any, data: Any, location: Location) -> list[type[BaseMode
 def _paths_below(models: list[type[BaseModel]], data: Any, above: tuple[Any, ...] = ()) -> Iterator[list[str]]:
     """Yield every possible key below a place, as paths from the place; keys in lists are left out."""
     for model in _chosen(models, data):
-        for name, field in model.model_fields.items():
-            yield [name]
+        for key, field in _keys(model).items():
+            yield [key]
             many = typing.get_origin(field.annotation) in (list, tuple, dict)
             # A section may contain its own kind, such as the codec of a codec: without `above` this would not end.
             inner = [] if many else [variant for variant in _models(field.annotation) if variant not in above]
-            for path in _paths_below(inner, _value_at(data, [name]), (*above, *inner)):
-                yield [name, *path]
+            for path in _paths_below(inner, _value_at(data, [key]), (*above, *inner)):
+                yield [key, *path]
 
 
 def _chosen(models: list[type[BaseModel]], data: Any) -> list[type[BaseModel]]:
     """Return those of several models that have the `type` that the data name."""
     tag = data.get("type") if isinstance(data, dict) else None
     return [model for model in models if tag in _tags([model])] or models
+
+
+def _keys(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a model by the keys that a configuration has for them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _tags(models: list[type[BaseModel]]) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Size, shown
-from image_diffusion.core.types import Batch
+from image_diffusion.core.types import IMAGE, Batch
 from image_diffusion.data.augment.warp import Affine, warp
 from image_diffusion.data.shards.loader import mirrored
 
@@ -176,10 +176,10 @@ def augmented(batch: Batch, augment: Augment, flip_probability: float) -> Batch:
 
     Raises ValueError where something goes with the images that is not moved with them.
     """
-    if batch.features is not None or "low_res" in batch.cond:
+    if batch.features is not None or IMAGE in batch.cond:
         raise ValueError(
             f"train.augment is set, but moves the images alone, not their "
-            f"{'small images' if batch.features is None else 'features'}. Leave it out."
+            f"{'conditions' if batch.features is None else 'features'}. Leave it out."
         )
     draws = augment.draw(batch.streams, flip_probability)
     x = augment.apply(batch.x, draws) if augment.probability > 0 else batch.x

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from image_diffusion.codecs.base import Codec, Packed
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.pictures import as_pictures
-from image_diffusion.core.types import EMBEDDING, NUMBERS, TEXT
+from image_diffusion.core.types import EMBEDDING, IMAGE, NUMBERS, TEXT
 from image_diffusion.export.bundle.base import ExportedModel, named
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig, requested_labels
@@ -37,7 +37,7 @@ class ExportedDiffusion(ExportedModel):
         negative_prompt: str,
         image_embeds: Tensor | None,
         given_numbers: list[dict[str, float | None]] | None,
-        low_res: Tensor | None,
+        image: Tensor | None,
         num_steps: int | str | None,
         guidance_scale: float | None,
         sampler: dict[str, Any] | None,
@@ -60,22 +60,14 @@ class ExportedDiffusion(ExportedModel):
         requested = requested_labels(
             "balanced" if labels is None else labels, len(seeds), class_names, numbers, untrained=untrained
         )
-        if (low_res is None) != (self.described["low_resolution"] is None):
-            edge = self.described["low_resolution"]
-            raise ValueError(
-                "image is given, but the model makes images from noise alone. Leave it out."
-                if edge is None
-                else f"image is missing: the model enlarges images of {edge} x {edge} pixels."
-            )
+        conditions |= self._image(image, len(seeds))
         config = self.settings(**chosen)
         generator = self.generator(self._codec(vae), config, null)
         parts = []
         for start in range(0, len(seeds), config.batch_size):
             rows = slice(start, start + config.batch_size)
-            some_labels, some_low = (None if tensor is None else tensor[rows] for tensor in (requested, low_res))
-            parts.append(
-                generator(numbers[rows], some_labels, some_low, {name: t[rows] for name, t in conditions.items()})
-            )
+            some_labels = None if requested is None else requested[rows]
+            parts.append(generator(numbers[rows], some_labels, {name: t[rows] for name, t in conditions.items()}))
         return torch.cat(parts)
 
     def pictures(self, images: Tensor) -> Tensor:
@@ -83,12 +75,25 @@ class ExportedDiffusion(ExportedModel):
         return as_pictures(self.spec.shown(images))
 
     def generator(self, codec: Codec, settings: Any, null: dict[str, Tensor]) -> Callable[..., Tensor]:
-        """Return the function that makes images: seeds, labels, small images, and other conditions, by name ->
-        images [N, C, H, W]. settings: of the type `settings`. null: the condition that guidance leads away from. Raises
+        """Return the function that makes images: seeds, labels, and other conditions, by name -> images
+        [N, C, H, W]. settings: of the type `settings`. null: the condition that guidance leads away from. Raises
         ValueError for conditions that do not fit.
         """
         reading = Reading(**self.described["reading"])
         return Generator(self.network, reading, self.spec, codec, settings, null=null)
+
+    def _image(self, image: Tensor | None, count: int) -> dict[str, Tensor]:
+        """Return the image that each of `count` images is conditioned on, where the model takes any."""
+        shape = self.spec.conditions.get(IMAGE)
+        if (image is None) != (shape is None):
+            raise ValueError(
+                "image is given, but the model takes no images. Leave it out."
+                if shape is None
+                else f"image is missing: the model takes images, float [N, {', '.join(map(str, shape))}] in [-1, 1]."
+            )
+        if image is None:
+            return {}
+        return {IMAGE: torch.as_tensor(image).float()[torch.arange(count) % len(image)]}
 
     def _codec(self, vae: nn.Module | None) -> Codec:
         described = self.described["codec"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.networks.unet import MULTIPLIERS, UNetConfig
 
 _LABELS = "label_emb.weight"
@@ -66,10 +66,12 @@ def unet_of_shapes(
         ),
         scale_shift_norm=tensors["input_blocks.1.0.emb_layers.1.weight"].shape[0] == 2 * widths[0],
         residual_resampling=any(match[2] == "in_layers" for match in doubling),
-        low_resolution=resolution // 4 if in_channels == 6 else None,
         **settings,
     )
-    return config, DataSpec(channels=3, resolution=resolution, num_classes=num_label_rows(tensors))
+    conditions = {IMAGE: (3, resolution // 4, resolution // 4)} if in_channels == 6 else {}
+    return config, DataSpec(
+        channels=3, resolution=resolution, num_classes=num_label_rows(tensors), conditions=conditions
+    )
 
 
 def num_label_rows(tensors: Mapping[str, Tensor]) -> int:

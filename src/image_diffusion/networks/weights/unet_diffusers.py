@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from image_diffusion.core.files.atomic import atomic_folder
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.networks.unet import GROUPS, Attention, Double, Halve, ResidualBlock, Stage, UNet, UNetConfig
 from image_diffusion.nn.positions import sinusoid
 
@@ -36,7 +36,7 @@ def check_unet(config: UNetConfig, spec: DataSpec, num_classes: int) -> None:
     first = next(iter(levels.values()))
     foreign = {
         "classes": num_classes > 0,
-        "network.low_resolution": config.low_resolution is not None,
+        "conditions on images": IMAGE in spec.conditions,
         "network.residual_resampling": config.residual_resampling,
         f"attention heads of several widths ({', '.join(map(str, sorted(heads)))})": len(heads) > 1,
         "other width than network.channels at the first level": first != config.channels,

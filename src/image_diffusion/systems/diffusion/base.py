@@ -38,13 +38,11 @@ from image_diffusion.systems.diffusion.checks import (
     check_tiles,
 )
 from image_diffusion.systems.diffusion.conditioning import Conditions, VectorCondition
-from image_diffusion.systems.diffusion.conditions.base import Condition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import DiffusionEvaluation
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
-from image_diffusion.systems.diffusion.super_resolution import shrink
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
 from image_diffusion.systems.pairs.numbers import NumberPairs
@@ -71,7 +69,7 @@ class DiffusionSampling(ImageSampling):
         null: Mapping[str, Tensor] | None = None,
         pictures: Pictures | None = None,
     ) -> Generator:
-        check_tiles("sample", settings, self.low_resolution)
+        check_tiles("sample", settings, self.condition.image)
         return Generator(network, self.reading, spec, codec, settings, weaker, null, pictures)
 
     def num_evaluations(self, settings: SampleConfig) -> int:
@@ -120,7 +118,7 @@ class DiffusionSystem(System):
         )
 
     @property
-    def conditioning(self) -> Condition:
+    def conditioning(self) -> Conditions:
         """Return the condition of the network: the class of an image."""
         return Conditions.written_as(LabelCondition())
 
@@ -135,11 +133,6 @@ class DiffusionSystem(System):
     def build_options(self) -> dict[str, Any]:
         """Return the options of `network.build` other than the data spec."""
         return {}
-
-    @property
-    def low_resolution(self) -> int | None:
-        """Return the side of the small images that the network enlarges; None: it makes images from noise alone."""
-        return None
 
     def check(self, experiment: Sections, others: Others) -> None:
         train, reading, condition = experiment.train, self.reading, self.conditioning
@@ -163,14 +156,14 @@ class DiffusionSystem(System):
             )
         sample, sweep = experiment.section("sample"), experiment.section("sweep")
         check_sweep(sweep, sample, self.process, reading.drops_labels, train)
-        check_sections(self.process, self.low_resolution, experiment, others)
-        if self.low_resolution is not None and train.augment is not None:
+        check_sections(self.process, condition.image, experiment, others)
+        if condition.image is not None and train.augment is not None:
             raise ValueError(
-                f"train.augment is set, but system.network.low_resolution is {self.low_resolution}: small images do "
-                f"not move with those they belong to. Leave one of the two out."
+                f"train.augment is set, but system.condition is {condition.type}: the images of the condition do not "
+                f"move with those they belong to. Leave one of the two out."
             )
         super().check(experiment, others)
-        check_small_images(self.low_resolution, experiment, others)
+        check_small_images(condition.image, experiment, others)
         check_embeddings(condition, experiment, others.embeddings)
 
     def build_objective(self, spec: DataSpec) -> ObjectiveFunction:
@@ -186,24 +179,25 @@ class DiffusionSystem(System):
     ) -> Batch:
         x = codec.draw(stored, streams)
         cond = {"label": label} if spec.num_classes else {}
-        if self.low_resolution is not None:
-            cond["low_res"] = shrink(x, self.low_resolution)
+        if self.conditioning.image is not None:
+            cond |= self.conditioning.image.degraded(x, streams)
         if pairs is not None:
             cond |= self.conditioning.training_conditions(pairs, streams)
         return Batch(x, cond, streams)
 
     def sampling(self) -> DiffusionSampling:
-        return DiffusionSampling(condition=self.conditioning, low_resolution=self.low_resolution, reading=self.reading)
+        return DiffusionSampling(condition=self.conditioning, reading=self.reading)
 
     def evaluation(self) -> DiffusionEvaluation:
-        return DiffusionEvaluation(self.reading, self.low_resolution)
+        return DiffusionEvaluation(self.reading, self.conditioning.image)
 
 
 class VectorConditioned(DiffusionSystem):
-    """Base of the systems whose network takes what is added to the embedding of the time: a class and numbers."""
+    """Base of the systems whose network takes what is added to the embedding of the time, a class and numbers, and what
+    is added to the channels of its input, an image."""
 
     condition: VectorCondition = LabelCondition()
-    """Condition of the network: a class, numbers, or a list of both."""
+    """Condition of the network: a class, numbers, an image, or a list of some that all hold."""
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
@@ -223,9 +217,4 @@ class VectorConditioned(DiffusionSystem):
 
     def check(self, experiment: Sections, others: Others) -> None:
         check_pairs(self.conditioning, False, experiment.section("pairs"))
-        if self.conditioning.reads is not None and self.low_resolution is not None:
-            raise ValueError(
-                f"system.condition.type is {self.conditioning.type} and system.network.low_resolution is "
-                f"{self.low_resolution}, but a network that enlarges images takes no numbers. Leave one of the two out."
-            )
         super().check(experiment, others)

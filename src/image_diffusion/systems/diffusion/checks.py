@@ -8,18 +8,19 @@ from typing import Any
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.resolution import shown
-from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.core.types import DataSpec
 from image_diffusion.data.sources.latents import LatentSource
+from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
 from image_diffusion.systems.base import Others, Sections, makes
-from image_diffusion.systems.diffusion.conditions.base import Condition
+from image_diffusion.systems.diffusion.conditions.base import Condition, check_no_images
+from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
-from image_diffusion.systems.diffusion.super_resolution import check_wanted
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pictures import check_crop, listed
 
@@ -86,29 +87,32 @@ def check_objective(objective: Objective, process: Process, train: TrainSettings
         )
 
 
-def check_sections(process: Process, low_resolution: int | None, experiment: Sections, others: Others) -> None:
-    """Raise ValueError for sections without effect or in conflict. low_resolution: side of the small images that the
-    network enlarges; None: it enlarges none.
-    """
+def check_sections(process: Process, image: ImageCondition | None, experiment: Sections, others: Others) -> None:
+    """Raise ValueError for sections without effect or in conflict. image: the part of the condition that is one."""
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
-    if low_resolution is not None and not isinstance(experiment.codec, Rgb):
-        raise ValueError("A network that enlarges images works on pixels. Leave out codec, or network.low_resolution.")
+    if image is not None:
+        if not isinstance(experiment.codec, Rgb):
+            raise ValueError(
+                f"system.condition has an image, but codec.type is {experiment.codec.type}: a network that sees an "
+                "image works on pixels. Leave one of the two out."
+            )
+        image.check_data(experiment.data)
     check_judged(experiment)
-    _check_pictures(experiment, low_resolution)
+    _check_pictures(experiment, image)
     likelihood = experiment.section("evaluate").likelihood
-    _check_arrays(experiment, low_resolution)
+    _check_arrays(experiment, image)
     if likelihood is not None:
         check_likelihood(process, experiment.codec, likelihood)
     _check_against(experiment, others)
     check_kept(experiment, others)
 
 
-def _check_arrays(experiment: Sections, low_resolution: int | None) -> None:
+def _check_arrays(experiment: Sections, image: ImageCondition | None) -> None:
     """Raise ValueError for sections that know pictures of 8 bits alone, where the images are arrays."""
     sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
     of_pictures = {
-        "system.network.low_resolution": low_resolution,
+        "an image in system.condition": image,
         "sample.given": sample.given,
         "sample.start": sample.start,
         "evaluate.likelihood": evaluate.likelihood,
@@ -132,7 +136,7 @@ def _check_arrays(experiment: Sections, low_resolution: int | None) -> None:
         )
 
 
-def _check_pictures(experiment: Sections, low_resolution: int | None) -> None:
+def _check_pictures(experiment: Sections, image: ImageCondition | None) -> None:
     """Raise ValueError where there are no pictures that samples could be made of, or what is made of them cannot be
     judged."""
     sample: SampleConfig = experiment.section("sample")
@@ -144,7 +148,7 @@ def _check_pictures(experiment: Sections, low_resolution: int | None) -> None:
             )
         check_crop(experiment.data)
         listed(sample.given, sample.start)
-    check_tiles("sample", sample, low_resolution)
+    check_tiles("sample", sample, image)
     if sample.tiles is not None and sample.tiles.number > 1:
         raise ValueError(
             "sample.tiles makes pictures larger than the real images that evaluate compares them with. Leave it out, "
@@ -152,13 +156,10 @@ def _check_pictures(experiment: Sections, low_resolution: int | None) -> None:
         )
 
 
-def check_tiles(section: str, settings: SampleConfig, low_resolution: int | None) -> None:
-    """Raise ValueError for tiles of a network that enlarges images: those would have to be cut, too."""
-    if settings.tiles is not None and low_resolution is not None:
-        raise ValueError(
-            f"{section}.tiles is set, but the network enlarges images of {low_resolution} x {low_resolution}. Leave "
-            "it out."
-        )
+def check_tiles(section: str, settings: SampleConfig, image: ImageCondition | None) -> None:
+    """Raise ValueError for tiles of a network that is conditioned on images: those would have to be cut, too."""
+    if settings.tiles is not None and image is not None:
+        raise ValueError(f"{section}.tiles is set, but the network is conditioned on an image. Leave it out.")
 
 
 def check_kept(experiment: Sections, others: Others) -> None:
@@ -175,7 +176,7 @@ def check_kept(experiment: Sections, others: Others) -> None:
         "sample.pictures": sample.pictures,
         "sample.given": sample.given is not None,
         "sample.start": sample.start is not None,
-        "sample.small_images: validation": sample.small_images == "validation",
+        "sample.small_images: validation": _made_of_held_out(experiment),
         "evaluate.attributes": evaluate.attributes is not None,
         "evaluate.prompts": evaluate.prompts is not None,
     }
@@ -272,23 +273,32 @@ def check_embeddings(condition: Condition, experiment: Sections, prior: Sections
         )
 
 
-def check_small_images(side: int | None, experiment: Sections, others: Others) -> None:
-    """Raise ValueError unless the samples of one experiment of a cascade fit the next one. side: of the small images
-    that the network enlarges; None: it enlarges none.
+def _made_of_held_out(experiment: Sections) -> bool:
+    """True if samples are conditioned on what is made of held-out images, with which they are compared."""
+    return experiment.system.sampling().sources(experiment.section("sample")).small_images == "validation"
+
+
+def check_small_images(image: ImageCondition | None, experiment: Sections, others: Others) -> None:
+    """Raise ValueError unless there are images that samples are conditioned on, and those of another experiment fit.
+    image: the part of the condition that is one.
     """
     sample: SampleConfig = experiment.section("sample")
-    data, source, base = experiment.data, sample.small_images, others.small_images
-    check_wanted(source, side)
-    if source == "validation" and not data.has_validation:
+    data, base = experiment.data, others.small_images
+    check_no_images("sample", sample, image)
+    if image is None:
+        return
+    if image.draws_images(sample) == "validation" and not data.has_validation:
         raise ValueError(
-            "sample.small_images is validation, but data has no held-out images. Set data.validation_fraction."
+            "sample.small_images is unset or validation, which makes them of held-out images, but data has no held-out "
+            "images. Set data.validation_fraction, or name others: {experiment: NAME} or a samples.npz."
         )
-    if isinstance(source, SamplesOf) and base is not None:
+    if base is not None:
         if not makes(base, "images"):
             raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
-        if (base.data.resolution, base.data.channels) != (side, data.channels):
+        channels, *size = image.degradation.shape(data.num_channels, data.size)
+        own = base.data.num_channels, *base.data.size
+        if own != (channels, *size):
             raise ValueError(
-                f"sample.small_images.experiment makes images of {shown(base.data.resolution)} with "
-                f"{base.data.channels} channels, but the network enlarges {side} x {side} with {data.channels}. Name "
-                f"one that fits, or change system.network.low_resolution."
+                f"sample.small_images.experiment makes images of {size_of(own)} (channels x height x width), but the "
+                f"network takes {size_of((channels, *size))}. Name one that fits, or change system.condition."
             )

@@ -1,5 +1,5 @@
-"""Condition of an image diffusion: one part or several, each the class of an image, a text, an image embedding or
-numbers."""
+"""Condition of an image diffusion: one part or several, each the class of an image, a text, an image embedding, numbers
+or another image."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_images
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
+from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.numbers import NumbersCondition
 from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, joined
 from image_diffusion.systems.pairs.numbers import LABEL
 
-Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition
+Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | ImageCondition
 
 
 def _alone(value: Any) -> Any:
@@ -55,7 +57,7 @@ def _form(value: Any) -> str:
 
 
 OnePart = Annotated[Part, Field(discriminator="type")]
-OneVector = Annotated[LabelCondition | NumbersCondition, Field(discriminator="type")]
+OneVector = Annotated[LabelCondition | NumbersCondition | ImageCondition, Field(discriminator="type")]
 
 AnyCondition = Annotated[
     Annotated[OnePart, Tag("(one)")] | Annotated[tuple[OnePart, ...], Tag("(several)")],
@@ -71,7 +73,7 @@ VectorCondition = Annotated[
     BeforeValidator(_alone),
     AfterValidator(_fitting),
 ]
-"""One part or a list of those that are added to the embedding of the time: every network takes them."""
+"""One part or a list of those that every network takes: added to the embedding of the time, or to the input."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,15 @@ class Conditions:
         """Return the kind of the shards beside the images."""
         return next((part.reads for part in self.parts if part.reads is not None), None)
 
+    @property
+    def image(self) -> ImageCondition | None:
+        """Return the part that is an image."""
+        return next((part for part in self.parts if isinstance(part, ImageCondition)), None)
+
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes."""
         for part in self.parts:
-            # A part knows of no other, so it is shown the defaults of the keys that belong to others.
-            hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
-            part.check(section, settings.model_copy(update=hidden), pairs)
+            part.check(section, self._seen_by(part, settings), pairs)
         rows = settings.conditions
         if rows is not None and not isinstance(rows, str):
             names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
@@ -148,12 +153,28 @@ class Conditions:
         """Return the source that images are made of beside the settings."""
         return next((source for part in self.parts if (source := part.draws(settings)) is not None), None)
 
+    def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the images of the part that is one."""
+        return None if self.image is None else self.image.draws_images(settings)
+
     def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
     ) -> SamplingRequest:
-        """Return the conditions of `count` images: those of the part that has any beside the class."""
-        part = next((part for part in self.parts if part.reads is not None), self.parts[0])
-        hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
-        request = part.sampling_request(settings.model_copy(update=hidden), pairs, count, source)
+        """Return the conditions of `count` images: those of every part."""
+        check_no_images("sample", settings, self.image)
+        request = joined(
+            part.sampling_request(self._seen_by(part, settings), pairs, count, source, image_source)
+            for part in self.parts
+        )
         self._check_classes("sample", settings, bool(request.classes))
         return request
+
+    def _seen_by(self, part: Part, settings: SampleConfig) -> SampleConfig:
+        """Return the settings with the defaults of the keys of other parts, of which a part knows nothing."""
+        hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
+        return settings.model_copy(update=hidden)

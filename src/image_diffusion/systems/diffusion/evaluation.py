@@ -35,8 +35,9 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
 from image_diffusion.process.parameterization import clamp
 from image_diffusion.systems.base import on_best_device
+from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
-from image_diffusion.systems.diffusion.super_resolution import evaluate_enlarging, shrink
+from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 from image_diffusion.systems.evaluation import EvaluationInputs, ImageEvaluation
 from image_diffusion.systems.interface import TrainedNetwork
 
@@ -46,11 +47,11 @@ _ATTRIBUTES = {"painted_digits": evaluate_painted, "slanted_digits": evaluate_dr
 @dataclass(frozen=True)
 class DiffusionEvaluation(ImageEvaluation):
     """Evaluate samples against real images, if there are any, and the likelihood, if it is configured. Without a model,
-    samples of any origin are evaluated. reading, low_resolution: of the system, for the likelihood.
+    samples of any origin are evaluated. reading, image: of the system, for the likelihood.
     """
 
     reading: Reading | None = None
-    low_resolution: int | None = None
+    image: ImageCondition | None = None
 
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         settings: EvaluateConfig = inputs.settings
@@ -83,7 +84,7 @@ class DiffusionEvaluation(ImageEvaluation):
             if both is not None:
                 result["metrics"] |= evaluate_prompted(samples, both)
                 result["protocol"]["prompts"] = both.images.identity
-            result["metrics"] |= evaluate_enlarging(samples, data.validation, inputs.report)
+            result["metrics"] |= evaluate_paired(samples, data.validation, inputs.report)
             if data.levels is not None:
                 other = data.split("validation" if settings.reference == "train" else "train")
                 channels, result["channels"] = evaluate_channels(
@@ -92,7 +93,7 @@ class DiffusionEvaluation(ImageEvaluation):
                 result["metrics"] |= channels
         if settings.likelihood is not None:
             bits, result["likelihood"] = _likelihood(
-                inputs.model, self.reading, self.low_resolution, data, settings.likelihood, inputs.report
+                inputs.model, self.reading, self.image, data, settings.likelihood, inputs.report
             )
             result["metrics"] |= bits
             result["protocol"]["likelihood"] = {"settings": dump(settings.likelihood), "data": data.train.digest}
@@ -113,7 +114,7 @@ def real_images(folder: Path | str) -> RealImages:
 def _likelihood(
     model: TrainedNetwork | None,
     reading: Reading | None,
-    low_resolution: int | None,
+    image: ImageCondition | None,
     data: RealImages,
     settings: LikelihoodConfig,
     report: Path | None,
@@ -132,7 +133,7 @@ def _likelihood(
             f"classes, or set evaluate.likelihood.label to one class for all images."
         )
     codec = parse(CodecConfig, model.codec["config"], "model.json: codec")
-    bound = ImageBound(on_best_device(model), reading, model.spec, codec, settings, label, low_resolution)
+    bound = ImageBound(on_best_device(model), reading, model.spec, codec, settings, label, image)
     return measure_likelihood(bound, bound.timesteps, data.split(settings.split), settings, report)
 
 
@@ -179,8 +180,8 @@ def likelihood_label(model: TrainedNetwork, drops_labels: bool, label: ClassLabe
 
 
 class ImageBound:
-    """Bound on the likelihood of images, on the device of the network. A super-resolution network is conditioned on
-    their small images, of side `low_resolution`; a class-conditional network on their labels, or on one label for all.
+    """Bound on the likelihood of images, on the device of the network. It is conditioned on what the part `image` of
+    its condition makes of them; a class-conditional network on their labels, or on one label for all.
 
     timesteps: of the process's schedule, the most noise first. Raises ValueError as `check_likelihood` does.
     """
@@ -193,13 +194,13 @@ class ImageBound:
         codec: Config,
         settings: LikelihoodConfig,
         label: int | None = None,
-        low_resolution: int | None = None,
+        image: ImageCondition | None = None,
     ) -> None:
         process = check_likelihood(reading.process, codec, settings).build()
         self._process = process.respaced(settings.timesteps) if settings.timesteps else process
         self.timesteps: list[int] = self._process.timestep_map.flip(0).tolist()
         self._network, self._reading, self._spec, self._settings = network, reading, spec, settings
-        self._label, self._low_resolution = label, low_resolution
+        self._label, self._image = label, image
         self._device = next(network.parameters()).device
 
     @torch.no_grad()
@@ -209,8 +210,9 @@ class ImageBound:
         x0, reading, grid = from_uint8(images.to(self._device)), self._reading, self._process.grid()
         labels = labels if self._label is None else torch.full_like(labels, self._label)
         cond = {"label": labels.to(self._device)} if self._spec.num_classes else {}
-        if self._low_resolution is not None:
-            cond["low_res"] = shrink(x0, self._low_resolution)
+        sample = numbers.to(self._device)
+        if self._image is not None:
+            cond |= self._image.degraded(x0, Streams(self._settings.seed, torch.zeros_like(sample), sample))
         denoiser = NetworkDenoiser(
             cast("Network", self._network),
             self._process,
@@ -220,7 +222,6 @@ class ImageBound:
             cond,
             clamp if self._settings.clip_denoised else None,
         )
-        sample = numbers.to(self._device)
 
         def noise(i: int) -> Tensor:
             streams = Streams(self._settings.seed, torch.full_like(sample, i), sample)

@@ -60,9 +60,10 @@ class SampleConfig(Config):
     """Weights folder of a weaker network for the same data (smaller, or trained for fewer steps). Guidance then leads
     away from its prediction (autoguidance) instead of the unconditional prediction."""
     small_images: Literal["validation"] | SamplesOf | str | None = None
-    """Input of a super-resolution network: {experiment: NAME} for the samples of another experiment, validation for the
-    held-out images made small, so that the result can be compared with them, or a path of a samples.npz. Seed s takes
-    image s modulo their number, and the image's label in place of `labels`."""
+    """Images of a network that is conditioned on them, such as small ones to enlarge: {experiment: NAME} for the
+    samples of another experiment, a path of a samples.npz, or validation for what is made of the held-out images, so
+    that the result can be compared with them; unset: the last. Seed s takes image s modulo their number, and the
+    image's label unless `labels` are set."""
     embeddings: SamplesOf | str | None = None
     """Embeddings of a network that is conditioned on them: {experiment: NAME} for those that a prior samples from its
     prompts, or a folder in the layout of clip-retrieval; unset: those of held-out images. Seed s takes number s modulo
@@ -211,18 +212,16 @@ class Generator:
         self,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return images [N, C, H, W], of the data's type, of these seeds, int64 [N], and labels, int64 [N].
 
-        low_res: float32 [N, C, h, w] in [-1, 1], the small images that a super-resolution network enlarges.
         conditions: the other conditions of each image, by name.
         """
         row = self._rows(len(seeds))
-        labels, low_res = (None if tensor is None else tensor[row] for tensor in (labels, low_res))
+        labels = None if labels is None else labels[row]
         more = {name: tensor[row] for name, tensor in (conditions or {}).items()}
-        denoiser, noise, streams = self._start(seeds[row], labels, low_res, more)
+        denoiser, noise, streams = self._start(seeds[row], labels, more)
         x = self._from_images(seeds[row]).sample(self._sampler, denoiser, self._grid, noise, streams)
         images = self._decode(x[: len(seeds)])
         return images if self._pictures is None else self._pictures.pasted(images, seeds.cpu())
@@ -232,12 +231,11 @@ class Generator:
         self,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
         """Return the noise as images [N, C, H, W], then the prediction of each step, from the first to the last. Never
         compiled."""
-        denoiser, noise, streams = self._start(seeds, labels, low_res, conditions or {})
+        denoiser, noise, streams = self._start(seeds, labels, conditions or {})
         with torch.compiler.set_stance("force_eager"):
             steps = self._from_images(seeds).trajectory(self._sampler, denoiser, self._grid, noise, streams)
             return [self._decode(x) for x in (noise, *(step.x0 for step in steps))]
@@ -261,12 +259,12 @@ class Generator:
             return self._codec.normalise(self._codec.encode(images)[:, 0]).to(self._device)
 
     def _start(
-        self, seeds: Tensor, labels: Tensor | None, low_res: Tensor | None, conditions: Mapping[str, Tensor]
+        self, seeds: Tensor, labels: Tensor | None, conditions: Mapping[str, Tensor]
     ) -> tuple[Denoiser, Tensor, Streams]:
         streams = image_streams(seeds.to(self._device), self._seed)
         size = self._spec.size
         noise = initial_noise(streams, (self._spec.channels, *self._tiles.shape(size)))
-        inputs = {"label": labels, "low_res": low_res, **conditions}
+        inputs = {"label": labels, **conditions}
         cond = {name: value.to(self._device) for name, value in inputs.items() if value is not None}
         denoisers = [
             self._reading.denoiser(self._network, self._grid, cond, self._guide) for _ in range(self._tiles.number)

@@ -53,11 +53,6 @@ class IddpmSystem(VectorConditioned):
     warm_start: ClassVar = WarmStart(class_rows=("label_emb.weight",))
 
     @property
-    def low_resolution(self) -> int | None:
-        """Return the side of the small images that the network enlarges; None: it makes images from noise alone."""
-        return self.network.low_resolution
-
-    @property
     def build_options(self) -> dict[str, Any]:
         return {"learned_variance": self.learns_variance, "null_label": self.objective.label_drop_probability > 0}
 

@@ -19,14 +19,14 @@ from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.npz import save_samples
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
-from image_diffusion.core.types import EMBEDDING, TEXT, DataSpec
+from image_diffusion.core.types import EMBEDDING, IMAGE, TEXT, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
-from image_diffusion.systems.diffusion.conditions.base import Condition
+from image_diffusion.systems.diffusion.conditioning import Conditions
+from image_diffusion.systems.diffusion.conditions.base import ImageSource
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
 from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
-from image_diffusion.systems.diffusion.super_resolution import small_held_out, small_images
 from image_diffusion.systems.interface import TrainedNetwork
 from image_diffusion.systems.pictures import Pictures, listed, read_pictures
 from image_diffusion.systems.sampling import (
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 class Generates(Protocol):
     """Generator of images from seeds, int64 [N], and labels, int64 [N] or none, on the device of its network.
 
-    settings: completed with the values of the model. low_res: small images to enlarge. conditions: the other conditions
-    of each image, by name.
+    settings: completed with the values of the model. conditions: those of each image beside its class, by name.
     """
 
     @property
@@ -59,7 +58,6 @@ class Generates(Protocol):
         self,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return images [N, C, H, W] of the data's type."""
@@ -69,7 +67,6 @@ class Generates(Protocol):
         self,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
         """Return the images after each step."""
@@ -81,11 +78,9 @@ _APART, _OF_EACH = 8, 4  # pictures beside the grid, and images in each
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling(Sampling, ABC):
-    """Sampling of images. condition: of the network. low_resolution: side of the small images that the network
-    enlarges; None: the network has no such input."""
+    """Sampling of images. condition: of the network."""
 
-    condition: Condition
-    low_resolution: int | None = None
+    condition: Conditions
 
     @abstractmethod
     def generator(
@@ -103,7 +98,10 @@ class ImageSampling(Sampling, ABC):
         do not fit."""
 
     def sources(self, settings: SampleConfig) -> SamplingSources:
-        return SamplingSources(settings.small_images, self.condition.draws(settings))
+        return SamplingSources(self.condition.draws_images(settings), self.condition.draws(settings))
+
+    def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
+        return {} if self.condition.image is None else self.condition.image.spec(spec, None).conditions
 
     def pictures(self, settings: SampleConfig) -> list[str]:
         return [str(path) for path in listed(settings.given, settings.start)]
@@ -120,29 +118,19 @@ class ImageSampling(Sampling, ABC):
                 f"network that it is to guide. Name a weaker network of the same data."
             )
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-        request = self.condition.sampling_request(settings, model.pairs, len(seeds), inputs.embeddings)
+        image_source = ImageSource(model.spec, inputs.small_images)
+        request = self.condition.sampling_request(settings, model.pairs, len(seeds), inputs.embeddings, image_source)
         labels = _labels(model.spec, request, settings, model.classes, seeds, model.untrained)
-        enlarged = small_images(settings.small_images, inputs.small_images, self.low_resolution, model.spec, seeds)
-        if enlarged is not None and model.classes:
-            if enlarged.labels is None and isinstance(settings.labels, str):
-                raise ValueError(
-                    "sample.small_images has no labels, but the network was trained with classes. Enlarge images of an "
-                    "experiment with the same classes, or list their classes in sample.labels."
-                )
-            labels = labels if enlarged.labels is None else enlarged.labels
         pictures = read_pictures(settings.given, settings.start, inputs.crop, model.spec)
         generator = self._generator_on_best_device(model, settings, inputs.codec, weaker, request, pictures)
         described: dict[str, Any] = {"settings": dump(generator.settings)}
         if weaker is not None:
             described["weaker_sha256"] = weaker.sha256
         described |= request.described
-        if enlarged is not None:
-            described["enlarged"] = enlarged.source
         if pictures is not None:
             described["pictures"] = pictures.source
-        low_res = None if enlarged is None else enlarged.images
         titles = _titles(request, labels, model.classes)
-        return ImageMaker(generator, seeds, labels, low_res, described, request, titles, model.spec)
+        return ImageMaker(generator, seeds, labels, described, request, titles, model.spec)
 
     def preview(self, inputs: PreviewInputs) -> Preview:
         """Return the function that draws `step-NNNNNNN.png`, the same images as .npz, and of the first eight classes or
@@ -152,12 +140,9 @@ class ImageSampling(Sampling, ABC):
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
         pair_shards = inputs.training.beside
         pairs = pair_shards.manifest["pairs"] if pair_shards is not None else None
-        request = self.condition.sampling_request(settings, pairs, len(seeds), inputs.held_out)
+        image_source = ImageSource(inputs.spec, inputs.held_out)
+        request = self.condition.sampling_request(settings, pairs, len(seeds), inputs.held_out, image_source)
         labels = _labels(inputs.spec, request, settings, classes, seeds, inputs.training.untrained())
-        low_res: Tensor | None = None
-        if self.low_resolution is not None:
-            low_res, labels = small_held_out(inputs.held_out, self.low_resolution, seeds)
-
         class_names = [classes[label] for label in labels.tolist()] if classes and labels is not None else []
         shown = _titles(request, labels, classes)
         titles = shown or class_names
@@ -167,9 +152,8 @@ class ImageSampling(Sampling, ABC):
 
         def draw(network: nn.Module, step: int, folder: Path) -> Mapping[str, Path | float]:
             generator = self.generator(network, inputs.spec, inputs.codec(), settings, null=request.null)
-            images = generator(
-                seeds, labels if inputs.spec.num_classes else None, low_res, request.select(torch.arange(len(seeds)))
-            )
+            conditions = request.select(torch.arange(len(seeds)))
+            images = generator(seeds, labels if inputs.spec.num_classes else None, conditions)
             path = folder / f"step-{step:07d}.png"
             save_samples(path.with_suffix(".npz"), images, labels)
             images = inputs.spec.shown(images)
@@ -187,7 +171,7 @@ class ImageSampling(Sampling, ABC):
         """Return the columns of a request: seeds and, for a model with classes, their numbers or names; for one
         conditioned on words, prompts; and for one conditioned on embeddings, prompts too, where the model that makes
         these goes with it (embeds). None for a model with any other condition."""
-        if self.low_resolution is not None or spec.conditions.keys() - ({TEXT, EMBEDDING} if embeds else {TEXT}):
+        if spec.conditions.keys() - ({TEXT, EMBEDDING} if embeds else {TEXT}):
             return None
         seed = {"seed": Column("long", required=True, example=(0, 1))}
         if spec.conditions:
@@ -226,7 +210,7 @@ class ImageSampling(Sampling, ABC):
             if not generators:
                 generators.append(self._generator_on_best_device(model, settings, decoder, weaker, request))
             images = [
-                generators[0](seeds[part], None if labels is None else labels[part], None, request.select(part))
+                generators[0](seeds[part], None if labels is None else labels[part], request.select(part))
                 for part in torch.arange(len(seeds)).split(settings.batch_size)
             ]
             return torch.cat(images).permute(0, 2, 3, 1).contiguous().numpy()
@@ -261,6 +245,11 @@ def _labels(
         return request.labels
     if not spec.num_classes:
         return classes_named(request.described.get("prompts", []), classes)
+    if IMAGE in spec.conditions and not request.classes and isinstance(settings.labels, str):
+        raise ValueError(
+            "sample.small_images has no labels, but the network was trained with classes. Name images of an experiment "
+            "with the same classes, or list their classes in sample.labels."
+        )
     if request.classes:
         return torch.tensor(chosen_classes("sample.conditions", request.classes, classes))
     return requested_labels(settings.labels, len(seeds), classes, seeds, settings.seed, untrained)
@@ -282,14 +271,13 @@ class ImageMaker:
         generator: Generates,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None,
         described: dict[str, Any],
         request: SamplingRequest,
         titles: list[str],
         spec: DataSpec,
     ) -> None:
         self.labels, self.described, self.titles = labels, described, titles
-        self._generator, self._seeds, self._low_res, self._request = generator, seeds, low_res, request
+        self._generator, self._seeds, self._request = generator, seeds, request
         self._spec = spec
 
     def __call__(self, rows: slice) -> Tensor:
@@ -301,10 +289,9 @@ class ImageMaker:
         images = self._spec.shown(torch.stack(chosen, dim=1).flatten(0, 1))
         return {"steps": image_grid(images, columns=len(chosen))}
 
-    def _for_rows(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Tensor]]:
-        labels = self.labels if self._spec.num_classes else None
-        labels, low_res = (None if tensor is None else tensor[rows] for tensor in (labels, self._low_res))
-        return self._seeds[rows], labels, low_res, self._request.select(torch.arange(len(self._seeds))[rows])
+    def _for_rows(self, rows: slice) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        labels = self.labels[rows] if self.labels is not None and self._spec.num_classes else None
+        return self._seeds[rows], labels, self._request.select(torch.arange(len(self._seeds))[rows])
 
 
 def _wanted_labels(rows: pandas.DataFrame) -> Sequence[ClassLabel]:

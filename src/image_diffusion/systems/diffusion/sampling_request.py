@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,3 +32,17 @@ class SamplingRequest:
     def select(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the conditions of some of the images, by their numbers."""
         return {name: tensor[rows % len(tensor)] for name, tensor in self.conditions.items()}
+
+
+def joined(requests: Iterable[SamplingRequest]) -> SamplingRequest:
+    """Return one request with the conditions of several. Where one names classes, they are those of the images."""
+    parts = list(requests)
+    classes = next((part.classes for part in parts if part.classes), [])
+    return SamplingRequest(
+        titles=next((part.titles for part in parts if part.titles), []),
+        conditions={name: tensor for part in parts for name, tensor in part.conditions.items()},
+        null={name: tensor for part in parts for name, tensor in part.null.items()},
+        labels=None if classes else next((part.labels for part in parts if part.labels is not None), None),
+        classes=classes,
+        described={key: value for part in parts for key, value in part.described.items()},
+    )

@@ -137,14 +137,12 @@ class TokenGenerator:
         self,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return uint8 images [N, C, H, W] of these seeds, int64 [N], and labels, int64 [N].
 
         conditions: the other conditions of each image, by name.
         """
-        assert low_res is None
         return self._decode(deque(self._steps(seeds, labels, conditions or {}), maxlen=1).pop())
 
     @torch.no_grad()
@@ -152,7 +150,6 @@ class TokenGenerator:
         self,
         seeds: Tensor,
         labels: Tensor | None,
-        low_res: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> list[Tensor]:
         """Return the images after ten of the steps at most, grey where tokens are still hidden."""

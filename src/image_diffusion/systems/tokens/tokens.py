@@ -26,6 +26,7 @@ from image_diffusion.objectives import TokenObjective
 from image_diffusion.objectives.tokens.masked import MaskedTokens
 from image_diffusion.systems.base import Others, Sections, System, spec_of
 from image_diffusion.systems.diffusion.checks import check_kept, check_pairs
+from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
@@ -165,7 +166,7 @@ class TokensSystem(System):
         return Batch(stored.flatten(1).long(), cond, streams)
 
     def sampling(self) -> TokenSampling:
-        return TokenSampling(condition=self.condition, reading=self.reading)
+        return TokenSampling(condition=Conditions.written_as(self.condition), reading=self.reading)
 
     def evaluation(self) -> TokenEvaluation:
         return TokenEvaluation(causal=self.objective.causal, has_captions=self.condition.reads is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,15 @@ from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Images that a network is conditioned on, or that what it is conditioned on is made of. spec: of the network.
+    source: held-out images; the folder of their crops, or a samples.npz; None: none is named."""
+
+    spec: DataSpec
+    source: Shards | Path | None = None
 
 
 class Condition(Protocol):
@@ -58,10 +68,16 @@ class Condition(Protocol):
         ...
 
     def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
     ) -> SamplingRequest:
         """Return the conditions of `count` images. pairs: what the manifest of the shards says of them. source:
-        held-out images with what lies beside them, or the folders of those."""
+        held-out images with what lies beside them, or the folders of those. image_source: of the images of a
+        condition."""
         ...
 
 
@@ -80,4 +96,13 @@ def check_no_conditions(section: str, settings: SampleConfig) -> None:
         raise ValueError(
             f"{section}.conditions is set, but the network takes no numbers. Leave it out, or add {{type: numbers}} to "
             f"system.condition."
+        )
+
+
+def check_no_images(section: str, settings: SampleConfig, image: object) -> None:
+    """Raise ValueError if images are set that no sample would use. image: the part of the condition that takes them."""
+    if settings.small_images is not None and image is None:
+        raise ValueError(
+            f"{section}.small_images is set, but the network takes no image. Leave it out, or add {{type: image, from: "
+            f"self, shrink: N}} to system.condition."
         )

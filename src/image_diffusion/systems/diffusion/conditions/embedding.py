@@ -14,7 +14,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import check_no_conditions
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -63,7 +63,12 @@ class EmbeddingCondition(Config):
         return settings.embeddings or "validation"
 
     def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
     ) -> SamplingRequest:
         """Return the embeddings of `count` images, chosen by their seeds. source: held-out images with their pairs, the
         folders of those, or a folder of embeddings."""

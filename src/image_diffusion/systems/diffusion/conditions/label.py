@@ -12,7 +12,7 @@ from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import check_no_conditions, check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions, check_no_embeddings
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 
@@ -57,7 +57,12 @@ class LabelCondition(Config):
         return None
 
     def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
     ) -> SamplingRequest:
         """Return the conditions of `count` images, beside classes: nothing."""
         return SamplingRequest()

@@ -15,7 +15,7 @@ from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_embeddings
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out
@@ -71,7 +71,12 @@ class NumbersCondition(Config):
         return "validation" if settings.conditions is None else None
 
     def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
     ) -> SamplingRequest:
         """Return the numbers of `count` images: each row in turn, or by their seeds those of held-out images."""
         if pairs is None:

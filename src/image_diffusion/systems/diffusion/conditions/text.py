@@ -15,7 +15,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import check_no_conditions, check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions, check_no_embeddings
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -96,7 +96,12 @@ class TextCondition(Config):
         return None
 
     def sampling_request(
-        self, settings: SampleConfig, pairs: Mapping[str, Any] | None, count: int, source: Shards | Sequence[Path] = ()
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
     ) -> SamplingRequest:
         """Return the encoded prompts of `count` images. pairs: the description of the captions in their manifest."""
         if pairs is None:

@@ -1,0 +1,171 @@
+"""Condition on another image: one that is made of the image itself, such as a small one to enlarge (super-resolution).
+
+In training it is made of the crops. Sampling makes it of held-out crops, so that the result can be compared with them,
+or reads it from a samples.npz, so that one experiment can enlarge the samples of another (a cascade, Ho et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import ConfigDict, Field, model_validator
+from torch import Tensor
+
+from image_diffusion.codecs.base import from_uint8
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.atomic import sha256_file
+from image_diffusion.core.files.npz import read_arrays
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.samplers.image_noise import image_streams
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions, check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+
+_KEY = "sample.small_images"
+
+
+class ImageCondition(Degradations):
+    """Another image, whose channels the network reads behind those of its input."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["image"] = "image"
+    """An image."""
+    source: Literal["self"] = Field(alias="from")
+    """The image itself, of which it is made: by shrink, gray, hole or edges."""
+
+    takes_classes: ClassVar[bool] = False
+    keys: ClassVar[frozenset[str]] = frozenset({"small_images"})
+    reads: ClassVar[None] = None
+
+    @model_validator(mode="after")
+    def _is_made_in_one_way(self) -> Self:
+        if len(self.degradations) != 1:
+            named = " and ".join(self.degradations) or "nothing"
+            known = ", ".join(Degradations.model_fields)
+            raise ValueError(f"{named} is set beside from: self. Set one of {known}.")
+        return self
+
+    @property
+    def degradation(self) -> Degradation:
+        """Return what makes the image."""
+        return next(iter(self.degradations.values()))
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError for settings that do nothing."""
+        if settings.prompts is not None or settings.negative_prompt:
+            raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
+        if settings.labels != "balanced":
+            raise ValueError(f"{section}.labels is set, but the network takes images alone. Leave it out.")
+        check_no_embeddings(section, settings)
+        check_no_conditions(section, settings)
+
+    def check_pairs(self, pairs: Any) -> None:
+        """Accept any experiment: nothing is read beside the images."""
+
+    def check_data(self, data: DataConfig) -> None:
+        """Raise ValueError where nothing can be made of the images."""
+        try:
+            self.degradation.shape(data.num_channels, data.size)
+        except ValueError as error:
+            raise ValueError(f"system.condition: {error}. Leave it out, or change it.") from None
+
+    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
+        """Return the shapes that a network has to be built for: no classes, an image of [C', h, w]."""
+        shape = self.degradation.shape(spec.channels, spec.size)
+        return spec.model_copy(update={"num_classes": 0, "conditions": {IMAGE: shape}})
+
+    def degraded(self, x: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return the condition that is made of images [B, C, H, W] in [-1, 1]."""
+        return {IMAGE: self.degradation(x, streams)}
+
+    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return the conditions that lie beside the images: none."""
+        return {}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the embeddings that images are made of: none."""
+        return None
+
+    def draws_images(self, settings: SampleConfig) -> SamplesOf | str:
+        """Return the source of the images: held-out images, where none is set."""
+        return settings.small_images or "validation"
+
+    def sampling_request(
+        self,
+        settings: SampleConfig,
+        pairs: Mapping[str, Any] | None,
+        count: int,
+        source: Shards | Sequence[Path] = (),
+        image_source: ImageSource | None = None,
+    ) -> SamplingRequest:
+        """Return the images of `count` images to be made, and their classes, if known. Raises ValueError for images
+        that are missing or do not fit."""
+        assert image_source is not None
+        wanted, seeds = self.draws_images(settings), torch.arange(settings.first_seed, settings.first_seed + count)
+        described: dict[str, Any] = {"condition": dump(self)}
+        if wanted == "validation" or isinstance(image_source.source, Shards):
+            crops = image_source.source if isinstance(image_source.source, Shards) else _held_out(image_source)
+            rows = (seeds % crops.num_samples).numpy()
+            labels = torch.from_numpy(crops.labels[rows]) if crops.num_classes else None
+            image = self.degradation(from_uint8(crops.gather(rows)), image_streams(seeds, settings.seed))
+            described |= {"split": "validation", "data": crops.digest}
+        else:
+            if image_source.source is None and isinstance(wanted, SamplesOf):
+                raise ValueError(f"{_KEY} needs the samples.npz of {wanted.experiment}. Name it: --small-images PATH.")
+            path = image_source.source or Path(str(wanted))
+            image, labels = read_images(path, image_source.spec, seeds)
+            described |= {"sha256": sha256_file(path)}
+        return SamplingRequest(conditions={IMAGE: image}, labels=labels, described={"image": described})
+
+
+def _held_out(image_source: ImageSource) -> Shards:
+    """Return the held-out crops. Raises ValueError where there are none, or of another size."""
+    if image_source.source is None:
+        raise ValueError(f"{_KEY} needs the folder of the crops. Name it: --small-images PATH.")
+    assert isinstance(image_source.source, Path)
+    crops, spec = open_shards(image_source.source, "validation"), image_source.spec
+    if crops.shape != (spec.channels, *spec.size):
+        raise ValueError(
+            f"The crops in {image_source.source} have shape {list(crops.shape)}, but the network makes images of "
+            f"{[spec.channels, *spec.size]}. Name the crops it was trained on."
+        )
+    if crops.num_samples == 0:
+        raise ValueError(f"{_KEY} is validation, but no images are held out. Set data.validation_fraction.")
+    return crops
+
+
+def read_images(path: Path, spec: DataSpec, seeds: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Read images that a network is conditioned on, for seeds int64 [N]: float32 [N, C', h, w] in [-1, 1], and their
+    labels.
+
+    path: a samples.npz, arr_0 uint8 [M, h, w, C'] and, with classes, arr_1 int64 [M]; seed s has row s modulo M. spec:
+    of the network. Raises ValueError when it cannot be read, its images are of another size, or a label is not a class
+    of the network.
+    """
+    channels, *size = spec.conditions[IMAGE]
+    try:
+        arrays = read_arrays(path)
+        images = torch.from_numpy(arrays["arr_0"].copy())
+        labels = torch.from_numpy(arrays["arr_1"].copy()) if "arr_1" in arrays else None
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{_KEY}: {path} is not a samples.npz: {error}") from None
+    if tuple(images.shape[1:]) != (*size, channels) or images.dtype != torch.uint8 or not len(images):
+        raise ValueError(
+            f"{_KEY}: {path} holds {images.dtype} images of {tuple(images.shape)}, but the network takes uint8 images "
+            f"of (N, {size[0]}, {size[1]}, {channels}). Sample an experiment of that resolution."
+        )
+    if labels is not None and spec.num_classes and not 0 <= int(labels.min()) <= int(labels.max()) < spec.num_classes:
+        raise ValueError(
+            f"{_KEY}: {path} has labels up to {int(labels.max())}, but the network has {spec.num_classes} classes. "
+            f"Sample an experiment of the same data."
+        )
+    rows = seeds % len(images)
+    return from_uint8(images[rows].permute(0, 3, 1, 2)), None if labels is None else labels[rows]

@@ -1,0 +1,86 @@
+"""Comparison of samples with the images of which their conditions were made, such as enlarged ones with originals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from image_diffusion.codecs.base import from_uint8, to_uint8
+from image_diffusion.core.config.base import parse
+from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.metrics.distances.jackknife import mean_estimate
+from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.features.base import AT_ONCE, ImageSet
+from image_diffusion.metrics.images.reconstruction import psnr
+from image_diffusion.metrics.samples import Samples
+from image_diffusion.samplers.image_noise import image_streams
+from image_diffusion.systems.diffusion.conditions.image import ImageCondition
+
+_SHOWN = 10
+
+
+def evaluate_paired(samples: Samples, originals: ImageSet, report: Path | None = None) -> dict[str, Any]:
+    """Compare samples with the images of which their conditions were made, and with guesses without a network.
+
+    Returns entries of metrics.json by name, for samples whose conditions are made of held-out images; nothing for
+    others.
+
+    Where seeds run through the held-out images k times, an image has k samples. "psnr": of each of them, in dB, mean
+    over the images; "psnr_mean": of the mean of an image's samples, where k is above 1, an estimate of the posterior
+    mean, which no sample can match in PSNR; of small images also "psnr_bicubic": of their bicubic enlargement, and
+    "psnr_gain": psnr_mean, or psnr, minus that of bicubic, image by image. report: a folder for the picture
+    enlarged.png, or paired.png where the condition is no small image, from top to bottom: condition, bicubic, sample,
+    mean of the samples if k is above 1, original.
+
+    Raises ValueError when the held-out images are no longer those that the conditions were made of.
+    """
+    described = samples.protocol.get("image", {})
+    if described.get("split") != "validation":
+        return {}
+    if described["data"] != originals.digest:
+        raise ValueError("The data set has changed since its images were used as conditions. Run sample again.")
+    degradation = parse(ImageCondition, described["condition"], "samples.json: image").degradation
+    seed = int(samples.protocol["settings"]["seed"])
+    first_seed = int(samples.protocol["settings"]["first_seed"])
+    row_of_each = (first_seed + np.arange(samples.num_samples)) % originals.num_samples
+    rows = np.unique(row_of_each)
+    several = len(rows) < samples.num_samples
+    parts: dict[str, list[Tensor]] = {}
+    shown: Tensor | None = None
+    for start in range(0, len(rows), AT_ONCE):
+        chosen = rows[start : start + AT_ONCE]
+        original = originals.gather(chosen)
+        first_of_each = torch.from_numpy(first_seed + (chosen - first_seed) % originals.num_samples)
+        size = (original.shape[2], original.shape[3])
+        made = degradation(from_uint8(original), image_streams(first_of_each, seed))
+        guesses = {name: to_uint8(guess) for name, guess in degradation.baselines(made, size).items()}
+        place = np.searchsorted(chosen, row_of_each.clip(chosen[0], chosen[-1]))
+        numbers = np.flatnonzero(chosen[place] == row_of_each)
+        image = torch.from_numpy(place[numbers])
+        drawn = samples.gather(numbers)
+        counts = torch.bincount(image, minlength=len(chosen)).to(torch.float64)
+        sums = torch.zeros(len(chosen), dtype=torch.float64).index_add_(0, image, psnr(original[image], drawn))
+        total = torch.zeros(original.shape, dtype=torch.float64).index_add_(0, image, drawn.to(torch.float64))
+        mean = (total / counts[:, None, None, None]).round().to(torch.uint8)
+        values = {"psnr": sums / counts} | {f"psnr_{name}": psnr(original, guess) for name, guess in guesses.items()}
+        if several:
+            values["psnr_mean"] = psnr(original, mean)
+        for name in guesses:
+            values["psnr_gain"] = values.get("psnr_mean", values["psnr"]) - values[f"psnr_{name}"]
+        for name, value in values.items():
+            parts.setdefault(name, []).append(value)
+        if shown is None:
+            channels = original.shape[1]
+            seen = to_uint8(F.interpolate(made[:, :channels], size, mode="nearest")).expand(-1, channels, -1, -1)
+            first = drawn[torch.tensor([int((image == i).nonzero()[0]) for i in range(min(_SHOWN, len(chosen)))])]
+            columns = [seen, *guesses.values(), first, *([mean] if several else []), original]
+            shown = torch.cat([column[:_SHOWN] for column in columns])
+    if report is not None and shown is not None:
+        save_picture(image_grid(shown, min(_SHOWN, len(rows))), report / f"{degradation.picture}.png")
+    block = block_of_each(len(rows))
+    return {name: mean_estimate(torch.cat(values), block).as_dict() for name, values in parts.items()}
