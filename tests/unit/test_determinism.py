@@ -12,16 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.optim.determinism import Mode, switches
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
+FIXES_COMPILED = hasattr(inductor, "deterministic")
+"""True if this PyTorch can fix which kernels it compiles: from 2.10 on."""
+
+FIXED = {"deterministic": True, "benchmark": False, "compiled": FIXES_COMPILED, WORKSPACES: ":4096:8"}
 ASKED: dict[str, dict[str, Any]] = {
     "off": {"deterministic": False, "benchmark": True, "compiled": False, WORKSPACES: None, "threads": 2},
-    "run": {"deterministic": True, "benchmark": False, "compiled": True, WORKSPACES: ":4096:8", "threads": 2},
-    "strict": {"deterministic": True, "benchmark": False, "compiled": True, WORKSPACES: ":4096:8", "threads": 1},
+    "run": {"deterministic": True, "benchmark": False, "compiled": FIXES_COMPILED, WORKSPACES: ":4096:8", "threads": 2},
+    "strict": {
+        "deterministic": True,
+        "benchmark": False,
+        "compiled": FIXES_COMPILED,
+        WORKSPACES: ":4096:8",
+        "threads": 1,
+    },
 }
 
 
@@ -31,12 +42,10 @@ def settings(mode: str, **changes: Any) -> TrainConfig:
 
 def asked() -> dict[str, Any]:
     """What is asked of PyTorch at this moment."""
-    from torch._inductor import config as inductor
-
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
-        "compiled": inductor.deterministic,
+        "compiled": FIXES_COMPILED and inductor.deterministic,
         WORKSPACES: os.environ.get(WORKSPACES),
         "threads": torch.get_num_threads(),
     }
@@ -55,7 +64,7 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("ends", ["well", "ill"])
 def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: Mode, ends: str) -> None:
     before, tf32 = asked(), torch.backends.cuda.matmul.allow_tf32
-    with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(mode, not tf32, compiled=True):
+    with pytest.raises(KeyError) if ends == "ill" else nullcontext(), switches(mode, not tf32, compiled=FIXES_COMPILED):
         assert asked() == ASKED[mode]
         assert torch.backends.cuda.matmul.allow_tf32 is not tf32
         # Only without warn_only does the backward pass of flash attention take its deterministic kernel.
@@ -67,7 +76,7 @@ def test_a_mode_asks_for_what_it_promises_and_puts_everything_back(mode: Mode, e
 
 def test_workspaces_that_a_user_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACES, ":16:8")
-    with switches("run", allow_tf32=False, compiled=True):
+    with switches("run", allow_tf32=False, compiled=FIXES_COMPILED):
         assert os.environ[WORKSPACES] == ":16:8"
     assert os.environ[WORKSPACES] == ":16:8"
 
@@ -85,12 +94,40 @@ def test_an_operation_without_a_fixed_order_is_told_in_one_line(mode: Mode) -> N
     told = (
         rf"train\.deterministic is {mode}, but put_ has no kernel with a fixed order of sums on this device\. Set train"
     )
-    with pytest.raises(ValueError, match=told), switches(mode, allow_tf32=False, compiled=True):
+    with pytest.raises(ValueError, match=told), switches(mode, allow_tf32=False, compiled=FIXES_COMPILED):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     with switches("off", allow_tf32=False, compiled=True):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    with pytest.raises(RuntimeError, match="something else"), switches(mode, allow_tf32=False, compiled=True):
+    with pytest.raises(RuntimeError, match="something else"), switches(mode, allow_tf32=False, compiled=FIXES_COMPILED):
         raise RuntimeError("something else")
+
+
+class Older:
+    """PyTorch's settings of compiled kernels, as they were before 2.10."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "deterministic":
+            raise AttributeError(name)
+        return getattr(inductor, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Ignore what `torch.use_deterministic_algorithms` sets from 2.10 on."""
+
+
+@pytest.mark.parametrize("mode", ["run", "strict"])
+def test_a_pytorch_that_cannot_fix_what_it_compiles_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    before = asked()
+    monkeypatch.setattr("torch._inductor.config", Older())
+    told = (
+        rf"^train\.deterministic is {mode} and the training is compiled, but PyTorch [^\n]*2\.10 or newer[^\n]*off\.$"
+    )
+    with pytest.raises(ValueError, match=told), switches(mode, allow_tf32=False, compiled=True):
+        pass
+    with switches(mode, allow_tf32=False, compiled=False), switches("off", allow_tf32=False, compiled=True):
+        pass
+    assert asked() == before
 
 
 PROGRAM = """

@@ -21,7 +21,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 BROUGHT = {"pydantic_core": "pydantic", "huggingface_hub": "diffusers", "fsspec": "torch", "triton": "torch"}
 """Packages that the requirements of others bring."""
-CHOSEN = {"lmdb", "nibabel", "pandas", "peft", "pyarrow", "pydicom", "torch_fidelity", "torchvision", "transformers"}
+CHOSEN = {
+    "bitsandbytes",
+    "lmdb",
+    "nibabel",
+    "pandas",
+    "peft",
+    "pyarrow",
+    "pydicom",
+    "torch_fidelity",
+    "torchvision",
+    "transformers",
+}
 """Packages that an experiment may ask for; where they are missing, a command says so."""
 
 sys.path.insert(0, str(ROOT / "workflow/scripts"))

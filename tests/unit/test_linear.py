@@ -62,7 +62,19 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     layer, x = Linear(128, 96), torch.randn(600, 128)
     with torch.no_grad():
         whole = layer(x)
-        assert all(torch.equal(layer(x[:rows]), whole[:rows]) for rows in (2, 7, 64, 333))
+        assert all(torch.equal(layer(x[:rows]), whole[:rows]) for rows in (2, 7, 40, 64, 333))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 96), (96,), (0, 96), (70, 96)])
+def test_few_rows_are_filled_up(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """As with an older PyTorch: no trace is left of the rows that are added."""
+    monkeypatch.setattr(module, "_FEWEST_ROWS", 64)
+    torch.manual_seed(0)
+    layer, x = Linear(96, 192), torch.randn(shape)
+    with torch.no_grad():
+        got, expected = layer(x), F.linear(x, layer.weight, layer.bias)
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gradient_that_is_not_wanted_is_not_made() -> None:

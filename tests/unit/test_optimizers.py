@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +23,17 @@ from image_diffusion.training.parallel.flat_parameters import Flat
 SPEC = DataSpec(channels=3, resolution=16, num_classes=3)
 INNER = {"blocks.0.0.weight": 3, "blocks.0.1.weight": 1, "blocks.1.weight": 1}
 RATE, STEPS = 0.02, 4
+SCALES = ["match_rms_adamw", "original", "spectral_unclamped"]
+
+
+def scales() -> list[str]:
+    """Those of Muon that the installed PyTorch has: 2.15 has all."""
+    found = []
+    for scale in SCALES:
+        with suppress(ValueError):
+            torch.optim.Muon([torch.zeros(1, 1)], adjust_lr_fn=scale)
+            found.append(scale)
+    return found
 
 
 class Blocks(nn.Module):
@@ -56,7 +68,7 @@ def trained(config: Muon | Lion, factors: dict[str, float] | None = None) -> dic
     return flat.named(flat.values)
 
 
-@pytest.mark.parametrize("scale", ["match_rms_adamw", "original", "spectral_unclamped"])
+@pytest.mark.parametrize("scale", scales())
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_that_of_pytorch_on_each_map_and_adamw_on_the_rest(scale: str, nesterov: bool) -> None:
     plain = dict(network().named_parameters())
@@ -95,14 +107,14 @@ def test_an_update_of_muon_has_singular_values_about_one() -> None:
     flat = Flat(dit.to(memory_format=torch.channels_last))
     before = {name: value.clone() for name, value in flat.named(flat.values).items()}
     flat.gradient.normal_()
-    optimizer = Muon(lr=1.0, scale="spectral_unclamped").build(flat)
+    optimizer = Muon(lr=1.0, scale="original").build(flat)
     optimizer.set_rate(1.0)
     optimizer.torch.step()
     seen = 0
     for name, count in flat.inner.items():
         for update in (before[name] - flat.named(flat.values)[name]).chunk(count):
             m, n = update.shape
-            values = torch.linalg.svdvals(update) / math.sqrt(m / n)
+            values = torch.linalg.svdvals(update) / math.sqrt(max(1, m / n))
             # Of a square random matrix the smallest are near zero, from where five steps do not reach the band.
             assert values.median() > 0.5 and values.max() < 1.5
             assert m == n or values.min() > 0.5
@@ -140,6 +152,18 @@ def test_muon_without_a_matrix_is_refused(freeze: tuple[str, ...]) -> None:
     assert config.tunes
     with pytest.raises(ValueError, match=r"train\.optimizer is muon, but no linear or convolutional layer in the"):
         tune(network() if freeze else nn.Sequential(nn.Linear(2, 2)), config)
+
+
+def test_a_scale_that_pytorch_does_not_have_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(parameters: Any, adjust_lr_fn: str) -> None:
+        if adjust_lr_fn == "spectral_unclamped":
+            raise ValueError(f"Adjust learning rate function {adjust_lr_fn} is not supported")
+
+    assert {"match_rms_adamw", "original"} <= set(scales()) and (len(scales()) == 3 or torch.__version__ < "2.15")
+    monkeypatch.setattr(torch.optim, "Muon", older)
+    with pytest.raises(ValueError, match=r"^train\.optimizer\.scale is spectral_unclamped, which PyTorch .* does not"):
+        tune(network(), TrainConfig.model_validate({"steps": 1, "optimizer": {"type": "muon", "scale": SCALES[2]}}))
+    tune(network(), TrainConfig.model_validate({"steps": 1, "optimizer": {"type": "muon", "scale": SCALES[1]}}))
 
 
 def test_what_needs_whole_parameters_is_not_sharded() -> None:

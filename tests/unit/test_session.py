@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 
 from image_diffusion.core.config.base import to_yaml
 from image_diffusion.core.files.atomic import write_bytes
@@ -370,7 +371,9 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path: Pat
 
 
 def test_compiled_training_gives_the_same_losses(tmp_path: Path) -> None:
-    eager, compiled = start(tmp_path / "eager", steps=4), start(tmp_path / "compiled", steps=4, compile=True)
+    mode = "run" if hasattr(inductor, "deterministic") else "off"  # PyTorch 2.9 cannot fix which kernels it compiles
+    eager = start(tmp_path / "eager", steps=4)
+    compiled = start(tmp_path / "compiled", steps=4, compile=True, deterministic=mode)
     for name, tensor in eager.items():
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-4, atol=1e-5)
 

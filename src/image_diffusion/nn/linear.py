@@ -24,6 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_FEWEST_ROWS = 1 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else 64
+"""oneDNN in older versions of PyTorch computes fewer rows by other kernels, whose last bits differ."""
 _WORTH_IT = 2**22  # multiplications: with fewer, what a gradient written in Python costs is more than what is saved
 
 
@@ -54,7 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling() or not _HAS_ONEDNN or is_plain(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _onednn(x, weight, bias)
+        return _row_by_row(x, weight, bias)
     if x.numel() * len(weight) < _WORTH_IT or _mkl_is_faster():
         return F.linear(x, weight, bias)
     return cast(Tensor, _Product.apply(x, weight, bias))
@@ -87,6 +89,15 @@ def _is_float32_on_cpu(x: Tensor) -> bool:
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product; x and weight may have any strides."""
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+
+
+def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product, of which no row depends on the rows beside it."""
+    missing = _FEWEST_ROWS - x.numel() // x.shape[-1]
+    if missing <= 0:
+        return _onednn(x, weight, bias)
+    rows = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, missing))
+    return _onednn(rows, weight, bias)[:-missing].view(*x.shape[:-1], len(weight))
 
 
 def _operations(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:

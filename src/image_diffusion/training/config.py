@@ -141,10 +141,10 @@ class TrainConfig(Config):
             raise ValueError("lora and freeze are both set, but with adapters all else is frozen. Leave freeze out.")
         if self.lora is not None and self.init_from is None:
             raise ValueError("lora is set, but there is nothing that adapters could adapt. Set init_from.")
-        if self.sharding == "optimizer" and not self.optimizer.moves_each_alone:
+        if (reason := self.optimizer.conflicts.get(self.sharding)) is not None:
             raise ValueError(
-                f"sharding: optimizer does not go with optimizer: {self.optimizer.type}, which needs each parameter "
-                f"whole. Leave out one of the two."
+                f"sharding: {self.sharding} does not go with optimizer: {self.optimizer.type}, which {reason}. Leave "
+                f"out one of the two."
             )
         if self.reduce == "bf16" and self.deterministic == "strict":
             raise ValueError(

@@ -17,6 +17,12 @@ from image_diffusion.training.parallel.world import World
 
 LossesOf = Callable[[Examples, int], Losses]
 
+_aten = torch.ops.aten
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+"""Attention on a CPU, which has no formula in versions of PyTorch before 2.15, and what has the same operations."""
 _SIDES = {"cuda": 8192, "cpu": 512}
 
 
@@ -55,7 +61,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        count = flop_registry.get(packet) or flop_registry.get(_COUNTED_AS.get(packet))
         if count is not None:
             self.total += int(count(*args, **(kwargs or {}), out_val=out))
         return out

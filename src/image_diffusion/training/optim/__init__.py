@@ -5,7 +5,8 @@ from typing import Annotated
 from pydantic import Field
 
 from image_diffusion.training.optim.adam import Adam, AdamW
+from image_diffusion.training.optim.adamw_8bit import AdamW8bit
 from image_diffusion.training.optim.lion import Lion
 from image_diffusion.training.optim.muon import Muon
 
-Optimizer = Annotated[AdamW | Adam | Muon | Lion, Field(discriminator="type")]
+Optimizer = Annotated[AdamW | AdamW8bit | Adam | Muon | Lion, Field(discriminator="type")]

@@ -14,7 +14,9 @@ from image_diffusion.training.parallel.flat_parameters import Flat
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class _AdamBase(OptimizerConfig):
+class AdamBase(OptimizerConfig):
+    """Settings that every Adam has."""
+
     lr: float = Field(1e-4, gt=0, le=10)
     """Learning rate, before the schedule."""
     betas: tuple[Probability, Probability] = (0.9, 0.999)
@@ -23,7 +25,7 @@ class _AdamBase(OptimizerConfig):
     """Added to the root of the second moment."""
 
 
-class AdamW(_AdamBase):
+class AdamW(AdamBase):
     """Adam with weight decay apart from the gradient (Loshchilov and Hutter 2019)."""
 
     type: Literal["adamw"] = "adamw"
@@ -43,7 +45,7 @@ class AdamW(_AdamBase):
         )
 
 
-class Adam(_AdamBase):
+class Adam(AdamBase):
     """Adam (Kingma and Ba 2015), without weight decay."""
 
     type: Literal["adam"] = "adam"

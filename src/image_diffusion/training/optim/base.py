@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 
 from image_diffusion.core.config.base import Config
 from image_diffusion.training.parallel.flat_parameters import Flat, Layout, Vector
@@ -21,8 +22,8 @@ Kind = Callable[..., torch.optim.Optimizer]
 class OptimizerConfig(Config, ABC):
     """Interface of every optimizer's configuration."""
 
-    moves_each_alone: ClassVar[bool] = True
-    """True if it moves each number on its own, so that a process may update any slice of a parameter."""
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    """Values of `train.sharding` that it does not go with, and what it needs or keeps that they divide."""
 
     looks_inside: ClassVar[bool] = False
     """True if it treats layers by their kind, so that it has something to `check`."""
@@ -78,17 +79,25 @@ def pieces(
 class FlatOptimizer:
     """An optimizer on pieces of the flat vectors.
 
-    layouts: of its moments, by name. moments: vectors of those. steps: float32, updates of each piece, on the device,
-    where the optimizer counts them.
+    layouts: of its moments, by name. moments: vectors of those, of the dtype `stored` (unset: float32). steps: float32,
+    updates of each piece, on the device, where the optimizer counts them.
     """
 
     torch: torch.optim.Optimizer
 
     def __init__(
-        self, flat: Flat, cut: Sequence[Piece], moments: Mapping[str, Layout], lr: float, kind: Kind, **settings: Any
+        self,
+        flat: Flat,
+        cut: Sequence[Piece],
+        moments: Mapping[str, Layout],
+        lr: float,
+        kind: Kind,
+        stored: dtype | None = None,
+        **settings: Any,
     ) -> None:
         self._lr, self.layouts = lr, moments
-        self.moments = {name: flat.values.new_zeros(layout.place(layout.size)) for name, layout in moments.items()}
+        zeros = partial(flat.values.new_zeros, dtype=stored)
+        self.moments = {name: zeros(layout.place(layout.size)) for name, layout in moments.items()}
         starts = {name: {slot.name: slot.start for slot in layout.slots} for name, layout in moments.items()}
         self.steps = torch.zeros(len(cut), device=flat.values.device)
         groups: list[dict[str, Any]] = []

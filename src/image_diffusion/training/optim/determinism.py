@@ -34,7 +34,8 @@ def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[
     GPU, when cuBLAS chooses its workspaces.
 
     allow_tf32: True if float32 products on a GPU may use TF32. compiled: True if the training uses torch.compile.
-    Raises ValueError for an operation that only has kernels without a fixed order, in the modes that need one.
+    Raises ValueError for an operation that only has kernels without a fixed order, or for a PyTorch that cannot fix
+    those that it compiles, in the modes that need a fixed order.
     """
     fixed = deterministic != "off"
     with ExitStack() as restored:
@@ -49,6 +50,12 @@ def switches(deterministic: Mode, allow_tf32: bool, compiled: bool) -> Iterator[
         if fixed and compiled:
             from torch._inductor import config as inductor  # takes seconds
 
+            if not hasattr(inductor, "deterministic"):
+                raise ValueError(
+                    f"train.deterministic is {deterministic} and the training is compiled, but PyTorch "
+                    f"{torch.__version__} cannot fix which kernels it compiles. Use PyTorch 2.10 or newer, or set "
+                    f"train.deterministic to off."
+                )
             restored.enter_context(inductor.patch(deterministic=True))
         if deterministic == "strict":
             restored.callback(torch.set_num_threads, torch.get_num_threads())

@@ -38,7 +38,7 @@ class Muon(OptimizerConfig):
     all else: the layers before and behind the blocks, embeddings, biases and gains."""
 
     looks_inside: ClassVar[bool] = True
-    moves_each_alone: ClassVar[bool] = False
+    conflicts: ClassVar[Mapping[str, str]] = {"optimizer": "needs each parameter whole"}
 
     type: Literal["muon"] = "muon"
     """Orthogonalised momentum for the matrices in the network's blocks, AdamW for the rest."""
@@ -58,12 +58,19 @@ class Muon(OptimizerConfig):
     """Settings of AdamW for all parameters other than the matrices of a block."""
 
     def check(self, trained: Collection[str]) -> None:
-        """Raise ValueError if no matrix in a block is trained."""
+        """Raise ValueError if no matrix in a block is trained, or if this PyTorch does not have the scale."""
         if not trained:
             raise ValueError(
                 "train.optimizer is muon, but no linear or convolutional layer in the network's blocks is trained. Use "
                 "adamw."
             )
+        try:
+            torch.optim.Muon([torch.zeros(1, 1)], adjust_lr_fn=self.scale)
+        except ValueError as error:
+            raise ValueError(
+                f"train.optimizer.scale is {self.scale}, which PyTorch {torch.__version__} does not have. Use a newer "
+                f"PyTorch, or match_rms_adamw."
+            ) from error
 
     def build(self, flat: Flat, factors: Mapping[str, float] | None = None) -> FlatOptimizer:
         """Return the optimizer of these parameters. factors: of their learning rates, by name; unset: 1. Raises
@@ -81,7 +88,7 @@ class _FlatMuon(FlatOptimizer):
         cut = pieces(flat, factors, (rest.weight_decay, 0.0), alone=flat.inner)
         ratio = 1.0 if rest.lr is None else rest.lr / config.lr
         others = [p._replace(stop=p.start) if p.start in inner else p._replace(factor=p.factor * ratio) for p in cut]
-        settings = {"betas": rest.betas, "eps": rest.eps}
+        settings: dict[str, Any] = {"betas": rest.betas, "eps": rest.eps}
         kept = flat.subset(flat.parameters.keys() - flat.inner.keys())
         super().__init__(flat, others, {"exp_avg": flat, "exp_avg_sq": kept}, config.lr, _adamw, **settings)
         matrices = [
