@@ -145,6 +145,7 @@ class Files:
             ),
             "prompts": Optional(None, _listed(plan.prompts)),
             "pictures": Optional(None, plan.pictures),
+            "synthesize_table": Optional(None, _listed(plan.synthesize_table)),
             "crop": Optional("--crop", _listed(plan.configs.get("crop")) if plan.pictures else []),
             "datasheet": Optional(None, [f"{dataset}/datasheet/datasheet.json"] if _has_crops(plan) else []),
             "trained_by": Optional("--trained-by", _listed(plan.configs.get("train"))),
