@@ -1,11 +1,9 @@
 rule synthesize:
     "A data set of a model's images with a scorecard; where the requirement does not hold, `quarantine` beside it."
     input:
+        **files.of_model("synthesize", before="sample"),
         **files.inputs("codec", "pairs", "own_features", "synthesize_table"),
-        config=files.config("synthesize"),
         sample=files.config("sample"),
-        before=files.configs_before("sample"),
-        weights=f"{results}/{{experiment}}/train/weights.safetensors",
         data=files.real_data,
         detector=files.own_detector,
         parts=parts.synthesized_parts,
@@ -23,14 +21,11 @@ rule synthesize:
     resources:
         **machine.one_process(),
     params:
+        **parts.options(),
         **files.options("trained_by", "codec", "pairs", "own_features"),
-        written=lambda wildcards, output: output[0],
         devices=machine.devices_option,
         code=code["synthesize"],
         decoder=files.stamps("decoder_files"),
-        parts=parts.made_option,
-        part=parts.part_option,
-        journal=parts.journal_option,
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion synthesize --config {input.config:q} --sample"
         " {input.sample:q} --weights {input.weights:q} {params.trained_by:q} {params.codec:q} --data {input.data:q}"

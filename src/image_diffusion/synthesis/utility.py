@@ -62,7 +62,7 @@ class Labelled:
 
 
 class Task(Protocol):
-    """Task of recognising something in images. outputs: of the network. bounds: lowest and highest score of an image."""
+    """Task of recognising something in images. outputs: of the network. bounds: lowest and highest score of one."""
 
     @property
     def outputs(self) -> int: ...

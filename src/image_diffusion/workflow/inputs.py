@@ -255,6 +255,13 @@ class Files:
 
         return configs
 
+    def of_model(self, stage: str, before: str) -> dict[str, Callable[[Wildcards], str | list[str]] | str]:
+        """Return the inputs of a rule that uses a trained model: its configuration, those of the stages before
+        `before`, the weights and their description."""
+        folder = f"{self.results}/{{experiment}}/train"
+        files = {"weights": f"{folder}/weights.safetensors", "model": f"{folder}/model.json"}
+        return {"config": self.config(stage), "before": self.configs_before(before), **files}
+
     # ---- Data
 
     def dataset_folder(self, wildcards: Wildcards) -> str:

@@ -104,6 +104,12 @@ class Parts:
         folder = f"{self.results}/{plan.experiment}" if of_one else self._dataset(plan)
         return _unless_part(wildcards, ["--journal", f"{folder}/journal"])
 
+    def options(self) -> dict[str, Callable[..., Any]]:
+        """Return the params of a rule that makes or joins the parts of an experiment: its options, and the output that
+        its command writes, the first one."""
+        options: dict[str, Callable[..., Any]] = {"written": lambda wildcards, output: output[0]}
+        return options | {"parts": self.made_option, "part": self.part_option, "journal": self.journal_option}
+
     def crop_whole_option(self, wildcards: Wildcards) -> list[str]:
         """Return the options of a job that crops a whole data set: its source, the parts of other jobs, its journal."""
         source = ["--source", f"{self._dataset(self.plans.plan_for(wildcards))}/source.json"]
