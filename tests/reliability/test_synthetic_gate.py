@@ -33,7 +33,7 @@ TINY = {
 }  # fmt: skip
 OBJECTIVE = {"type": "flow_matching", "prediction": "x0", "loss": "velocity", "label_drop_probability": 0}
 REQUIRE = "copies.upper < 0.1 and membership.auc.upper < 0.65"
-HELD_OUT, FEW, MANY, MADE, STEPS = 500, 50, 1297, 300, 400
+HELD_OUT, FEW, MANY, MADE = 500, 50, 1297, 300
 
 
 @cache
@@ -80,7 +80,8 @@ def faults_of(count: int, seed: int, steps: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_requirement_stops_models_that_memorise_and_lets_honest_ones_pass() -> None:
-    for seed in range(2):
-        assert faults_of(FEW, seed, STEPS), seed
-        assert not faults_of(MANY, seed, STEPS), seed
+def test_the_requirement_stops_models_that_memorise_and_lets_honest_ones_pass(request: pytest.FixtureRequest) -> None:
+    seeds = 20 if request.config.getoption("--soak") else 2
+    stopped = sum(bool(faults_of(FEW, seed, steps=600)) for seed in range(seeds))
+    passed = sum(not faults_of(MANY, seed, steps=400) for seed in range(seeds))
+    assert stopped == seeds and passed >= 0.95 * seeds, (stopped, passed)
