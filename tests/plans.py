@@ -36,6 +36,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "makes_embeddings": False,
         "sample_jobs": 1,
         "sample_batches": 8,
+        "synthesize_jobs": 0,
         "global_batch": 8,
         "judged_on_encoded": False,
         "pairs_beside": False,
@@ -56,7 +57,16 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         | {"crop": "results/datasets/dots-16/config/crop.yaml"},
     }
     nothing = ["codec", "codec_experiment", "small_images", "small_images_experiment", "against", "against_experiment"]
-    nothing += ["embeddings", "embeddings_experiment", "start_experiment", "tokens", "pairs", "captions", "prompts"]
+    nothing += [
+        "embeddings",
+        "embeddings_experiment",
+        "start_experiment",
+        "tokens",
+        "pairs",
+        "captions",
+        "prompts",
+        "synthesize_table",
+    ]
     return Plan(**{**dict.fromkeys(nothing), **plan, **changes})
 
 

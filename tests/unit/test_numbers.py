@@ -391,6 +391,11 @@ def test_numbers_with_and_without_a_class_are_accepted(tmp_path: Path, name: str
             "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts",
         ),
         (
+            BOTH,
+            {"synthesize": {"table": "absent.csv"}},
+            "synthesize.table: absent.csv does not exist.",
+        ),
+        (
             {"type": "numbers"},
             {"data": {"name": "digits", "source": {"type": "digits"}, "resolution": 8}},
             "sample.conditions is unset, so held-out images provide the conditions, but data has no held-out images. "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,17 +15,33 @@ import torch
 from torch import Tensor
 
 from image_diffusion.core.config.base import parse
-from image_diffusion.metrics.distances.jackknife import share_estimate
+from image_diffusion.core.files.checksums import describe
+from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
+from image_diffusion.metrics.features.base import Detected
 from image_diffusion.metrics.images.memorization import find_copies, reduced
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.synthesis.config import SynthesizeConfig
+from image_diffusion.synthesis.card import data_card, score_page
+from image_diffusion.synthesis.config import RejectConfig, SynthesizeConfig
 from image_diffusion.synthesis.croissant import DataSetFacts, croissant
-from image_diffusion.synthesis.layouts import WRITERS, folder_name, synthetic_images
+from image_diffusion.synthesis.diversity import bandwidth, effective_number
+from image_diffusion.synthesis.layouts import WRITERS, SyntheticSet, folder_name
 from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
+from image_diffusion.synthesis.request import read_table, requested
 from image_diffusion.synthesis.scorecard import Scores, faults, measure_privacy, score_of
-from image_diffusion.synthesis.scores import parse_requirement
-from image_diffusion.synthesis.utility import Labelled, crossed_mean, rarest_classes, train_and_test, training_sets
+from image_diffusion.synthesis.scores import SCORES, parse_requirement
+from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
+from image_diffusion.synthesis.utility import (
+    Classification,
+    Labelled,
+    crossed_mean,
+    rarest_classes,
+    regression,
+    train_and_test,
+    training_sets,
+    utility,
+)
 
 
 def points(seed: int, count: int, dimension: int = 8) -> Tensor:
@@ -100,9 +119,9 @@ def test_a_requirement_that_cannot_be_checked_is_an_error_before_any_work(text: 
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("size", [{}, {"per_class": 2, "like": "train"}])
+@pytest.mark.parametrize("size", [{}, {"per_class": 2, "like": "train"}, {"like": "train", "table": "x.csv"}])
 def test_a_set_has_one_size(size: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="exactly one of per_class and like"):
+    with pytest.raises(ValueError, match="exactly one of per_class, like and table"):
         parse(SynthesizeConfig, size, "x")
 
 
@@ -132,9 +151,9 @@ def stripes(count: int, seed: int) -> Labelled:
 @pytest.mark.slow
 def test_a_classifier_learns_the_same_from_the_same_seed() -> None:
     train, test = stripes(200, 0), stripes(100, 1)
-    right = train_and_test(train, test, 2, 0, steps=20)
-    assert right.float().mean() > 0.9
-    assert torch.equal(right, train_and_test(train, test, 2, 0, steps=20))
+    right = train_and_test(train, test, Classification(2), 0, steps=20)
+    assert right.mean() > 0.9
+    assert torch.equal(right, train_and_test(train, test, Classification(2), 0, steps=20))
 
 
 def test_the_sets_that_classifiers_are_trained_on() -> None:
@@ -154,10 +173,14 @@ def two_classes(count: int = 6) -> Samples:
     return Samples(images, np.arange(count) % 2, ["a/b", "cat"])
 
 
+def written(samples: Samples, **numbers: list[float | None]) -> SyntheticSet:
+    return SyntheticSet(samples, np.arange(5, 5 + samples.num_samples), numbers)
+
+
 def test_folders_are_read_by_torchvision(tmp_path: Path) -> None:
     folder = pytest.importorskip("torchvision.datasets").ImageFolder
     samples = two_classes()
-    WRITERS["folders"](tmp_path, synthetic_images(samples, 5), samples.classes)
+    WRITERS["folders"](tmp_path, written(samples))
     images = folder(str(tmp_path / "images"))
     assert images.classes == ["a%2Fb", "cat"] and images.targets == [0, 0, 0, 1, 1, 1]
     assert np.array_equal(np.asarray(images[3][0]), samples.gather(np.array([1]))[0].permute(1, 2, 0).numpy())
@@ -168,9 +191,9 @@ def test_folders_are_read_by_torchvision(tmp_path: Path) -> None:
 def test_tars_are_read_by_webdataset(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     samples = two_classes()
-    WRITERS["webdataset"](tmp_path, synthetic_images(samples, 5), samples.classes)
-    written = webdataset.WebDataset(str(tmp_path / "shard-00000.tar"), shardshuffle=False)
-    rows = list(written.decode("rgb8").to_tuple("png", "cls", "json"))
+    WRITERS["webdataset"](tmp_path, written(samples))
+    opened = webdataset.WebDataset(str(tmp_path / "shard-00000.tar"), shardshuffle=False)
+    rows = list(opened.decode("rgb8").to_tuple("png", "cls", "json"))
     assert [(label, about["seed"]) for _, label, about in rows] == [(row % 2, 5 + row) for row in range(6)]
     assert np.array_equal(rows[1][0], samples.gather(np.array([1]))[0].permute(1, 2, 0).numpy())
 
@@ -179,7 +202,7 @@ def test_tables_hold_the_types_that_datasets_reads(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     samples = two_classes()
-    WRITERS["parquet"](tmp_path, synthetic_images(samples, 5), samples.classes)
+    WRITERS["parquet"](tmp_path, written(samples))
     path = tmp_path / "data" / "train-00000.parquet"
     assert parquet.read_table(path)["seed"].to_pylist() == list(range(5, 11))
     datasets = pytest.importorskip("datasets")
@@ -230,3 +253,228 @@ def test_the_files_of_each_layout_are_described_in_croissant() -> None:
         for field in described["recordSet"][0]["field"]:
             source = field["source"].get("fileSet") or field["source"]["fileObject"]
             assert source["@id"] in identities
+
+
+def test_the_effective_number_counts_images_that_differ() -> None:
+    centres = 100 * torch.eye(10, dtype=torch.float64)
+    each = centres.repeat(40, 1)  # 400 images, 40 of each of 10
+    pairs_alike = 39 / 399
+    estimate = effective_number(each, 1.0)
+    assert estimate.value == pytest.approx(1 / pairs_alike)
+    assert effective_number(centres[:1].repeat(200, 1), 1.0).value == pytest.approx(1)
+    lone = effective_number(100 * torch.eye(150, dtype=torch.float64), 1.0)
+    assert math.isnan(lone.value) and "no two images are alike" in lone.note
+    assert math.isnan(effective_number(each[:1], 1.0).value)
+
+
+def test_the_interval_of_the_effective_number_covers_that_of_the_distribution() -> None:
+    """Points of a normal distribution, of which E k² is (1 + 4 / sigma²) ** (-dimension / 2)."""
+    covered, sigma, dimension = 0, 1.0, 3
+    truth = (1 + 4 / sigma**2) ** (dimension / 2)
+    for seed in range(200):
+        interval = effective_number(points(seed, 200, dimension), sigma).interval
+        assert interval is not None
+        covered += interval[0] <= truth <= interval[1]
+    assert covered >= 0.92 * 200, covered
+
+
+def test_copies_of_few_images_have_a_small_effective_number() -> None:
+    train = points(0, 500)
+    sigma = bandwidth(train)
+    copies, honest = train[:20].repeat(20, 1) + 0.01 * points(1, 400), points(2, 400)
+    estimate = effective_number(copies, sigma)
+    assert estimate.interval is not None and estimate.interval[1] < 30
+    of_honest = effective_number(honest, sigma).interval
+    assert of_honest is not None and of_honest[0] > 3 * estimate.interval[1]
+    nearest = torch.cdist(train, train).fill_diagonal_(math.inf).amin(dim=1)
+    assert sigma == pytest.approx(float(nearest.median()))
+
+
+def a_split(classes: list[str]) -> Any:
+    """What a request reads of the training images."""
+    return SimpleNamespace(classes=classes, untrained=list, labels=np.array([1, 0, 1]), num_samples=3)
+
+
+def a_table(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "asked.csv"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_table_says_how_many_images_of_each_row(tmp_path: Path) -> None:
+    config = SynthesizeConfig(table=a_table(tmp_path, "label,count\ncat,2\ndog,1\ncat,1\n"))
+    request = requested(config, a_split([]), None)
+    assert request.drawn(1) == {"num_samples": 4, "keep": True, "labels": ["cat", "cat", "dog", "cat"]}
+    assert request.groups.tolist() == [0, 0, 1, 2] and request.num_of_each.tolist() == [2, 1, 1]
+    assert request.drawn(1.6)["num_samples"] == 7
+    assert request.group_of_each(7).tolist() == [0, 0, 1, 2, 0, 0, 1]
+    config = SynthesizeConfig(table=a_table(tmp_path, "age,label,count\n40,cat,1\n,dog,2\n"))
+    columns = NumberColumns(("age", "dose"), ((0, 100), (0, 1)))
+    asked = requested(config, a_split([]), columns).drawn(1)
+    assert asked["conditions"] == [{"age": 40.0, "label": "cat"}, *2 * [{"age": None, "label": "dog"}]]
+    assert requested(SynthesizeConfig(per_class=3), a_split([]), None).groups.tolist() == [0, 0, 0]
+    like = requested(SynthesizeConfig(like="train"), a_split(["a/b", "cat"]), None)
+    assert like.settings["labels"] == ["cat", "a/b", "cat"] and like.num_of_each.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "words"),
+    [
+        ("label,count\ncat,many\n", (), "count of row 0 is 'many'. Give a whole number above 0."),
+        ("label,count\ncat,0\n", (), "count of row 0 is '0'"),
+        ("label,age\ncat,3\n", (), "has a column age, but the network takes no numbers"),
+        ("label,age\ncat,3\n", ("dose",), "names age, which is no column of pairs.columns"),
+        ("label\ncat\n", ("dose",), "has no column of numbers. Add some of dose."),
+        ("dose\nmuch\n", ("dose",), "'much' is no number"),
+        ("label,count\ncat,1\n,1\n", (), "1 of 2 rows name a label"),
+        ("label,count\n", (), "has no rows"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_an_error(tmp_path: Path, text: str, columns: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ValueError, match="synthesize.table") as error:
+        read_table(a_table(tmp_path, text), columns)
+    assert words in str(error.value)
+
+
+def test_of_the_images_that_pass_the_first_ones_of_each_group_fill_the_set() -> None:
+    drawn = two_classes(10)
+    request = requested(SynthesizeConfig(per_class=2), a_split(["a/b", "cat"]), None)
+    no, yes = np.zeros(10, np.bool_), np.zeros(10, np.bool_)
+    yes[[0, 1, 4]] = True
+    other = no.copy()
+    other[[1, 3, 5, 7]] = True
+    selection = select(drawn, request, {"confidence": yes, "near_training": other})
+    assert selection.rows.tolist() == [2, 6, 9] and selection.num_requested == 4
+    assert selection.counts(drawn, "none") == {
+        "a/b": counts(drawn=5, confidence=2, near_training=0, rejected=2, kept=2, not_needed=1),
+        "cat": counts(drawn=5, confidence=1, near_training=4, rejected=4, kept=1, not_needed=0),
+    }
+    images = chosen(drawn, selection)
+    assert images.labels.tolist() == [0, 0, 1]
+    assert torch.equal(images.gather(np.array([2, 0])), drawn.gather(np.array([9, 2])))
+    with pytest.raises(ValueError, match=r"rejects all 10 images that were drawn \(10 by confidence\)"):
+        select(drawn, request, {"confidence": ~no})
+
+
+def counts(**of_class: int) -> dict[str, int]:
+    return of_class
+
+
+class Judge:
+    """A detector that is sure of the class which the first pixel names, by how bright that is."""
+
+    def __init__(self) -> None:
+        self.identity: dict[str, Any] = {}
+        self.classes, self.doubt = ["a/b", "cat"], None
+
+    def __call__(self, images: Tensor) -> Detected:
+        bright = images[:, 0, 0, 0].double() / 255
+        return Detected(images.flatten(1).float(), torch.stack([1 - bright, bright], dim=1).log())
+
+    def metric_name(self, metric: str) -> str:
+        return metric
+
+
+def test_images_are_rejected_by_class_by_confidence_and_by_nearness() -> None:
+    drawn, train, held_out = pictures(0, 120), pictures(1, 200), pictures(2, 150)
+    pixels = drawn.gather(np.arange(120)).permute(0, 2, 3, 1).numpy().copy()
+    pixels[:5] = train.gather(np.arange(5)).permute(0, 2, 3, 1).numpy()  # copies
+    drawn = Samples(pixels, np.arange(120) % 2, ["a/b", "cat"])
+    probability = np.where(np.arange(120) % 2, pixels[:, 0, 0, 0] / 255, 1 - pixels[:, 0, 0, 0] / 255)
+    every = RejectConfig(confidence=0.7, other_class=True, near_training=True)
+    reasons = reasons_to_reject(drawn, RealImages(train, held_out), Judge(), every)
+    assert list(reasons) == ["other_class", "confidence", "near_training"]
+    assert np.array_equal(reasons["other_class"], probability < 0.5)
+    assert np.array_equal(reasons["confidence"], probability < 0.7)
+    assert reasons["near_training"][:5].all() and reasons["near_training"][5:].mean() < 0.1
+    few = RealImages(train, pictures(2, 50))
+    with pytest.raises(ValueError, match="near_training needs 100 held-out images, but there are 50"):
+        reasons_to_reject(drawn, few, Judge(), every)
+    with pytest.raises(ValueError, match="need classes, but the images have none"):
+        reasons_to_reject(pictures(0, 120), few, Judge(), RejectConfig(confidence=0.5))
+
+
+def test_a_selection_names_a_reason() -> None:
+    with pytest.raises(ValueError, match="synthesize.reject names no reason"):
+        parse(SynthesizeConfig, {"per_class": 2, "reject": {"drawn": 3}}, "x")
+
+
+def sloped(count: int, seed: int) -> Labelled:
+    """Images whose brightness is their only number, from -1 to 1."""
+    values = torch.from_numpy(np.random.default_rng(seed).uniform(-1, 1, count)).float()
+    images = (127.5 + 100 * values)[:, None, None, None].expand(-1, 1, 32, 32).to(torch.uint8)
+    numbers = torch.stack([values, torch.ones(count)], dim=1)[:, None]
+    return Labelled(images, torch.zeros(count, dtype=torch.int64), numbers)
+
+
+@pytest.mark.slow
+def test_regressors_are_trained_where_the_images_have_numbers() -> None:
+    real, held_out = sloped(100, 0), sloped(150, 1)
+    assert held_out.numbers is not None
+    held_out.numbers[0] = 0  # missing
+    task, complete = regression(held_out)
+    assert len(complete) == 149 and complete.numbers is not None
+    values = complete.numbers[:, :, 0].double()
+    assert task.scores(values, complete).tolist() == [1.0] * 149
+    constant = task.scores(values.mean().expand(149, 1), complete)
+    assert constant.mean() == pytest.approx(1 / 149, abs=1e-6)  # R² of the mean, with the unbiased variance
+    estimates = utility(real, sloped(200, 2), complete, task, 2, 40)
+    assert set(estimates) == {"synthetic", "real", "real_and_1x", "real_and_2x", "gain"}
+    assert estimates["real"].value > 0.8
+    with pytest.raises(ValueError, match="too few held-out images have all numbers"):
+        regression(held_out.first(1))
+
+
+def test_numbers_are_written_in_every_layout(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    samples = two_classes()
+    ages: list[float | None] = [40.0, None, 1.5, 2.0, 3.0, 4.0]
+    for layout, write in WRITERS.items():
+        (tmp_path / layout).mkdir()
+        write(tmp_path / layout, written(samples, age=ages))
+    lines = (tmp_path / "folders/images/metadata.csv").read_text().splitlines()
+    assert lines[0] == "file_name,label,seed,age"
+    assert lines[1:3] == ["a%2Fb/00000005.png,a/b,5,40.0", "cat/00000006.png,cat,6,"]
+    with tarfile.open(tmp_path / "webdataset/shard-00000.tar") as tar:
+        member = tar.extractfile("00000006.json")
+        assert member is not None and json.loads(member.read())["numbers"] == {"age": None}
+    assert parquet.read_table(tmp_path / "parquet/data/train-00000.parquet")["age"].to_pylist() == ages
+
+
+def test_a_class_without_images_has_no_folder(tmp_path: Path) -> None:
+    folder = pytest.importorskip("torchvision.datasets").ImageFolder
+    some = two_classes().gather(np.array([1, 3])).permute(0, 2, 3, 1).numpy()
+    WRITERS["folders"](tmp_path, written(Samples(some, np.array([1, 1]), ["a/b", "cat"])))
+    assert folder(str(tmp_path / "images")).classes == ["cat"]
+
+
+def test_the_card_and_the_page_say_how_many_were_drawn_and_rejected() -> None:
+    facts = DataSetFacts("x", "About x", "None", "Me", "1.0.0", "2026-01-01", {})
+    of_class = {"drawn": 9, "confidence": 3, "rejected": 3, "kept": 4, "not_needed": 2}
+    scores = {name: score_of(Estimate(0.5, 10), None) for name in SCORES}
+    card = data_card(facts, "folders", {"cat": of_class}, scores, "x")
+    assert "| Class | Drawn | Rejected: confidence | Rejected in all | Not needed | Images |" in card
+    assert "| cat | 9 | 3 | 3 | 2 | 4 |" in card
+    page = score_page(facts, scores, "", [], {"cat": of_class})
+    assert "<tr><td>cat</td><td>9</td><td>3</td><td>3</td><td>2</td><td>4</td></tr>" in page
+    plain = {"drawn": 4, "rejected": 0, "kept": 4, "not_needed": 0}
+    assert "| Class | Images |\n| --- | --- |\n| cat | 4 |" in data_card(facts, "folders", {"cat": plain}, scores, "x")
+
+
+@pytest.mark.parametrize("layout", list(WRITERS))
+def test_mlcroissant_validates_and_reads_each_layout(tmp_path: Path, layout: str) -> None:
+    mlcroissant = pytest.importorskip("mlcroissant")
+    WRITERS[layout](tmp_path, written(two_classes(), age=[40.0, 2.0, 1.5, 2.0, 3.0, 4.0]))
+    files = describe(tmp_path, sorted(path for path in tmp_path.rglob("*") if path.is_file()))
+    facts = DataSetFacts("x", "About x", "https://example.org", "Me", "1.0.0", "2026-01-01", files, ("age",))
+    (tmp_path / "croissant.json").write_text(json.dumps(croissant(facts, layout)))
+    data_set = mlcroissant.Dataset(jsonld=str(tmp_path / "croissant.json"))
+    assert not data_set.metadata.ctx.issues.errors
+    records = list(data_set.records("images"))
+    assert len(records) == 6
+    if layout == "webdataset":
+        assert sorted(int(record["images/seed"]) for record in records) == list(range(5, 11))
+    else:
+        assert [record["images/seed"] for record in records] == list(range(5, 11))
+        assert [record["images/age"] for record in records] == [40.0, 2.0, 1.5, 2.0, 3.0, 4.0]

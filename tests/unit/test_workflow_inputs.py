@@ -77,6 +77,10 @@ def test_many_shards_and_many_images_are_shared_by_jobs() -> None:
     parts = ["out/one/samples/part-0-of-2.npz", "out/one/samples/part-1-of-2.npz"]
     assert known.sampled_parts(ONE) == parts
     assert known.made_option(ONE, SimpleNamespace(parts=parts)) == ["--made", *parts]
+    assert known.synthesized_parts(ONE) == []
+    shared = Parts("out", plans_of(a_plan(synthesize_jobs=2)))
+    parts = ["out/one/synthetic_parts/part-0-of-2.npz", "out/one/synthetic_parts/part-1-of-2.npz"]
+    assert shared.synthesized_parts(ONE) == parts
     for shards, jobs in ((31, 0), (32, 2), (10_000, 64)):
         shared = Parts("out", plans_of(a_plan(num_shards=shards, codec="vae")))
         assert len(shared.encoded_parts(latents)) == len(shared.reference_parts(looked)) == jobs

@@ -76,3 +76,11 @@ def test_parts_of_samples_that_nobody_joins_go_with_the_end(tmp_path: Path) -> N
     remove_left_parts(plans, tmp_path)
     assert [path.name for path in sorted((tmp_path / "mine/samples").iterdir())] == ["samples.npz"]
     assert len(list((tmp_path / "theirs/samples").iterdir())) == 3
+
+
+def test_parts_of_synthetic_images_that_nobody_joins_go_too(tmp_path: Path) -> None:
+    folder = tmp_path / "mine/synthetic_parts"
+    (folder / ".part-1-of-2.npz.halfway").mkdir(parents=True)
+    (folder / "part-0-of-2.npz").touch()
+    remove_left_parts(plans_of(a_plan("mine")), tmp_path)
+    assert list(folder.iterdir()) == []

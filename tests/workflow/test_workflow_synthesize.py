@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from projects import Project, make_project
+from test_workflow_kills import processes_in, started
 
 from image_diffusion.core.files.atomic import read_checksums, sha256_file
 
@@ -81,3 +86,69 @@ def test_a_score_that_does_not_exist_is_an_error_before_any_work(fresh: Project)
     done = fresh.snakemake()
     assert done.returncode == 1 and "Unknown score 'copy'. Did you mean copies?" in done.stdout
     assert not (fresh / "results/datasets/dots-16/crops").exists()
+
+
+ASKED = "label,count\ndark,20\nlight,10\n"
+SELECTED = {
+    "table": "asked.csv",
+    "classifier_seeds": 2,
+    "classifier_steps": 2,
+    "reject": {"confidence": 0.5, "drawn": 3},
+}
+PART = "results/micro/synthetic_parts/part-{}-of-2.npz"
+
+
+@pytest.fixture(scope="module")
+def selected(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose data set was selected from the rows of a table, by one job."""
+    project = make_project(tmp_path_factory.mktemp("selected") / "project")
+    (project / "asked.csv").write_text(ASKED)
+    set_section(project, **SELECTED)
+    project.run(TARGET)
+    return project
+
+
+def test_a_selected_set_has_what_the_table_asks_for_as_far_as_images_pass(selected: Project) -> None:
+    counts = json.loads((selected / TARGET / "scorecard.json").read_text())["images"]
+    assert {name: of_class["drawn"] for name, of_class in counts.items()} == {"dark": 60, "light": 30}
+    rejected = sum(of_class["confidence"] for of_class in counts.values())
+    assert 0 < rejected < 90
+    lines = (selected / TARGET / "images/metadata.csv").read_text().splitlines()[1:]
+    for name, wanted in (("dark", 20), ("light", 10)):
+        of_class = counts[name]
+        assert of_class["kept"] == min(wanted, of_class["drawn"] - of_class["rejected"])
+        assert sum(f",{name}," in line for line in lines) == of_class["kept"]
+        assert of_class["kept"] + of_class["rejected"] + of_class["not_needed"] == of_class["drawn"]
+    assert len({line.split(",")[2] for line in lines}) == len(lines)  # a seed each
+
+
+def test_two_jobs_that_are_killed_make_the_set_of_one(selected: Project) -> None:
+    before = files_of(selected / TARGET)
+    set_section(selected, **SELECTED, num_jobs=2)
+    assert re.search(r"^synthesize_part +2$", selected.snakemake("--dry-run", TARGET).stdout, re.MULTILINE)
+    halfway = selected / "results/micro/synthetic_parts/.part-1-of-2.npz.halfway"
+    with started(selected, PART.format(1)) as running:
+        while not list(halfway.glob("*/*.npz")) and not list(halfway.glob("*.npz")):
+            assert running.poll() is None, "ended before anything was made"
+            time.sleep(0.005)
+        for process in processes_in(selected.folder) - {running.pid}:
+            os.kill(process, signal.SIGKILL)
+    halfway = selected / "results/micro/.synthetic.halfway"
+    with started(selected, TARGET) as running:
+        while not list(halfway.rglob("*.npz")):
+            assert running.poll() is None, "ended before anything was made"
+            time.sleep(0.005)
+        for process in processes_in(selected.folder) - {running.pid}:
+            os.kill(process, signal.SIGKILL)
+    selected.run(TARGET)
+    after = files_of(selected / TARGET)
+    assert after == before
+    assert not list((selected / "results/micro/synthetic_parts").glob("*.npz"))
+    assert selected.planned(TARGET) == set()
+
+
+def test_a_class_of_the_table_that_does_not_exist_ends_before_any_image(selected: Project) -> None:
+    (selected / "asked.csv").write_text("label,count\ngrey,20\n")
+    done = selected.snakemake(TARGET)
+    assert done.returncode == 1 and "names the class 'grey'" in done.stdout
+    (selected / "asked.csv").write_text(ASKED)

@@ -6,12 +6,9 @@ judges = files.inputs("detector", "references", "reference")
 rule evaluate:
     "Numbers with intervals: how good the trained model, or what it makes, is."
     input:
+        **files.of_model("evaluate", before="evaluate"),
         **judges,
         **files.inputs("samples", "encoded"),
-        config=files.config("evaluate"),
-        before=files.configs_before("evaluate"),
-        weights=f"{results}/{{experiment}}/train/weights.safetensors",
-        model=f"{results}/{{experiment}}/train/model.json",
         made_with=files.made_with,
         data=files.real_data,
     output:

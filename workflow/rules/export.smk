@@ -4,11 +4,8 @@
 rule export:
     "A folder that diffusers loads, with a model card."
     input:
+        **files.of_model("export", before="export"),
         **files.inputs("codec", "grid"),
-        config=files.config("export"),
-        before=files.configs_before("export"),
-        weights=f"{results}/{{experiment}}/train/weights.safetensors",
-        model=f"{results}/{{experiment}}/train/model.json",
         metrics=f"{results}/{{experiment}}/metrics.json",
     output:
         folder=directory(f"{results}/{{experiment}}/diffusers"),

@@ -6,11 +6,8 @@ sampled_with = files.inputs("codec", "small_images", "embeddings", "prompts", "p
 rule sample:
     "Images of a trained model, each with its own seed."
     input:
+        **files.of_model("sample", before="sample"),
         **sampled_with,
-        config=files.config("sample"),
-        before=files.configs_before("sample"),
-        weights=f"{results}/{{experiment}}/train/weights.safetensors",
-        model=f"{results}/{{experiment}}/train/model.json",
         parts=parts.sampled_parts,
     output:
         samples=f"{results}/{{experiment}}/samples/samples.npz",
@@ -29,15 +26,12 @@ rule sample:
     resources:
         **machine.one_process(runtime=machine.sampling_min),
     params:
+        **parts.options(),
         **files.options("trained_by", "codec", "small_images", "embeddings", "crop"),
-        written=lambda wildcards, output: output[0],
         devices=machine.devices_option,
         code=code["sample"],
         decoder=files.stamps("decoder_files"),
         pictures=files.stamps("pictures"),
-        parts=parts.made_option,
-        part=parts.part_option,
-        journal=parts.journal_option,
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion sample --config {input.config:q}"
         " --weights {input.weights:q} {params.trained_by:q} {params.codec:q} {params.small_images:q}"

@@ -1,13 +1,12 @@
 rule synthesize:
     "A data set of a model's images with a scorecard; where the requirement does not hold, `quarantine` beside it."
     input:
-        **files.inputs("codec", "own_features"),
-        config=files.config("synthesize"),
+        **files.of_model("synthesize", before="sample"),
+        **files.inputs("codec", "pairs", "own_features", "synthesize_table"),
         sample=files.config("sample"),
-        before=files.configs_before("sample"),
-        weights=f"{results}/{{experiment}}/train/weights.safetensors",
         data=files.real_data,
         detector=files.own_detector,
+        parts=parts.synthesized_parts,
     output:
         folder=directory(f"{results}/{{experiment}}/synthetic"),
     log:
@@ -22,12 +21,23 @@ rule synthesize:
     resources:
         **machine.one_process(),
     params:
-        **files.options("trained_by", "codec", "own_features"),
+        **parts.options(),
+        **files.options("trained_by", "codec", "pairs", "own_features"),
         devices=machine.devices_option,
         code=code["synthesize"],
         decoder=files.stamps("decoder_files"),
-        journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion synthesize --config {input.config:q} --sample"
         " {input.sample:q} --weights {input.weights:q} {params.trained_by:q} {params.codec:q} --data {input.data:q}"
-        " --detector {input.detector:q} {params.own_features:q} --output {output.folder:q} --journal {params.journal:q}"
+        " {params.pairs:q} --detector {input.detector:q} {params.own_features:q} {params.parts:q} {params.part:q}"
+        " --output {params.written:q} {params.journal:q}"
+
+
+use rule synthesize as synthesize_part with:
+    "A part of the images of a data set; `synthesize` then joins the parts, and they go."
+    output:
+        images=temp(f"{results}/{{experiment}}/synthetic_parts/part-{{part}}-of-{{parts}}.npz"),
+    log:
+        "logs/{experiment}/synthesize/part-{part}-of-{parts}.log",
+    benchmark:
+        "benchmarks/{experiment}/synthesize/part-{part}-of-{parts}.tsv"

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec, Tokens
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.classes import class_number
 from image_diffusion.core.config.base import BASE, Config, changed, dump, origin, parse, read_inherited, read_yaml
 from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.config import DataConfig
@@ -27,6 +28,7 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.export.registry import check_export, export_of
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
+from image_diffusion.synthesis.request import read_table
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.base import (
     Others,
@@ -40,6 +42,7 @@ from image_diffusion.systems.base import (
 )
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import PairsConfig
+from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 from image_diffusion.systems.sampling import SampleSettings, SamplingSources
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.parameter_groups import check_tuning
@@ -399,12 +402,29 @@ def check_synthesize(experiment: Experiment) -> None:
             f"synthesize is set, but a system of type {experiment.system.type} draws no images. Leave it out, or set "
             f"it in the experiment that draws them."
         )
-    sources, images = experiment.system.sampling().sources(experiment.sample), experiment.system.sampling()
-    of_words_or_numbers = experiment.sample.prompts is not None or experiment.sample.conditions is not None
-    if sources != SamplingSources() or images.pictures(experiment.sample) or of_words_or_numbers:
+    config, sampling, columns = experiment.synthesize, experiment.system.sampling(), tuple[str, ...]()
+    assert config is not None
+    if experiment.system.reads_beside == NumberPairs.kind and isinstance(experiment.pairs, NumberPairs):
+        columns = experiment.pairs.columns
+    settings = experiment.sample
+    if columns and config.per_class is None:  # in place of the rows of the section sample
+        settings = settings.model_copy(update={"conditions": [dict.fromkeys(columns)]})
+    others = settings.prompts is not None or (settings.conditions is not None and settings is experiment.sample)
+    if sampling.sources(settings) != SamplingSources() or sampling.pictures(settings) or others:
         raise ValueError(
             "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts, "
-            "embeddings, numbers or other images. Leave out synthesize."
+            "embeddings, numbers or other images. Leave out synthesize; for numbers, set synthesize.table or like: "
+            "train in place of per_class."
+        )
+    if config.table is not None:
+        rows, _ = read_table(config.table, columns)
+        classes = experiment.data.source.known_classes()
+        if classes is not None and LABEL in rows[0]:
+            for row in rows:
+                class_number("synthesize.table", row[LABEL], classes)
+    if config.reject is not None and config.reject.needs_classes and experiment.data.source.known_classes() == []:
+        raise ValueError(
+            "synthesize.reject.confidence or other_class is set, but the data have no classes. Leave it out."
         )
     if isinstance(experiment.data.source, LatentSource) or experiment.data.validation_fraction == 0:
         raise ValueError(

@@ -294,6 +294,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         makes_embeddings=makes(experiment, "embeddings"),
         sample_jobs=samples.num_jobs if samples is not None else 0,
         sample_batches=-(-samples.num_samples // samples.batch_size) if samples is not None else 0,
+        synthesize_jobs=experiment.synthesize.num_jobs if experiment.synthesize is not None else 0,
+        synthesize_table=experiment.synthesize.table if experiment.synthesize is not None else None,
         global_batch=experiment.train.global_batch,
         detectors=[detector.type for detector in evaluation.detectors(evaluated)],
         references={detector_name: str(path) for detector_name, (path, _) in references.items()},

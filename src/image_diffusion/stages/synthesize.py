@@ -7,45 +7,46 @@ Writes a folder: the images with their classes and seeds in the layout of `synth
 croissant.json, scorecard.json, index.html, the page of the scorecard, and provenance.json. Where `synthesize.require`
 does not hold, the folder is called `quarantine` instead and the command fails. The same command resumes one that was
 stopped. After a set that was kept back, another `require` or `format` draws no image again.
+
+With --part 2/8 only the images of that part are drawn, and written alone; a last call with --made joins what the parts
+wrote: the same bytes as of one call. The parts are then removed.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from image_diffusion import __version__
-from image_diffusion.core.classes import Position
+import numpy as np
+from numpy.typing import NDArray
+
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import best_device
-from image_diffusion.core.files.atomic import atomic_folder, to_json, write_json, write_page
-from image_diffusion.core.files.checksums import describe, write_checksums
 from image_diffusion.core.files.npz import read_arrays, stream_samples
 from image_diffusion.core.files.partial_results import partial_folder, resumable, rows_of_part
 from image_diffusion.core.journal.writer import open_journal
+from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.process import command
 from image_diffusion.core.process.progress import Progress
-from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.classifier import load_detector
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.stages.sample import cached_batches, protocol, with_progress
-from image_diffusion.synthesis.card import data_card, score_page
+from image_diffusion.stages.sample import cached_batches, joined, protocol, remove_stale_parts, with_progress
 from image_diffusion.synthesis.config import SynthesizeConfig
-from image_diffusion.synthesis.croissant import DataSetFacts, croissant
-from image_diffusion.synthesis.layouts import UNLABELLED, WRITERS, synthetic_images
-from image_diffusion.synthesis.scorecard import Scores, faults, measure_set, numbers_of
-from image_diffusion.systems.base import Model
+from image_diffusion.synthesis.layouts import UNLABELLED, SyntheticSet
+from image_diffusion.synthesis.request import requested
+from image_diffusion.synthesis.scorecard import Numbers, faults, measure_set, numbers_of
+from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
+from image_diffusion.synthesis.set_folder import ScoredSet, write_set
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.sampling import Maker, SamplingInputs
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
 
-_LICENCE = "Not stated. What these images may be used for follows from the licence of the model's training images."
+SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 def main() -> None:
@@ -56,39 +57,68 @@ def main() -> None:
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
     parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops of its training")
+    parser.add_argument("--pairs", type=Path, help="manifest.json of the numbers beside the crops")
     parser.add_argument("--detector", type=Path, required=True, help="detector.json that detect wrote")
     parser.add_argument("--references", type=Path, nargs="+", default=[], help="folder that reference wrote")
+    parser.add_argument(
+        "--part", type=command.part_of, help="part of the images, 2/8 is part 2 of 0 to 7 (default: all)"
+    )
+    parser.add_argument("--made", type=Path, nargs="+", default=[], help="what all the parts wrote, in order, to join")
     parser.add_argument("--journal", type=Path, help="folder of this stage's journal")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; with --part the .npz")
     arguments = parser.parse_args()
     sections = {"synthesize": Section(SynthesizeConfig, None, example="{per_class: 1000}")}
     config = load_sections(arguments.config, sections, sections, arguments.changes)["synthesize"]
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
-    crops, detector_folder = arguments.data.parent, arguments.detector.parent
-    train, held_out = open_shards(crops, "train"), open_shards(crops, "validation")
+    train, held_out = (open_shards(arguments.data.parent, name) for name in SPLITS)
+    columns = None
+    if arguments.pairs is not None:
+        columns = NumberColumns.described(model.pairs or {})
+        for split in (train, held_out):
+            split.join(open_shards(arguments.pairs.parent, "all"))
+    request = requested(config, train, columns)
     sample = load_sections(arguments.sample, ["sample"], model.system.sections)["sample"]
-    settings = sample.model_copy(update=requested_images(config, train))
+    settings = sample.model_copy(update=request.drawn(config.reject.drawn if config.reject else 1))
     codec = load_codec(model, arguments.codec_weights and arguments.codec_weights.parent, best_device())
     generator = model.system.sampling().maker(SamplingInputs(model, settings, codec, load_model))
     described = protocol(settings, model) | generator.described
     described["training_data"] = {"name": train.manifest["name"], "digest": train.digest}
 
     output: Path = arguments.output
-    drawn_by = dump(config.model_copy(update={"require": "", "format": "folders"}))
+    drawn_by = dump(config.model_copy(update={"require": "", "format": "folders", "num_jobs": 1}))
     identity = [described, drawn_by, dump(model.system), model.codec]
+    if arguments.part is not None:
+        remove_stale_parts(output, arguments.part, [])
+        with resumable(output, identity):
+            draw(generator, settings, output, arguments.part, with_labels=False)
+        print(f"synthesize: part {arguments.part[0]} of {arguments.part[1]} is done")
+        return
+    detector_folder = arguments.detector.parent
     journal = open_journal(arguments.journal, "synthesize")
     with resumable(output, identity, [detector_folder, *arguments.references]), journal:
         journal.params({"synthesize": dump(config), "data": train.digest})
-        samples = draw(generator, settings, model, partial_folder(output) / "images.npz")
-        real = RealImages(train, held_out)
+        path = partial_folder(output) / "images.npz"
+        if arguments.made:
+            stream_samples(path, joined(arguments.made, settings), settings.num_samples, generator.labels)
+        else:
+            draw(generator, settings, path)
+        labels = None if generator.labels is None else generator.labels.numpy()
+        drawn = Samples(read_arrays(path)["arr_0"], labels, model.classes)
+        real, detector = RealImages(train, held_out), load_detector(detector_folder, str(best_device()))
+        reasons = reasons_to_reject(drawn, real, detector, config.reject) if config.reject else {}
+        selection = select(drawn, request, reasons)
+        numbers = numbers_of_rows(generator.described, selection.rows)
+        seeds = settings.first_seed + selection.rows
+        images = SyntheticSet(chosen(drawn, selection), seeds, numbers)
         pictures = output.with_name(f"{output.name}_pictures")
-        detector = load_detector(detector_folder, str(best_device()))
-        scores = measure_set(samples, real, detector, config, arguments.references, pictures)
+        beside = compared_numbers(columns, numbers, train, held_out)
+        scores = measure_set(images.samples, real, detector, config, arguments.references, pictures, beside)
         wrong = faults(scores, config.require)
         folder = output.with_name("quarantine") if wrong else output
         experiment = output.absolute().parent.name
-        write_set(folder, samples, settings.first_seed, config, scores, wrong, described, experiment, arguments.weights)
+        counts = selection.counts(drawn, UNLABELLED)
+        write_set(folder, images, config, ScoredSet(scores, wrong, counts), described, experiment, arguments.weights)
         journal.metrics(numbers_of(scores), model.step)
         for picture in sorted(pictures.glob("*.png")):
             journal.image(picture.stem, picture, model.step)
@@ -100,65 +130,39 @@ def main() -> None:
                 f"{folder / 'index.html'} has all scores. Train or sample otherwise, or change the requirement."
             )
     shutil.rmtree(output.with_name("quarantine"), ignore_errors=True)  # of an earlier run
-    print(f"synthesize: {samples.num_samples:,} images in {output}, scored in {output / 'index.html'}")
+    for part in arguments.made:  # here and not by Snakemake, which may be killed between our end and their removal
+        part.unlink(missing_ok=True)
+    fewer = (
+        "" if len(selection.rows) == selection.num_requested else f" of {selection.num_requested:,} that were asked for"
+    )
+    print(f"synthesize: {len(selection.rows):,} images{fewer} in {output}, scored in {output / 'index.html'}")
 
 
-def requested_images(config: SynthesizeConfig, train: Shards) -> dict[str, Any]:
-    """Return the values of the section `sample` that draw the images of a set: their number, and their classes."""
-    if config.like == "train":
-        labels = [Position(position=int(label)) for label in train.labels] if train.classes else "balanced"
-        return {"num_samples": train.num_samples, "labels": labels, "keep": True}
-    assert config.per_class is not None
-    num_classes = len(train.classes) - len(train.untrained()) if train.classes else 1
-    return {"num_samples": config.per_class * num_classes, "labels": "balanced", "keep": True}
-
-
-def draw(generator: Maker, settings: Any, model: Model, path: Path) -> Samples:
-    """Draw the images into an .npz, and return them as they lie there."""
-    rows = rows_of_part(settings.num_samples, settings.batch_size, (0, 1))
-    with Progress("synthesize", settings.num_samples, "image") as progress:
+def draw(generator: Maker, settings: Any, path: Path, part: tuple[int, int] = (0, 1), with_labels: bool = True) -> None:
+    """Draw the images of part i of n, (i, n), into an .npz."""
+    rows = rows_of_part(settings.num_samples, settings.batch_size, part)
+    count = sum(batch.stop - batch.start for batch in rows)
+    with Progress("synthesize", count, "image") as progress:
         batches = with_progress(cached_batches(generator, rows), progress)
-        stream_samples(path, batches, settings.num_samples, generator.labels)
-    labels = None if generator.labels is None else generator.labels.numpy()
-    return Samples(read_arrays(path)["arr_0"], labels, model.classes)
+        stream_samples(path, batches, count, generator.labels if with_labels else None)
 
 
-def write_set(
-    folder: Path,
-    samples: Samples,
-    first_seed: int,
-    config: SynthesizeConfig,
-    scores: Scores,
-    wrong: list[str],
-    described: dict[str, Any],
-    experiment: str,
-    weights: Path,
-) -> None:
-    """Write the folder of a set, complete or not at all. wrong: why it is not released, if it is not."""
-    classes = samples.classes if samples.has_labels else [UNLABELLED]
-    counts = Counter(classes[label] for label in samples.labels.tolist())
-    with atomic_folder(folder) as unfinished:
-        images = synthetic_images(samples, first_seed)
-        WRITERS[config.format](unfinished, images, classes if samples.has_labels else [])
-        written = sorted(path for path in unfinished.rglob("*") if path.is_file())
-        facts = DataSetFacts(
-            name=f"{experiment}-synthetic",
-            description=f"{samples.num_samples:,} synthetic images of {len(counts):,} "
-            f"{'class' if len(counts) == 1 else 'classes'}, drawn from a diffusion model that was trained on "
-            f"{described['training_data']['name']}.",
-            licence=_LICENCE,
-            creator=f"image-diffusion {__version__}",
-            version="1.0.0",
-            published=datetime.fromtimestamp(weights.stat().st_mtime, UTC).date().isoformat(),
-            files=describe(unfinished, written),
-        )
-        (unfinished / "croissant.json").write_text(to_json(croissant(facts, config.format)), encoding="utf-8")
-        card = data_card(facts, config.format, counts, scores, experiment)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        write_page(unfinished / "index.html", score_page(facts, scores, config.require, wrong))
-        write_json(unfinished / "scorecard.json", {"scores": scores, "require": config.require, "faults": wrong})
-        write_json(unfinished / "provenance.json", described)
-        write_checksums(unfinished)
+def numbers_of_rows(described: dict[str, Any], rows: NDArray[np.int64]) -> dict[str, list[float | None]]:
+    """Return the numbers that some of the images were asked for, by column; empty without numbers. described: what the
+    maker of the images says of them."""
+    values: dict[str, list[float | None]] = described.get("conditions", {}).get("values", {})
+    return {name: [of_all[row] for row in rows.tolist()] for name, of_all in values.items()}
+
+
+def compared_numbers(
+    columns: NumberColumns | None, numbers: dict[str, list[float | None]], train: Shards, held_out: Shards
+) -> Numbers | None:
+    """Return the numbers that regressors learn; None without numbers."""
+    if columns is None:
+        return None
+    rows = [dict(zip(numbers, cells, strict=True)) for cells in zip(*numbers.values(), strict=True)]
+    of_real = (images.gather_beside(np.arange(images.num_samples))[0].float() for images in (train, held_out))
+    return Numbers(columns.scaled(rows), *of_real)
 
 
 if __name__ == "__main__":

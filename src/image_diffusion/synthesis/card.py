@@ -25,9 +25,12 @@ _READING = {
 HEADS = ("score", "value", "95 % interval", "real images", "better", "meaning")
 
 
-def data_card(facts: DataSetFacts, layout: str, counts: Mapping[str, int], scores: Scores, experiment: str) -> str:
-    """Return README.md, with the front matter of the Hugging Face Hub. counts: images by class."""
-    classes = "\n".join(f"| {name} | {count:,} |" for name, count in counts.items())
+def data_card(
+    facts: DataSetFacts, layout: str, counts: Mapping[str, Mapping[str, int]], scores: Scores, experiment: str
+) -> str:
+    """Return README.md, with the front matter of the Hugging Face Hub. counts: `Selection.counts`."""
+    head, *rows = counts_table(counts)
+    classes = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     measured = "\n".join(
         f"| {' | '.join(row[:4])} |" for _, rows in _rows_by_group(scores) for row in rows if row[1] != "not measured"
     )
@@ -56,8 +59,8 @@ A low privacy score is a measurement by the attacks below, not a proof of anonym
 
 **How to read it.** `{_READING[layout]}`
 
-| Class | Images |
-| --- | --- |
+| {" | ".join(head)} |
+|{" --- |" * len(head)}
 {classes}
 
 | {" | ".join(HEADS[:4])} |
@@ -68,21 +71,51 @@ A low privacy score is a measurement by the attacks below, not a proof of anonym
 """
 
 
-def score_page(facts: DataSetFacts, scores: Scores, require: str, wrong: Sequence[str]) -> str:
+_COUNTS = {
+    "drawn": "Drawn",
+    "other_class": "Rejected: other class",
+    "confidence": "Rejected: confidence",
+    "near_training": "Rejected: near a training image",
+    "rejected": "Rejected in all",
+    "not_needed": "Not needed",
+    "kept": "Images",
+}
+
+
+def counts_table(counts: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    """Return the head and the rows of a table of `Selection.counts`: of a set without selection only the images."""
+    of_each = [of_class.keys() for of_class in counts.values()]
+    selected = any(of_class["drawn"] != of_class["kept"] for of_class in counts.values())
+    shown = [name for name in _COUNTS if name == "kept" or (selected and all(name in names for names in of_each))]
+    rows = [[name, *(f"{of_class[key]:,}" for key in shown)] for name, of_class in counts.items()]
+    return [["Class", *(_COUNTS[name] for name in shown)], *rows]
+
+
+def score_page(
+    facts: DataSetFacts,
+    scores: Scores,
+    require: str,
+    wrong: Sequence[str],
+    counts: Mapping[str, Mapping[str, int]],
+) -> str:
     """Return the page of a scorecard. require: the requirement; wrong: a sentence for each condition that does not
-    hold."""
+    hold. counts: `Selection.counts`."""
     title = f"Scorecard of {html.escape(facts.name)}"
     body = [f"<h1>{title}</h1>", f"<p>{html.escape(facts.description)}</p>", *_release(require, wrong)]
     for group, rows in _rows_by_group(scores):
         body += [f"<h2>{group}</h2>", "<table>", _line(HEADS, "th")]
         body += [*(_line(row, "td") for row in rows), "</table>"]
+    head, *of_classes = counts_table(counts)
+    body += ["<h2>Images</h2>", "<table>", _line(head, "th"), *(_line(row, "td") for row in of_classes), "</table>"]
     body.append(
         "<p>Real images: what held-out images get by the same measure; for utility the accuracy with real images alone."
         " Fidelity, diversity and copies_in_features are measured on the features of the data set's own detector, the"
-        " rest of privacy on pixels.</p>"
+        " rest of privacy on pixels. An image may be rejected for several reasons.</p>"
     )
-    head = f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
-    return "\n".join([head, *body, "</html>", ""])
+    start = (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>'
+    )
+    return "\n".join([start, *body, "</html>", ""])
 
 
 def _release(require: str, wrong: Sequence[str]) -> list[str]:

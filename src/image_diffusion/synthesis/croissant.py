@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,15 @@ _CONTEXT: dict[str, Any] = {
     "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
     **{term: f"cr:{term}" for term in _TERMS},
 }
-_IMAGE, _TEXT, _INTEGER = "sc:ImageObject", "sc:Text", "sc:Integer"
+_IMAGE, _TEXT, _INTEGER, _FLOAT = "sc:ImageObject", "sc:Text", "sc:Integer", "sc:Float"
 
 Entity = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class DataSetFacts:
-    """Facts about a data set that Croissant and the data card state. published: an ISO date. files: sha256 by path."""
+    """Facts about a data set that Croissant and the data card state. published: an ISO date. files: sha256 by path.
+    numbers: columns of numbers that the images were asked for."""
 
     name: str
     description: str
@@ -52,11 +53,14 @@ class DataSetFacts:
     version: str
     published: str
     files: Mapping[str, str]
+    numbers: Sequence[str] = ()
 
 
 def croissant(facts: DataSetFacts, layout: str) -> Entity:
     """Return the metadata of a data set in one of the layouts of `layouts.WRITERS`."""
-    distribution, fields = {"folders": _of_folders, "webdataset": _of_tars, "parquet": _of_tables}[layout](facts.files)
+    distribution, fields = {"folders": _of_folders, "webdataset": _of_tars, "parquet": _of_tables}[layout](
+        facts.files, facts.numbers
+    )
     return {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
@@ -74,17 +78,17 @@ def croissant(facts: DataSetFacts, layout: str) -> Entity:
     }
 
 
-def _of_folders(files: Mapping[str, str]) -> tuple[list[Entity], list[Entity]]:
+def _of_folders(files: Mapping[str, str], numbers: Sequence[str]) -> tuple[list[Entity], list[Entity]]:
     table = _file("images/metadata.csv", "text/csv", files)
     pictures = _file_set("pictures", "image/png", "images/*/*.png")
-    columns = {"file_name": _TEXT, "label": _TEXT, "seed": _INTEGER}
+    columns = {"file_name": _TEXT, "label": _TEXT, "seed": _INTEGER} | dict.fromkeys(numbers, _FLOAT)
     return [table, pictures], [
         _field(name, kind, {"fileObject": {"@id": table["@id"]}, "extract": {"column": name}})
         for name, kind in columns.items()
     ]
 
 
-def _of_tars(files: Mapping[str, str]) -> tuple[list[Entity], list[Entity]]:
+def _of_tars(files: Mapping[str, str], numbers: Sequence[str]) -> tuple[list[Entity], list[Entity]]:
     tars = [_file(name, "application/x-tar", files) for name in sorted(files) if name.endswith(".tar")]
     pictures = _file_set("pictures", "image/png", "*.png") | {"containedIn": [{"@id": tar["@id"]} for tar in tars]}
     source = {"fileSet": {"@id": "pictures"}}
@@ -96,7 +100,7 @@ def _of_tars(files: Mapping[str, str]) -> tuple[list[Entity], list[Entity]]:
     ]
 
 
-def _of_tables(files: Mapping[str, str]) -> tuple[list[Entity], list[Entity]]:
+def _of_tables(files: Mapping[str, str], numbers: Sequence[str]) -> tuple[list[Entity], list[Entity]]:
     tables = [_file(name, "application/x-parquet", files) for name in sorted(files) if name.endswith(".parquet")]
     rows = _file_set("rows", "application/x-parquet", "data/*.parquet")
 
@@ -107,6 +111,7 @@ def _of_tables(files: Mapping[str, str]) -> tuple[list[Entity], list[Entity]]:
         _field("image", _IMAGE, column("image") | {"transform": {"jsonPath": "bytes"}}),
         _field("label", _INTEGER, column("label")),
         _field("seed", _INTEGER, column("seed")),
+        *(_field(name, _FLOAT, column(name)) for name in numbers),
     ]
 
 

@@ -7,13 +7,14 @@ import csv
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from image_diffusion.metrics.samples import Samples
@@ -25,41 +26,57 @@ UNLABELLED = "unlabelled"
 
 
 @dataclass(frozen=True)
+class SyntheticSet:
+    """Images of a set. seeds: of each, int64 [N]. numbers: those that each was asked for, by column; None for a missing
+    one."""
+
+    samples: Samples
+    seeds: NDArray[np.int64]
+    numbers: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> list[str]:
+        """Return the names of the classes; none without classes."""
+        return self.samples.classes if self.samples.has_labels else []
+
+    def __iter__(self) -> Iterator[SyntheticImage]:
+        for row, seed in enumerate(self.seeds.tolist()):
+            label = int(self.samples.labels[row])
+            name = self.samples.classes[label] if self.samples.has_labels else UNLABELLED
+            pixels = self.samples.gather(np.array([row]))[0].permute(1, 2, 0).numpy()
+            file = io.BytesIO()
+            Image.fromarray(pixels.squeeze()).save(file, format="PNG")
+            numbers = {column: values[row] for column, values in self.numbers.items()}
+            yield SyntheticImage(f"{seed:08}", seed, file.getvalue(), label, name, numbers)
+
+
+@dataclass(frozen=True)
 class SyntheticImage:
     """A synthetic image. key: its seed as eight digits, and the name of its file. png: its bytes. label: the position
-    of its class; 0 without classes."""
+    of its class; 0 without classes. numbers: by column."""
 
     key: str
     seed: int
     png: bytes
     label: int
     class_name: str
+    numbers: Mapping[str, float | None]
 
 
-def synthetic_images(samples: Samples, first_seed: int) -> Iterator[SyntheticImage]:
-    """Yield the images in order. Image number i has seed first_seed + i."""
-    for row in range(samples.num_samples):
-        seed, label = first_seed + row, int(samples.labels[row])
-        name = samples.classes[label] if samples.has_labels else UNLABELLED
-        pixels = samples.gather(np.array([row]))[0].permute(1, 2, 0).numpy()
-        file = io.BytesIO()
-        Image.fromarray(pixels.squeeze()).save(file, format="PNG")
-        yield SyntheticImage(f"{seed:08}", seed, file.getvalue(), label, name)
-
-
-def write_folders(folder: Path, images: Iterator[SyntheticImage], classes: Sequence[str]) -> None:
-    """Write `images/CLASS/SEED.png`, which torchvision's ImageFolder reads, and `images/metadata.csv`, which adds label
-    and seed where Hugging Face's imagefolder reads it."""
+def write_folders(folder: Path, images: SyntheticSet) -> None:
+    """Write `images/CLASS/SEED.png`, which torchvision's ImageFolder reads, and `images/metadata.csv`, which adds
+    label, seed and numbers where Hugging Face's imagefolder reads it. A class without images has no folder: ImageFolder
+    refuses an empty one."""
     root = folder / "images"
-    for name in classes or [UNLABELLED]:
-        (root / folder_name(name)).mkdir(parents=True, exist_ok=True)
+    root.mkdir()
     with (root / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["file_name", "label", "seed"])
+        writer.writerow(["file_name", "label", "seed", *images.numbers])
         for image in images:
             name = f"{folder_name(image.class_name)}/{image.key}.png"
+            (root / name).parent.mkdir(exist_ok=True)
             (root / name).write_bytes(image.png)
-            writer.writerow([name, image.class_name, image.seed])
+            writer.writerow([name, image.class_name, image.seed, *image.numbers.values()])
 
 
 def folder_name(class_name: str) -> str:
@@ -67,17 +84,19 @@ def folder_name(class_name: str) -> str:
     return quote(class_name, safe=" ,;+()[]'&=!@#").replace(".", "%2E")
 
 
-def _files_of(images: Iterator[SyntheticImage]) -> Iterator[tuple[int, list[SyntheticImage]]]:
+def _files_of(images: SyntheticSet) -> Iterator[tuple[int, list[SyntheticImage]]]:
     """Yield the number of each file and the images in it."""
-    return enumerate(iter(lambda: list(islice(images, _IN_A_FILE)), []))
+    rest = iter(images)
+    return enumerate(iter(lambda: list(islice(rest, _IN_A_FILE)), []))
 
 
-def write_webdataset(folder: Path, images: Iterator[SyntheticImage], classes: Sequence[str]) -> None:
+def write_webdataset(folder: Path, images: SyntheticSet) -> None:
     """Write `shard-00000.tar`, …: of each image SEED.png, SEED.cls, the number of its class, and SEED.json."""
     for number, part in _files_of(images):
         with tarfile.open(folder / f"shard-{number:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
             for image in part:
-                about = json.dumps({"class": image.class_name, "label": image.label, "seed": image.seed})
+                described = {"class": image.class_name, "label": image.label, "seed": image.seed}
+                about = json.dumps(described | ({"numbers": image.numbers} if image.numbers else {}))
                 members = {"png": image.png, "cls": str(image.label).encode(), "json": about.encode()}
                 for suffix, data in members.items():
                     member = tarfile.TarInfo(f"{image.key}.{suffix}")
@@ -85,27 +104,28 @@ def write_webdataset(folder: Path, images: Iterator[SyntheticImage], classes: Se
                     tar.addfile(member, io.BytesIO(data))
 
 
-def write_parquet(folder: Path, images: Iterator[SyntheticImage], classes: Sequence[str]) -> None:
-    """Write `data/train-00000.parquet`, …: columns image (bytes and path), label and seed, with the types that Hugging
-    Face's datasets reads from the schema's metadata."""
+def write_parquet(folder: Path, images: SyntheticSet) -> None:
+    """Write `data/train-00000.parquet`, …: columns image (bytes and path), label, seed and numbers, with the types that
+    Hugging Face's datasets reads from the schema's metadata."""
     import pyarrow as pa  # here: loading it would slow the start of every stage
     from pyarrow import parquet
 
     features = {
         "image": {"_type": "Image"},
-        "label": {"_type": "ClassLabel", "names": list(classes) or [UNLABELLED]},
+        "label": {"_type": "ClassLabel", "names": images.classes or [UNLABELLED]},
         "seed": {"_type": "Value", "dtype": "int64"},
-    }
+    } | {column: {"_type": "Value", "dtype": "float64"} for column in images.numbers}
     columns = {
         "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
         "label": pa.int64(),
         "seed": pa.int64(),
-    }
+    } | {column: pa.float64() for column in images.numbers}
     schema = pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": features}})})
     (folder / "data").mkdir()
     for number, part in _files_of(images):
         rows = [
             {"image": {"bytes": image.png, "path": f"{image.key}.png"}, "label": image.label, "seed": image.seed}
+            | dict(image.numbers)
             for image in part
         ]
         parquet.write_table(pa.Table.from_pylist(rows, schema), folder / "data" / f"train-{number:05}.parquet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,39 @@ from image_diffusion.metrics.compute import fixed_subset
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.distances.jackknife import Estimate
 from image_diffusion.metrics.evaluate_samples import RealImages, evaluate_samples
-from image_diffusion.metrics.features.base import Detector, ImageSet
+from image_diffusion.metrics.features.base import Detector, ImageSet, detect
 from image_diffusion.metrics.images.memorization import mirrored, reduced
 from image_diffusion.metrics.samples import Samples
-from image_diffusion.synthesis.config import SynthesizeConfig
+from image_diffusion.metrics.sanity_check import Part
+from image_diffusion.synthesis.config import RejectConfig, SynthesizeConfig
+from image_diffusion.synthesis.diversity import bandwidth, effective_number
 from image_diffusion.synthesis.privacy import membership_auc, nearest_distances, nearest_ratio, true_positives
 from image_diffusion.synthesis.scores import SCORES, parse_requirement
-from image_diffusion.synthesis.utility import MOST_IMAGES, MULTIPLES, reduced_set, utility
+from image_diffusion.synthesis.utility import (
+    MOST_IMAGES,
+    MULTIPLES,
+    Classification,
+    Labelled,
+    Task,
+    reduced_set,
+    regression,
+    utility,
+)
 
 _MOST = 10_000
 """Images of each kind that distances are measured between at most."""
+_MOST_COMPARED = 2000
+"""Images of each kind whose pairs the effective number is measured on at most."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of all images of each kind, float32 [N, columns, 2], as `NumberColumns.scaled` returns them."""
+
+    synthetic: Tensor
+    train: Tensor
+    held_out: Tensor
+
 
 Scores = dict[str, dict[str, Any]]
 """Scores by name: {"value", "lower", "upper", "real", "n", "note", "verdict"}; None for what was not measured."""
@@ -37,17 +61,44 @@ def measure_set(
     config: SynthesizeConfig,
     references: Sequence[Path] = (),
     pictures: Path | None = None,
+    numbers: Numbers | None = None,
 ) -> Scores:
     """Return the scores of a set, all of `SCORES`.
 
     config: the classifiers of the utility. references: folders of the detector's features of the real images, if these
-    are stored. pictures: a folder for pictures, which show training images too. Raises ValueError for too few images.
+    are stored. pictures: a folder for pictures, which show training images too. numbers: those that the images were
+    asked for, and those of the real images; the utility is then of regressors. Raises ValueError for too few images.
     """
     settings = EvaluateConfig(two_sample=False)
     entries = evaluate_samples(synthetic, real, [detector], settings, pictures, references=references)["metrics"]
     measured = {name: _of_entry(entries[score.metric]) for name, score in SCORES.items() if score.metric in entries}
-    measured |= _utility(synthetic, real, config) | measure_privacy(synthetic, real)
-    return {name: measured.get(name, _missing("not measured for this set")) for name in SCORES}
+    measured |= _utility(synthetic, real, config, numbers) | measure_privacy(synthetic, real)
+    measured["effective_number"] = _effective_number(synthetic, real, detector)
+    scores = {name: measured.get(name, _missing("not measured for this set")) for name in SCORES}
+    return scores if config.reject is None else _with_selection(scores, config.reject)
+
+
+def _with_selection(scores: Scores, reject: RejectConfig) -> Scores:
+    """Return the scores, with a note at those by whose measure the images were selected: these are too good."""
+    by_detector = ("agreement",) if reject.needs_classes else ()
+    chosen = (*by_detector, *(("copies",) if reject.near_training else ()))
+    note = "the images were selected by this measure (synthesize.reject)"
+    return scores | {
+        name: scores[name] | {"note": "; ".join(filter(None, (scores[name]["note"], note)))} for name in chosen
+    }
+
+
+def _effective_number(synthetic: Samples, real: RealImages, detector: Detector) -> dict[str, Any]:
+    """Return the score of the effective number, by the detector's features, and that of held-out images."""
+
+    def features(images: ImageSet, title: str) -> Tensor:
+        rows = fixed_subset(images.num_samples, _MOST_COMPARED).numpy()
+        return detect(detector, Part(images, rows), f"{title} to compare").features
+
+    sigma = bandwidth(features(real.train, "training images"))
+    has_held_out = real.validation.num_samples > 1
+    others = effective_number(features(real.validation, "held-out images"), sigma).value if has_held_out else None
+    return score_of(effective_number(features(synthetic, "synthetic images"), sigma), others)
 
 
 def faults(scores: Scores, requirement: str) -> list[str]:
@@ -88,30 +139,51 @@ def _missing(note: str) -> dict[str, Any]:
     return {"value": None, "lower": None, "upper": None, "real": None, "n": 0, "note": note}
 
 
-def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig) -> Scores:
+def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig, numbers: Numbers | None) -> Scores:
     """Return the scores of utility, and the verdict on each gain; what real images get is the accuracy with them."""
     names = [name for name, score in SCORES.items() if score.group == "Utility"]
-    num_classes = len(real.train.classes)
-    if num_classes < 2 or not synthetic.has_labels:
-        return {name: _missing("not measured: it takes two classes") for name in names}
+    num_classes = len(real.train.classes) if synthetic.has_labels else 0
+    if num_classes < 2 and numbers is None:
+        return {name: _missing("not measured: it takes two classes, or numbers") for name in names}
     if real.validation.num_samples == 0:
         return {name: _missing("not measured: no images are held out") for name in names}
+    held_out = reduced_set(real.validation, numbers=numbers.held_out if numbers else None)
+    task: Task = Classification(num_classes)
+    if numbers is not None:
+        try:
+            task, held_out = regression(held_out)
+        except ValueError as error:
+            return {name: _missing(f"not measured: {error}") for name in names}
     estimates = utility(
-        reduced_set(real.train),
-        reduced_set(synthetic, MULTIPLES[-1] * MOST_IMAGES),
-        reduced_set(real.validation),
-        num_classes,
+        _with_numbers(reduced_set(real.train, numbers=numbers.train if numbers else None)),
+        _with_numbers(reduced_set(synthetic, MULTIPLES[-1] * MOST_IMAGES, numbers.synthetic if numbers else None)),
+        held_out,
+        task,
         config.classifier_seeds,
         config.classifier_steps,
+        num_classes if num_classes > 1 else 0,
     )
     alone = estimates["real"].value
     scores = {}
     for name, estimate in estimates.items():
         is_gain = name.startswith("gain")
-        scores[f"utility.{name}"] = score_of(estimate, None if is_gain else alone)
+        score = score_of(estimate, None if is_gain else alone)
+        if numbers is not None:
+            score["note"] = "; ".join(filter(None, (score["note"], _OF_REGRESSORS)))
         if is_gain:
-            scores[f"utility.{name}"]["verdict"] = verdict(estimate)
+            score["verdict"] = verdict(estimate)
+        scores[f"utility.{name}"] = score
     return scores
+
+
+_OF_REGRESSORS = "of regressors of the numbers: the share of the held-out variance that they explain"
+
+
+def _with_numbers(images: Labelled) -> Labelled:
+    """Return the images without those of which no number is known, where numbers are to be recognised."""
+    if images.numbers is None:
+        return images
+    return images.take(images.numbers[..., 1].bool().any(dim=1).nonzero().squeeze(1))
 
 
 def verdict(gain: Estimate) -> str | None:

@@ -39,6 +39,9 @@ SCORES = {
     "precision": Score("Fidelity", "higher", "share of images that look like training images", "inpipe_precision"),
     "recall": Score("Diversity", "higher", "share of training images that look like synthetic ones", "inpipe_recall"),
     "coverage": Score("Diversity", "higher", "share of training images near a synthetic one", "inpipe_coverage"),
+    "effective_number": Score(
+        "Diversity", "higher", "different images that the set amounts to (Vendi score of order two)"
+    ),
     "utility.real": Score("Utility", "higher", "accuracy of a classifier trained on real images alone"),
     "utility.synthetic": Score("Utility", "higher", "accuracy of a classifier trained on synthetic images alone"),
     "utility.real_and_1x": Score("Utility", "higher", "accuracy with as many synthetic as real images"),

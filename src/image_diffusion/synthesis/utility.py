@@ -1,6 +1,6 @@
-"""Use of synthetic images: classifiers trained with and without them, tested on held-out real images.
+"""Use of synthetic images: classifiers or regressors trained with and without them, tested on held-out real images.
 
-Each classifier is a small convolutional network, trained from scratch on images reduced to 32 pixels, with the same
+Each is a small convolutional network, trained from scratch on images reduced to 32 pixels, with the same
 number of steps whatever it is trained on. The features of the data set's detector are not used: they were fitted to all
 real training images, and so would answer for a classifier that is given few of them.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,29 +36,116 @@ _LEAST_TESTED = 2
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images and their classes. images: uint8 [N, C, 32, 32]. labels: int64 [N]."""
+    """Images and what is to be recognised in them. images: uint8 [N, C, 32, 32]. labels: int64 [N], the classes.
+    numbers: float32 [N, columns, 2], as `NumberColumns.scaled` returns them; None without."""
 
     images: Tensor
     labels: Tensor
+    numbers: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def take(self, rows: Tensor | slice) -> Labelled:
+        """Return some of the images."""
+        numbers = None if self.numbers is None else self.numbers[rows]
+        return Labelled(self.images[rows], self.labels[rows], numbers)
+
     def first(self, count: int) -> Labelled:
         """Return the first images."""
-        return Labelled(self.images[:count], self.labels[:count])
+        return self.take(slice(count))
 
     def __add__(self, other: Labelled) -> Labelled:
-        return Labelled(torch.cat([self.images, other.images]), torch.cat([self.labels, other.labels]))
+        both = self.numbers is not None and other.numbers is not None
+        numbers = torch.cat([self.numbers, other.numbers]) if both else None  # type: ignore[list-item]
+        return Labelled(torch.cat([self.images, other.images]), torch.cat([self.labels, other.labels]), numbers)
 
 
-def reduced_set(images: ImageSet, most: int = MOST_IMAGES) -> Labelled:
+class Task(Protocol):
+    """Task of recognising something in images. outputs: of the network. bounds: lowest and highest score of one."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    @property
+    def bounds(self) -> tuple[float, float]: ...
+
+    def loss(self, answers: Tensor, images: Labelled) -> Tensor:
+        """Return the loss of a batch, a scalar. answers: [B, outputs], on the device of the network."""
+        ...
+
+    def scores(self, answers: Tensor, images: Labelled) -> Tensor:
+        """Return the score of each image, float64 [N], 1 for a perfect answer. answers: [N, outputs]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Recognition of the class. An image scores 1 if its class is recognised, else 0."""
+
+    outputs: int
+    bounds: tuple[float, float] = (0.0, 1.0)
+
+    def loss(self, answers: Tensor, images: Labelled) -> Tensor:
+        return F.cross_entropy(answers, images.labels.to(answers.device))
+
+    def scores(self, answers: Tensor, images: Labelled) -> Tensor:
+        return (answers.argmax(dim=1) == images.labels).to(torch.float64)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Recognition of numbers. An image scores 1 less its squared error over the variance of the held-out images, mean
+    over its numbers; the mean over images is the share of the variance that is explained (R²) if none is missing.
+
+    variance: of each column of the held-out images, float64 [columns].
+    """
+
+    variance: Tensor
+    bounds: tuple[float, float] = (-math.inf, 1.0)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.variance)
+
+    def loss(self, answers: Tensor, images: Labelled) -> Tensor:
+        value, exists = self._numbers(images, answers)
+        return ((answers - value).square() * exists).sum() / exists.sum().clamp(min=1)
+
+    def scores(self, answers: Tensor, images: Labelled) -> Tensor:
+        value, exists = self._numbers(images, answers.to(torch.float64))
+        errors = (answers.to(torch.float64) - value).square() / self.variance * exists
+        return 1 - errors.sum(dim=1) / exists.sum(dim=1)
+
+    def _numbers(self, images: Labelled, like: Tensor) -> tuple[Tensor, Tensor]:
+        assert images.numbers is not None
+        value, exists = images.numbers.to(like).unbind(dim=2)
+        return value, exists
+
+
+def regression(held_out: Labelled) -> tuple[Regression, Labelled]:
+    """Return the task of recognising the numbers of held-out images, and those of them that have all numbers.
+
+    Raises ValueError where fewer than two have, or a number is the same in all.
+    """
+    assert held_out.numbers is not None
+    complete = held_out.take(held_out.numbers[..., 1].bool().all(dim=1).nonzero().squeeze(1))
+    assert complete.numbers is not None
+    values = complete.numbers[..., 0].to(torch.float64)
+    variance = values.var(dim=0) if len(complete) >= _LEAST_TESTED else torch.zeros(values.shape[1])
+    if not bool((variance > 0).all()):
+        raise ValueError("too few held-out images have all numbers, or one number is the same in all")
+    return Regression(variance), complete
+
+
+def reduced_set(images: ImageSet, most: int = MOST_IMAGES, numbers: Tensor | None = None) -> Labelled:
     """Return a fixed random subset of at most `most` images, in a random order that is always the same, reduced to 32
-    pixels."""
+    pixels. numbers: of all images, float32 [N, columns, 2]."""
     rows = np.random.default_rng(0).permutation(fixed_subset(images.num_samples, most).numpy())
     parts = [_resized(images.gather(part)) for part in np.array_split(rows, -(-len(rows) // 512))] if len(rows) else []
     pixels = torch.cat(parts) if parts else torch.empty(0, images.shape[0], _SIZE, _SIZE, dtype=torch.uint8)
-    return Labelled(pixels, torch.from_numpy(np.asarray(images.labels)[rows]))
+    chosen = Labelled(pixels, torch.from_numpy(np.asarray(images.labels)[rows]))
+    return chosen if numbers is None else replace(chosen, numbers=numbers[torch.from_numpy(rows)])
 
 
 def _resized(images: Tensor) -> Tensor:
@@ -80,71 +168,80 @@ def training_sets(real: Labelled, synthetic: Labelled) -> dict[str, Labelled]:
 
 
 def utility(
-    real: Labelled, synthetic: Labelled, held_out: Labelled, num_classes: int, num_seeds: int, steps: int
+    real: Labelled,
+    synthetic: Labelled,
+    held_out: Labelled,
+    task: Task,
+    num_seeds: int,
+    steps: int,
+    num_classes: int = 0,
 ) -> dict[str, Estimate]:
-    """Return the accuracies on held-out images, by what the classifiers were trained on, and the gains: the accuracy
-    with real images and the largest multiple of synthetic ones, less that with real images alone; `gain_rarest` over
-    the rarest quarter of the classes.
+    """Return the mean scores on held-out images, by what the networks were trained on, and the gains: the score with
+    real images and the largest multiple of synthetic ones, less that with real images alone; with classes `gain_rarest`
+    over the rarest quarter of them.
 
-    num_seeds: classifiers of each kind, two or more; steps: of each. Intervals are over seeds and held-out images
+    num_seeds: networks of each kind, two or more; steps: of each. Intervals are over seeds and held-out images
     (`crossed_mean`).
     """
     sets = training_sets(real, synthetic)
     cached, right = batches("utility"), dict[str, Tensor]()
-    with Progress("utility", len(sets) * num_seeds, "classifier") as progress:
+    with Progress("utility", len(sets) * num_seeds, "network") as progress:
         for name, images in sets.items():
             rows = []
             for seed in range(num_seeds):
-                answers = cached(f"{name}-{seed}", _answers(images, held_out, num_classes, seed, steps))["right"]
+                answers = cached(f"{name}-{seed}", _answers(images, held_out, task, seed, steps))["right"]
                 rows.append(torch.from_numpy(answers.copy()))
                 progress.advance(1)
-            right[name] = torch.stack(rows).to(torch.float64)  # [seeds, N]
+            right[name] = torch.stack(rows)  # [seeds, N]
     gain = right[list(sets)[-1]] - right["real"]
-    rarest = torch.isin(held_out.labels, rarest_classes(real.labels, num_classes))
-    estimates = {name: crossed_mean(rows, 0, 1) for name, rows in right.items()}
-    return estimates | {"gain": crossed_mean(gain), "gain_rarest": crossed_mean(gain[:, rarest])}
+    estimates = {name: crossed_mean(rows, *task.bounds) for name, rows in right.items()}
+    estimates |= {"gain": crossed_mean(gain)}
+    if num_classes:
+        rarest = torch.isin(held_out.labels, rarest_classes(real.labels, num_classes))
+        estimates["gain_rarest"] = crossed_mean(gain[:, rarest])
+    return estimates
 
 
-def _answers(train: Labelled, test: Labelled, num_classes: int, seed: int, steps: int) -> Callable[[], Arrays]:
-    return lambda: {"right": train_and_test(train, test, num_classes, seed, steps).numpy()}
+def _answers(train: Labelled, test: Labelled, task: Task, seed: int, steps: int) -> Callable[[], Arrays]:
+    return lambda: {"right": train_and_test(train, test, task, seed, steps).numpy()}
 
 
-def train_and_test(train: Labelled, test: Labelled, num_classes: int, seed: int, steps: int) -> Tensor:
-    """Train a classifier; return whether it recognises each test image, bool [N].
+def train_and_test(train: Labelled, test: Labelled, task: Task, seed: int, steps: int) -> Tensor:
+    """Train a network for a task; return its score on each test image, float64 [N].
 
     seed: of its weights, of the order of the images and of their shifts by up to two pixels.
     """
     device, rng = best_device(), np.random.default_rng([seed, 5])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = _network(train.images.shape[1], num_classes).to(device)
+        network = _network(train.images.shape[1], task.outputs).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
     for _ in range(steps):
         rows = torch.from_numpy(rng.integers(0, len(train), _BATCH))
         pixels = shifted(train.images[rows], torch.from_numpy(rng.integers(-2, 3, (2, _BATCH))))
-        loss = F.cross_entropy(network(_scaled(pixels).to(device)), train.labels[rows].to(device))
+        loss = task.loss(network(_scaled(pixels).to(device)), train.take(rows))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     network.eval()
     with torch.inference_mode():
-        answers = [network(_scaled(part).to(device)).argmax(dim=1).cpu() for part in test.images.split(512)]
-    return torch.cat(answers) == test.labels
+        answers = [network(_scaled(part).to(device)).cpu() for part in test.images.split(512)]
+    return task.scores(torch.cat(answers), test)
 
 
 def _scaled(images: Tensor) -> Tensor:
     return images.to(torch.float32) / 127.5 - 1
 
 
-def _network(channels: int, num_classes: int) -> nn.Sequential:
-    """Build a classifier of images [B, C, 32, 32] of 50,000 parameters."""
+def _network(channels: int, outputs: int) -> nn.Sequential:
+    """Build a network of 50,000 parameters: images [B, C, 32, 32] -> [B, outputs]."""
     layers: list[nn.Module] = []
     for wider in (24, 48, 96):
         layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
         channels = wider
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, outputs))
 
 
 def rarest_classes(labels: Tensor, num_classes: int) -> Tensor:

@@ -145,6 +145,7 @@ class Files:
             ),
             "prompts": Optional(None, _listed(plan.prompts)),
             "pictures": Optional(None, plan.pictures),
+            "synthesize_table": Optional(None, _listed(plan.synthesize_table)),
             "crop": Optional("--crop", _listed(plan.configs.get("crop")) if plan.pictures else []),
             "datasheet": Optional(None, [f"{dataset}/datasheet/datasheet.json"] if _has_crops(plan) else []),
             "trained_by": Optional("--trained-by", _listed(plan.configs.get("train"))),
@@ -253,6 +254,13 @@ class Files:
             return own + [self.plans.by_name[base].configs[name] for base, name in others if base]
 
         return configs
+
+    def of_model(self, stage: str, before: str) -> dict[str, Callable[[Wildcards], str | list[str]] | str]:
+        """Return the inputs of a rule that uses a trained model: its configuration, those of the stages before
+        `before`, the weights and their description."""
+        folder = f"{self.results}/{{experiment}}/train"
+        files = {"weights": f"{folder}/weights.safetensors", "model": f"{folder}/model.json"}
+        return {"config": self.config(stage), "before": self.configs_before(before), **files}
 
     # ---- Data
 

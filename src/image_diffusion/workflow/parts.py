@@ -82,6 +82,12 @@ class Parts:
         parts = _named_parts(self._shared(plan, plan.sample_jobs, plan.most_sample_jobs))
         return _unless_part(wildcards, [f"{self.results}/{plan.experiment}/samples/{part}.npz" for part in parts])
 
+    def synthesized_parts(self, wildcards: Wildcards) -> list[str]:
+        """Return the parts drawn by the jobs that share a data set of synthetic images; one job alone leaves none."""
+        plan = self.plans.plan_for(wildcards)
+        folder = f"{self.results}/{plan.experiment}/synthetic_parts"
+        return _unless_part(wildcards, [f"{folder}/{part}.npz" for part in _named_parts(plan.synthesize_jobs)])
+
     def made_option(self, wildcards: Wildcards, input: Any) -> list[str]:
         """Return the option of a stage that names its parts. A function of the input does not belong to the parameters
         for which Snakemake makes results again: those of any number of parts are the same."""
@@ -97,6 +103,12 @@ class Parts:
         of_one = has(wildcards, "experiment")
         folder = f"{self.results}/{plan.experiment}" if of_one else self._dataset(plan)
         return _unless_part(wildcards, ["--journal", f"{folder}/journal"])
+
+    def options(self) -> dict[str, Callable[..., Any]]:
+        """Return the params of a rule that makes or joins the parts of an experiment: its options, and the output that
+        its command writes, the first one."""
+        options: dict[str, Callable[..., Any]] = {"written": lambda wildcards, output: output[0]}
+        return options | {"parts": self.made_option, "part": self.part_option, "journal": self.journal_option}
 
     def crop_whole_option(self, wildcards: Wildcards) -> list[str]:
         """Return the options of a job that crops a whole data set: its source, the parts of other jobs, its journal."""
@@ -156,10 +168,10 @@ def _named_parts(parts: int) -> list[str]:
 
 
 def remove_left_parts(plans: Plans, results: Path) -> None:
-    """Remove parts of samples and of references, and marks of those of latents, that a killed command left, and that no
-    stage joins: the experiment was changed back, or fewer GPUs resumed the work. Only once everything of these
-    experiments is made."""
-    samples = [results / name / "samples" for name in plans.by_name]
+    """Remove parts of samples, of synthetic images and of references, and marks of those of latents, that a killed
+    command left, and that no stage joins: the experiment was changed back, or fewer GPUs resumed the work. Only once
+    everything of these experiments is made."""
+    samples = [results / name / folder for name in plans.by_name for folder in ("samples", "synthetic_parts")]
     references = [
         folder for dataset in plans.datasets for folder in (results / "datasets" / dataset).glob("references/*/parts")
     ]

@@ -92,6 +92,10 @@ class Plan:
     """Number of jobs that share the samples or embeddings."""
     sample_batches: int
     """Batches that the samples or embeddings are made in; a job makes whole ones."""
+    synthesize_jobs: int
+    """Number of jobs that share the images of the data set that is made of its images; 0: it makes none."""
+    synthesize_table: str | None
+    """The table that says which images that data set has."""
     global_batch: int
     """Examples of one step of training."""
     detectors: list[str]

@@ -1,0 +1,107 @@
+"""Images that a set asks for: so many of each class, as many as the training images, or those of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.synthesis.config import SynthesizeConfig
+from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
+from image_diffusion.systems.pairs.numbers import LABEL
+
+COUNT = "count"
+"""Column of a table that says how many images of a row are asked for."""
+_KEY = "synthesize.table"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Images that a set asks for.
+
+    settings: values of the section `sample` that draw them, `num_samples` of them; more images repeat them in turn.
+    groups: int64 [N], the group of each image: its class, its row of the table. An image may take the place of another
+    one of its group.
+    """
+
+    settings: dict[str, Any]
+    groups: NDArray[np.int64]
+
+    @property
+    def num_of_each(self) -> NDArray[np.int64]:
+        """Return the number of images of each group, int64 [G]."""
+        return np.bincount(self.groups)
+
+    def drawn(self, times: float) -> dict[str, Any]:
+        """Return the values of the section `sample` that draw so many times as many images."""
+        return self.settings | {"num_samples": int(np.ceil(times * len(self.groups)))}
+
+    def group_of_each(self, num_drawn: int) -> NDArray[np.int64]:
+        """Return the group of each image that was drawn, int64 [num_drawn]."""
+        return self.groups[np.arange(num_drawn) % len(self.groups)]
+
+
+def requested(config: SynthesizeConfig, train: Shards, columns: NumberColumns | None) -> Request:
+    """Return the images that a set asks for. columns: the numbers that the network is conditioned on, if any, which
+    `train` holds beside its images."""
+    if config.table is not None:
+        return _of_table(config.table, columns.names if columns is not None else ())
+    if config.like == "train":
+        return _like(train, columns)
+    assert config.per_class is not None
+    num_classes = len(train.classes) - len(train.untrained()) if train.classes else 1
+    return _request({"labels": "balanced"}, np.arange(config.per_class * num_classes) % num_classes)
+
+
+def read_table(path: str, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the rows of a table, each with the class under "label" and numbers by name, and the number of images of
+    each. columns: the numbers that the network is conditioned on.
+
+    Raises ValueError for a table that cannot be read or does not fit.
+    """
+    rows = read_rows(path, _KEY)
+    counts = [_count(row.pop(COUNT, "1"), place) for place, row in enumerate(rows)]
+    if columns:
+        check_names(rows, columns, _KEY)
+    elif unknown := next((name for name in rows[0] if name != LABEL), None):
+        raise ValueError(f"{_KEY} has a column {unknown}, but the network takes no numbers. Known: {LABEL}, {COUNT}.")
+    labels, numbers = labels_of(rows, _KEY), numbers_of(rows, _KEY)
+    if columns and not rows[0].keys() & set(columns):
+        raise ValueError(f"{_KEY} has no column of numbers. Add some of {', '.join(columns)}.")
+    return [row | ({LABEL: labels[place]} if labels else {}) for place, row in enumerate(numbers)], counts
+
+
+def _count(cell: Any, place: int) -> int:
+    text = str(cell).strip()
+    if not (text.isdecimal() and int(text) > 0):
+        raise ValueError(f"{_KEY}: {COUNT} of row {place} is {text!r}. Give a whole number above 0.")
+    return int(text)
+
+
+def _of_table(path: str, columns: Sequence[str]) -> Request:
+    rows, counts = read_table(path, columns)
+    groups = np.repeat(np.arange(len(rows)), counts)
+    if columns:
+        return _request({"conditions": [rows[group] for group in groups.tolist()]}, groups)
+    labelled = LABEL in rows[0]
+    return _request({"labels": [rows[group][LABEL] for group in groups.tolist()] if labelled else "balanced"}, groups)
+
+
+def _like(train: Shards, columns: NumberColumns | None) -> Request:
+    labels = [train.classes[label] for label in train.labels.tolist()] if train.classes else []
+    if columns is None:
+        return _request({"labels": labels or "balanced"}, train.labels.astype(np.int64))
+    (scaled,) = train.gather_beside(np.arange(train.num_samples))
+    rows: list[Mapping[str, Any]] = [
+        row | ({LABEL: labels[place]} if labels else {}) for place, row in enumerate(columns.values(scaled))
+    ]
+    return _request({"conditions": rows}, np.arange(train.num_samples))
+
+
+def _request(settings: dict[str, Any], groups: NDArray[np.int64]) -> Request:
+    return Request({"num_samples": len(groups), "keep": True} | settings, groups)
