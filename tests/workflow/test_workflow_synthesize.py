@@ -59,7 +59,9 @@ def test_a_released_set_is_whole_tracked_and_made_once(released: Project) -> Non
     assert "12 |" in (folder / "README.md").read_text() and "Released." in (folder / "index.html").read_text()
     with sqlite3.connect(released / "mlflow.db") as store:
         keys = {key for (key,) in store.execute("SELECT DISTINCT key FROM metrics")}
+        logged = dict(store.execute("SELECT name, digest FROM datasets"))
     assert {"utility.gain.lower", "membership.auc", "inpipe_fd"} <= keys
+    assert sha256_file(folder / "SHA256SUMS").startswith(logged["micro/synthetic"]) and logged["micro/synthetic"]
     assert list(released.folder.glob("mlartifacts/**/index.html")) or list(released.folder.glob("mlruns/**/index.html"))
     assert released.planned() == set()
 

@@ -122,7 +122,7 @@ def main() -> None:
         journal.metrics(numbers_of(scores), model.step)
         for picture in sorted(pictures.glob("*.png")):
             journal.image(picture.stem, picture, model.step)
-        for name in ("index.html", "scorecard.json"):
+        for name in ("index.html", "scorecard.json", "SHA256SUMS"):
             journal.artifact(folder / name)
         if wrong:
             raise ValueError(

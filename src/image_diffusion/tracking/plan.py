@@ -88,8 +88,9 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Shards that a run may have used: their name, the digest of their manifest, their folder, and what a person reads
-    of them: counts of samples and classes, the shape of a sample."""
+    """Shards that a run may have used, or a set of synthetic images that it made: their name, the digest of their
+    manifest or checksums, their folder, and what a person reads of them: counts of samples and classes, the shape of a
+    sample."""
 
     name: str
     digest: str
@@ -328,10 +329,20 @@ def data_sets(folder: Path) -> Iterator[DataSet]:
         )
 
 
+def synthetic_sets(experiment: Path) -> Iterator[DataSet]:
+    """Return the set of synthetic images of an experiment, released or kept back."""
+    for sums in (experiment / name / "SHA256SUMS" for name in ("synthetic", "quarantine")):
+        if sums.is_file():
+            num_files = len(sums.read_bytes().splitlines())
+            name = f"{experiment.name}/{sums.parent.name}"
+            yield DataSet(name, sha256_file(sums), sums.parent.resolve(), {"files": num_files})
+
+
 def used_by(history: History, data: Sequence[DataSet]) -> list[DataSet]:
-    """Return the data sets that a run names; of two that were joined, the one it learned from first, then the one
-    beside it."""
+    """Return the data sets that a run names, or whose checksums it made; of two that were joined, the one it learned
+    from first, then the one beside it."""
     named = {str(value) for value in (*history.params.values(), *history.tags.values())}
+    named |= {artifact.sha256 for artifact in history.artifacts}
     joined = [pair for pair in permutations(data, 2) if digest([data_set.digest for data_set in pair]) in named]
     return [data_set for data_set in data if data_set.digest in named] + [half for pair in joined for half in pair]
 

@@ -24,6 +24,7 @@ from image_diffusion.tracking.plan import (
     request_of,
     score_of,
     swept_weights,
+    synthetic_sets,
     tags_of,
     used_by,
 )
@@ -97,7 +98,7 @@ def send(
     ids: dict[str, str] = {}
     models = Models(connection)
     model: tuple[str, str] | None = None  # of which run, its id
-    data = [item for folder in request.datasets for item in data_sets(folder)]
+    data = [item for folder in request.datasets for item in data_sets(folder)] + [*synthetic_sets(request.experiment)]
     for run in planned:
         history = run.history
         tags = tags_of(run, request.experiment) | ({"mlflow.parentRunId": ids[run.parent]} if run.parent else {})
