@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from projects import Project
+from pyarrow import parquet
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,15 @@ def test_numbers_of_a_table_lead_to_images_that_rows_ask_for(fresh: Project) -> 
     made = json.loads((fresh / "results/micro/samples/samples.json").read_text())
     assert made["conditions"]["values"]["angle"][:4] == [0, 0, 8, 8]
     assert made["conditions"]["values"]["dose"][:4] == [None, 3, None, 3]
+
+    (fresh / "wanted.csv").write_text("label,angle,dose,count\nlight,3,1.5,2\ndark,16,,3\n")
+    wanted = {"table": "wanted.csv", "format": "parquet", "classifier_seeds": 2, "classifier_steps": 2}
+    fresh.edit(lambda data: data.update(synthesize=wanted))
+    fresh.run("results/micro/synthetic")
+    rows = parquet.read_table(fresh / "results/micro/synthetic/data").to_pylist()
+    assert [(row["angle"], row["dose"]) for row in rows] == [(3, 1.5)] * 2 + [(16, None)] * 3
+    assert len({row["label"] for row in rows[:2]}) == len({row["label"] for row in rows[2:]}) == 1
+    assert "utility.gain" in json.loads((fresh / "results/micro/synthetic/scorecard.json").read_text())["scores"]
 
     table.write_text(table.read_text().replace(f"{paths[3]},3,", f"{paths[3]},4,"))
     assert {"embed", "train"} <= fresh.planned() and "crop" not in fresh.planned()

@@ -72,12 +72,13 @@ def main() -> None:
     check_trained_by(arguments.weights.parent, arguments.trained_by)
     model = load_model(arguments.weights.parent)
     train, held_out = (open_shards(arguments.data.parent, name) for name in SPLITS)
-    columns = None
+    with_numbers, columns = [train, held_out], None
     if arguments.pairs is not None:
         columns = NumberColumns.described(model.pairs or {})
-        for split in (train, held_out):
+        with_numbers = [open_shards(arguments.data.parent, name) for name in SPLITS]
+        for split in with_numbers:  # leaves out the images that have none
             split.join(open_shards(arguments.pairs.parent, "all"))
-    request = requested(config, train, columns)
+    request = requested(config, with_numbers[0], columns)
     sample = load_sections(arguments.sample, ["sample"], model.system.sections)["sample"]
     settings = sample.model_copy(update=request.drawn(config.reject.drawn if config.reject else 1))
     codec = load_codec(model, arguments.codec_weights and arguments.codec_weights.parent, best_device())
@@ -112,7 +113,7 @@ def main() -> None:
         seeds = settings.first_seed + selection.rows
         images = SyntheticSet(chosen(drawn, selection), seeds, numbers)
         pictures = output.with_name(f"{output.name}_pictures")
-        beside = compared_numbers(columns, numbers, train, held_out)
+        beside = compared_numbers(columns, numbers, *with_numbers)
         scores = measure_set(images.samples, real, detector, config, arguments.references, pictures, beside)
         wrong = faults(scores, config.require)
         folder = output.with_name("quarantine") if wrong else output
@@ -162,7 +163,7 @@ def compared_numbers(
         return None
     rows = [dict(zip(numbers, cells, strict=True)) for cells in zip(*numbers.values(), strict=True)]
     of_real = (images.gather_beside(np.arange(images.num_samples))[0].float() for images in (train, held_out))
-    return Numbers(columns.scaled(rows), *of_real)
+    return Numbers(RealImages(train, held_out), columns.scaled(rows), *of_real)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,10 @@ _MOST_COMPARED = 2000
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of all images of each kind, float32 [N, columns, 2], as `NumberColumns.scaled` returns them."""
+    """Numbers of all images of each kind, float32 [N, columns, 2], as `NumberColumns.scaled` returns them. real: the
+    real images that have numbers."""
 
+    real: RealImages
     synthetic: Tensor
     train: Tensor
     held_out: Tensor
@@ -142,6 +144,7 @@ def _missing(note: str) -> dict[str, Any]:
 def _utility(synthetic: Samples, real: RealImages, config: SynthesizeConfig, numbers: Numbers | None) -> Scores:
     """Return the scores of utility, and the verdict on each gain; what real images get is the accuracy with them."""
     names = [name for name, score in SCORES.items() if score.group == "Utility"]
+    real = real if numbers is None else numbers.real
     num_classes = len(real.train.classes) if synthetic.has_labels else 0
     if num_classes < 2 and numbers is None:
         return {name: _missing("not measured: it takes two classes, or numbers") for name in names}
