@@ -14,7 +14,7 @@ from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
 from image_diffusion.systems.base import Others, Sections, makes
-from image_diffusion.systems.diffusion.conditions.base import Condition, check_no_images
+from image_diffusion.systems.diffusion.conditioning import Conditions, Part
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
@@ -29,7 +29,7 @@ _CONDITIONS = {"captions": "text", "numbers": "numbers", "pairs": "embedding"}
 _EXAMPLES = {"pairs": "{type: hashed}", "numbers": "{type: numbers, table: FILE.csv, columns: [age]}"}
 
 
-def check_pairs(condition: Condition, aligned: bool, pairs: Any) -> None:
+def check_pairs(condition: Conditions | Part, aligned: bool, pairs: Any) -> None:
     """Raise ValueError unless the section pairs provides exactly what training reads next to the images. aligned:
     whether training reads the features of a teacher.
     """
@@ -58,7 +58,7 @@ def check_pairs(condition: Condition, aligned: bool, pairs: Any) -> None:
         condition.check_pairs(pairs)
 
 
-def check_condition(condition: Condition, experiment: Sections, classes: Sequence[str] | None) -> None:
+def check_condition(condition: Conditions, experiment: Sections, classes: Sequence[str] | None) -> None:
     """Raise ValueError where the data lack what the network is conditioned on beside what others check. classes: of the
     data; None if unknown or unused."""
     if condition.reads is not None and classes is not None and not classes:
@@ -245,7 +245,7 @@ def _check_against(experiment: Sections, others: Others) -> None:
         )
 
 
-def check_embeddings(condition: Condition, experiment: Sections, prior: Sections | None) -> None:
+def check_embeddings(condition: Conditions, experiment: Sections, prior: Sections | None) -> None:
     """Raise ValueError if there are no embeddings or numbers to sample from, or if the prior learned from other
     pairs."""
     if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
@@ -284,7 +284,6 @@ def check_small_images(image: ImageCondition | None, experiment: Sections, other
     """
     sample: SampleConfig = experiment.section("sample")
     data, base = experiment.data, others.small_images
-    check_no_images("sample", sample, image)
     if image is None:
         return
     if image.draws_images(sample) == "validation" and not data.has_validation:

@@ -14,7 +14,7 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_images
+from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_unused
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
@@ -166,7 +166,7 @@ class Conditions:
         image_source: ImageSource | None = None,
     ) -> SamplingRequest:
         """Return the conditions of `count` images: those of every part."""
-        check_no_images("sample", settings, self.image)
+        check_unused("sample", settings, self.keys)
         request = joined(
             part.sampling_request(self._seen_by(part, settings), pairs, count, source, image_source)
             for part in self.parts

@@ -9,31 +9,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions
+from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 
 
-class EmbeddingCondition(Config):
+class EmbeddingCondition(ConditionPart):
     """Condition on image embeddings, which the stage `embed` computes (section pairs). The network is a decoder like
     unCLIP's (Ramesh et al. 2022, section 2.1), which turns the embeddings that a prior predicts into images."""
 
     type: Literal["embedding"] = "embedding"
     """An image's embedding."""
 
-    takes_classes: ClassVar[bool] = False
     keys: ClassVar[frozenset[str]] = frozenset({"embeddings"})
-
-    @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards beside the images."""
-        return "pairs"
+    reads: ClassVar[str] = "pairs"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that do nothing."""
@@ -44,10 +38,7 @@ class EmbeddingCondition(Config):
             )
         if settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, but the network takes embeddings. Leave it out.")
-        check_no_conditions(section, settings)
-
-    def check_pairs(self, pairs: Any) -> None:
-        """Accept any section pairs: pairs of embeddings are all that it needs."""
+        super().check(section, settings, pairs)
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
         """Return the shapes that a network has to be built for: no classes, embeddings of [dim]."""

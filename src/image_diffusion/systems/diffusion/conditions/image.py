@@ -23,7 +23,7 @@ from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions, check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -31,7 +31,7 @@ from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 _KEY = "sample.small_images"
 
 
-class ImageCondition(Degradations):
+class ImageCondition(Degradations, ConditionPart):
     """Another image, whose channels the network reads behind those of its input."""
 
     model_config = ConfigDict(serialize_by_alias=True)
@@ -41,9 +41,7 @@ class ImageCondition(Degradations):
     source: Literal["self"] = Field(alias="from")
     """The image itself, of which it is made: by shrink, gray, hole or edges."""
 
-    takes_classes: ClassVar[bool] = False
     keys: ClassVar[frozenset[str]] = frozenset({"small_images"})
-    reads: ClassVar[None] = None
 
     @model_validator(mode="after")
     def _is_made_in_one_way(self) -> Self:
@@ -64,11 +62,7 @@ class ImageCondition(Degradations):
             raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
         if settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, but the network takes images alone. Leave it out.")
-        check_no_embeddings(section, settings)
-        check_no_conditions(section, settings)
-
-    def check_pairs(self, pairs: Any) -> None:
-        """Accept any experiment: nothing is read beside the images."""
+        super().check(section, settings, pairs)
 
     def check_data(self, data: DataConfig) -> None:
         """Raise ValueError where nothing can be made of the images."""
@@ -85,14 +79,6 @@ class ImageCondition(Degradations):
     def degraded(self, x: Tensor, streams: Streams) -> dict[str, Tensor]:
         """Return the condition that is made of images [B, C, H, W] in [-1, 1]."""
         return {IMAGE: self.degradation(x, streams)}
-
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the conditions that lie beside the images: none."""
-        return {}
-
-    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the embeddings that images are made of: none."""
-        return None
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str:
         """Return the source of the images: held-out images, where none is set."""

@@ -9,33 +9,27 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 
 
-class NumbersCondition(Config):
+class NumbersCondition(ConditionPart):
     """Condition on numbers: columns of a table (section pairs), on the scale of their ranges in the training images. A
     missing number is learnt as such."""
 
     type: Literal["numbers"] = "numbers"
     """Numbers of an image."""
 
-    takes_classes: ClassVar[bool] = False
     keys: ClassVar[frozenset[str]] = frozenset({"conditions"})
-
-    @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards beside the images."""
-        return "numbers"
+    reads: ClassVar[str] = "numbers"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that do nothing, and for rows with names or values that do not fit."""
@@ -46,16 +40,13 @@ class NumbersCondition(Config):
             )
         if settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, but the network takes numbers. Leave it out.")
-        check_no_embeddings(section, settings)
+        super().check(section, settings, pairs)
         if settings.conditions is not None and not isinstance(settings.conditions, str):
             rows, key = read_rows(settings.conditions, f"{section}.conditions"), f"{section}.conditions"
             numbers_of(rows, key)
             labels_of(rows, key)
             if pairs is not None:
                 check_names(rows, pairs.columns, key)
-
-    def check_pairs(self, pairs: Any) -> None:
-        """Accept any section pairs of numbers."""
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
         """Return the shapes that a network has to be built for: no classes, numbers of [columns, 2]."""

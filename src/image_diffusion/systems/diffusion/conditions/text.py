@@ -10,12 +10,11 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.random.streams import Streams
-from image_diffusion.core.types import TEXT, DataSpec, SamplesOf
+from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_no_conditions, check_no_embeddings
+from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -23,7 +22,7 @@ from image_diffusion.text_encoders.base import encode_captions
 from image_diffusion.text_encoders.rebuild import encoder_of
 
 
-class TextCondition(Config):
+class TextCondition(ConditionPart):
     """Captions, which the stage `embed` has encoded (section pairs)."""
 
     type: Literal["text"] = "text"
@@ -31,8 +30,8 @@ class TextCondition(Config):
     caption_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
     """Frequencies of drawing the first, second, … caption of an image, as shares of any sum; unset: each as often."""
 
-    takes_classes: ClassVar[bool] = False
     keys: ClassVar[frozenset[str]] = frozenset({"prompts", "negative_prompt"})
+    reads: ClassVar[str] = "captions"
 
     @field_validator("caption_weights")
     @classmethod
@@ -40,11 +39,6 @@ class TextCondition(Config):
         if value is not None and not sum(value) > 0:
             raise ValueError(f"{list(value)} would draw no caption. Give one of them a weight above 0.")
         return value
-
-    @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards beside the images."""
-        return "captions"
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError without prompts."""
@@ -55,8 +49,7 @@ class TextCondition(Config):
             )
         if settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, but the network takes words. Name classes in the prompts.")
-        check_no_embeddings(section, settings)
-        check_no_conditions(section, settings)
+        super().check(section, settings, pairs)
         if isinstance(settings.prompts, tuple):
             read_prompts(settings.prompts, f"{section}.prompts")
 
@@ -90,10 +83,6 @@ class TextCondition(Config):
         drawn = streams.uniform("caption")[:, None] * ends[:, -1:]  # [B, 1]
         chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
         return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
-
-    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source of the embeddings that images are made of: none."""
-        return None
 
     def sampling_request(
         self,
