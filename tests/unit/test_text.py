@@ -27,6 +27,7 @@ from image_diffusion.experiments.experiment import TrainStage
 from image_diffusion.networks.dit import DiT, DiTConfig
 from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.stages.train import prepare_training
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import classes_named, read_prompts
@@ -331,5 +332,6 @@ def test_another_text_encoder_refuses_the_old_encodings(tmp_path):
     model = load_model(tmp_path / "out")
     assert model.pairs is not None
     changed = {**model.pairs, "text": {**model.pairs["text"], "version": 0}}
+    settings = parse(SampleConfig, {"prompts": ["a"]}, "sample")
     with pytest.raises(ValueError, match="Restore the one that encoded them, or train again"):
-        model.system.conditioning.sampling_request(parse(SampleConfig, {"prompts": ["a"]}, "sample"), changed, 1)  # type: ignore[attr-defined]
+        model.system.conditioning.sampling_request(ConditionInputs(settings, 1, changed))  # type: ignore[attr-defined]

@@ -3,9 +3,7 @@ or another image."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -14,7 +12,7 @@ from torch import Tensor
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ImageSource, check_unused
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, check_unused
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
@@ -157,20 +155,12 @@ class Conditions:
         """Return the source of the images of the part that is one."""
         return None if self.image is None else self.image.draws_images(settings)
 
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the conditions of `count` images: those of every part."""
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the conditions of the images to be made: those of every part."""
+        settings = inputs.settings
         check_unused("sample", settings, self.keys)
-        request = joined(
-            part.sampling_request(self._seen_by(part, settings), pairs, count, source, image_source)
-            for part in self.parts
-        )
+        seen = (replace(inputs, settings=self._seen_by(part, settings)) for part in self.parts)
+        request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
         self._check_classes("sample", settings, bool(request.classes))
         return request
 

@@ -23,7 +23,7 @@ from image_diffusion.core.types import EMBEDDING, IMAGE, TEXT, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
-from image_diffusion.systems.diffusion.conditions.base import ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
 from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -119,7 +119,9 @@ class ImageSampling(Sampling, ABC):
             )
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
         image_source = ImageSource(model.spec, inputs.small_images)
-        request = self.condition.sampling_request(settings, model.pairs, len(seeds), inputs.embeddings, image_source)
+        request = self.condition.sampling_request(
+            ConditionInputs(settings, len(seeds), model.pairs, inputs.embeddings, image_source)
+        )
         labels = _labels(model.spec, request, settings, model.classes, seeds, model.untrained)
         pictures = read_pictures(settings.given, settings.start, inputs.crop, model.spec)
         generator = self._generator_on_best_device(model, settings, inputs.codec, weaker, request, pictures)
@@ -141,7 +143,9 @@ class ImageSampling(Sampling, ABC):
         pair_shards = inputs.training.beside
         pairs = pair_shards.manifest["pairs"] if pair_shards is not None else None
         image_source = ImageSource(inputs.spec, inputs.held_out)
-        request = self.condition.sampling_request(settings, pairs, len(seeds), inputs.held_out, image_source)
+        request = self.condition.sampling_request(
+            ConditionInputs(settings, len(seeds), pairs, inputs.held_out, image_source)
+        )
         labels = _labels(inputs.spec, request, settings, classes, seeds, inputs.training.untrained())
         class_names = [classes[label] for label in labels.tolist()] if classes and labels is not None else []
         shown = _titles(request, labels, classes)
@@ -203,7 +207,7 @@ class ImageSampling(Sampling, ABC):
                 request = SamplingRequest(conditions={EMBEDDING: embed(captions, seeds).float()})
             elif "prompt" in rows:
                 prompted = settings.model_copy(update={"prompts": tuple(map(str, rows["prompt"]))})
-                request = self.condition.sampling_request(prompted, model.pairs, len(seeds))
+                request = self.condition.sampling_request(ConditionInputs(prompted, len(seeds), model.pairs))
             else:
                 requested = _wanted_labels(rows) or settings.labels
                 labels = requested_labels(requested, len(seeds), model.classes, seeds, settings.seed, model.untrained)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
@@ -25,6 +26,27 @@ class ImageSource:
 
     spec: DataSpec
     source: Shards | Path | None = None
+
+
+@dataclass(frozen=True)
+class ConditionInputs:
+    """What the conditions of images to be made are taken from.
+
+    settings: the section sample. count: of the images. pairs: what the manifest of the shards beside the images says of
+    them. source: held-out images with what lies beside them, or the folders of those. image_source: of the images of a
+    condition.
+    """
+
+    settings: SampleConfig
+    count: int
+    pairs: Mapping[str, Any] | None = None
+    source: Shards | Sequence[Path] = ()
+    image_source: ImageSource | None = None
+
+    @property
+    def seeds(self) -> Tensor:
+        """Return the seeds of the images, int64 [count]."""
+        return torch.arange(self.settings.first_seed, self.settings.first_seed + self.count)
 
 
 class ConditionPart(Config, ABC):
@@ -59,17 +81,8 @@ class ConditionPart(Config, ABC):
         return None
 
     @abstractmethod
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the conditions of `count` images. pairs: what the manifest of the shards says of them. source:
-        held-out images with what lies beside them, or the folders of those. image_source: of the images of a
-        condition."""
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the conditions of the images to be made."""
 
 
 _UNUSED = {

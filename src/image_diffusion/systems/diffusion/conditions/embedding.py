@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -53,17 +51,10 @@ class EmbeddingCondition(ConditionPart):
         """Return the source of the embeddings to sample from: the configured one, or held-out images."""
         return settings.embeddings or "validation"
 
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the embeddings of `count` images, chosen by their seeds. source: held-out images with their pairs, the
-        folders of those, or a folder of embeddings."""
-        seeds = torch.arange(settings.first_seed, settings.first_seed + count)
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the embeddings of the images, chosen by their seeds. Their source: held-out images with their pairs,
+        the folders of those, or a folder of embeddings."""
+        settings, source, seeds = inputs.settings, inputs.source, inputs.seeds
         if isinstance(source, Shards):
             return of_held_out(source, seeds)
         if settings.embeddings is None:
@@ -74,4 +65,4 @@ class EmbeddingCondition(ConditionPart):
             raise ValueError(
                 "sample.embeddings names another experiment. Name the folder of its samples: --embeddings."
             )
-        return of_folder(source[0], pairs, seeds)
+        return of_folder(source[0], inputs.pairs, seeds)

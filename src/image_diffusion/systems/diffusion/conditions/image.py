@@ -6,7 +6,6 @@ or reads it from a samples.npz, so that one experiment can enlarge the samples o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -23,7 +22,7 @@ from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -84,18 +83,12 @@ class ImageCondition(Degradations, ConditionPart):
         """Return the source of the images: held-out images, where none is set."""
         return settings.small_images or "validation"
 
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the images of `count` images to be made, and their classes, if known. Raises ValueError for images
-        that are missing or do not fit."""
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the images of the images to be made, and their classes, if known. Raises ValueError for images that
+        are missing or do not fit."""
+        settings, image_source, seeds = inputs.settings, inputs.image_source, inputs.seeds
         assert image_source is not None
-        wanted, seeds = self.draws_images(settings), torch.arange(settings.first_seed, settings.first_seed + count)
+        wanted = self.draws_images(settings)
         described: dict[str, Any] = {"condition": dump(self)}
         if wanted == "validation" or isinstance(image_source.source, Shards):
             crops = image_source.source if isinstance(image_source.source, Shards) else _held_out(image_source)

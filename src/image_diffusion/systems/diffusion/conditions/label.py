@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 
@@ -30,13 +27,6 @@ class LabelCondition(ConditionPart):
             )
         super().check(section, settings, pairs)
 
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the conditions of `count` images, beside classes: nothing."""
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the conditions of the images, beside classes: nothing."""
         return SamplingRequest()

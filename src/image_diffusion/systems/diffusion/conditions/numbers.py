@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,7 +13,7 @@ from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out
@@ -61,21 +60,14 @@ class NumbersCondition(ConditionPart):
         """Return the source of the numbers: those of held-out images, where no rows are set."""
         return "validation" if settings.conditions is None else None
 
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the numbers of `count` images: each row in turn, or by their seeds those of held-out images."""
-        if pairs is None:
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the numbers of the images: each row in turn, or by their seeds those of held-out images."""
+        if inputs.pairs is None:
             raise ValueError("The model does not say which numbers it was trained on. Train it again.")
-        columns = NumberColumns.described(pairs)
+        settings, source, columns = inputs.settings, inputs.source, NumberColumns.described(inputs.pairs)
         if settings.conditions is None:
             images = source if isinstance(source, Shards) else held_out(source, "conditions")
-            rows = (torch.arange(settings.first_seed, settings.first_seed + count) % images.num_samples).numpy()
+            rows = (inputs.seeds % images.num_samples).numpy()
             (scaled,) = images.gather_beside(rows)
             values = [dict[str, float | None](of_image) for of_image in columns.values(scaled)]
             labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
@@ -87,7 +79,7 @@ class NumbersCondition(ConditionPart):
         values, classes = numbers_of(asked, key), labels_of(asked, key)
         if phrases := columns.outside(values):
             log_line_once(f"warning: {key} asks for {', '.join(phrases)}: the network has seen no such image.")
-        turns = [row % len(asked) for row in range(count)]
+        turns = [row % len(asked) for row in range(inputs.count)]
         values = [values[row] for row in turns]
         return _request(
             columns, values, columns.scaled(values), {}, classes=[classes[row] for row in turns] if classes else []

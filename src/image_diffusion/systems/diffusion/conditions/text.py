@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -14,7 +12,7 @@ from image_diffusion.core.devices import best_device
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.prompts import read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -84,15 +82,9 @@ class TextCondition(ConditionPart):
         chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
         return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
 
-    def sampling_request(
-        self,
-        settings: SampleConfig,
-        pairs: Mapping[str, Any] | None,
-        count: int,
-        source: Shards | Sequence[Path] = (),
-        image_source: ImageSource | None = None,
-    ) -> SamplingRequest:
-        """Return the encoded prompts of `count` images. pairs: the description of the captions in their manifest."""
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the encoded prompts of the images."""
+        settings, pairs, count = inputs.settings, inputs.pairs, inputs.count
         if pairs is None:
             raise ValueError("The model does not say which text encoder it was trained with. Train it again.")
         self.check("sample", settings)
