@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.parallel import preflight
 from image_diffusion.training.parallel.preflight import Tried
 from image_diffusion.training.parallel.world import World, join
@@ -64,6 +65,31 @@ def test_the_median_process_is_the_measure_of_a_slow_one(
     assert line.startswith(
         f"warning: A product takes 5.0 times as long as usual on n1 (process 3, GPU 3, {H100}), and every"
     )
+
+
+@pytest.mark.parametrize(
+    ("processes", "sharding", "needs"), [(1, "none", 16), (4, "none", 16), (4, "optimizer", 10), (4, "full", 7)]
+)
+def test_a_gpu_that_others_fill_is_refused_before_it_is_used(
+    processes: int, sharding: str, needs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2**30 weights: 4 GiB, as their gradient and each of two averages. Nothing is allocated."""
+    with torch.device("meta"):
+        network = torch.nn.Linear(2**14, 2**16, bias=False)
+    ema = {"type": "exponential", "rates": [0.9, 0.99]}
+    steps = {"steps": 10, "global_batch": 8, "optimizer": {"type": "adamw", "lr": 1.0e-3}}
+    config = TrainConfig.model_validate({**steps, "ema": ema, "sharding": sharding})
+    world = World(0, processes, torch.device("cuda", 0), hosts=("here",) * processes)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needs * 2**30, 80 * 2**30))
+    preflight.check_memory(world, network, config)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needs * 2**30 - 1, 80 * 2**30))
+    with pytest.raises(ValueError, match=rf"need {needs}.0 GiB, but only {needs}.0 of 80.0 GiB of {H100} are free"):
+        preflight.check_memory(world, network, config)
+
+
+def test_a_cpu_is_not_asked_for_memory() -> None:
+    preflight.check_memory(ALONE, torch.nn.Linear(2, 2), TrainConfig.model_validate({"steps": 1}))
 
 
 def test_more_processes_than_gpus_are_refused_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:

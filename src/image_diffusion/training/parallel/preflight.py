@@ -1,4 +1,4 @@
-"""Check before the first step that every process computes correctly, and about as fast as the others.
+"""Check before the first step that every process computes correctly, about as fast as the others, and has memory.
 
 What is computed is made of whole numbers, so small that the answer is known beforehand and is exact in every precision
 and in any order of addition. No random numbers are drawn, and nothing of it stays.
@@ -14,10 +14,11 @@ from statistics import median_low
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from image_diffusion.core.devices import driver
 from image_diffusion.nn.linear import linear
+from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.monitor.throughput import seconds_of
 from image_diffusion.training.parallel.world import World
 
@@ -73,6 +74,25 @@ def check(world: World, dtype: torch.dtype) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
+    """Raise ValueError if the free memory of this process's GPU does not hold what certainly stays in it: the weights,
+    their gradient and the averages, in float32. Moments and activations come on top."""
+    if world.device.type != "cuda":
+        return
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    gradient = trained / (world.size if config.spreads_weights else 1)
+    averages = trained * len(config.ema.names) / (world.size if config.sharding != "none" else 1)
+    least = 4 * (weights + gradient + averages) / 2**30
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(world.device))
+    if least > free:
+        raise ValueError(
+            f"Weights, gradient and averages need {least:.1f} GiB, but only {free:.1f} of {total:.1f} GiB of "
+            f"{torch.cuda.get_device_name(world.device)} are free on {world.hosts[world.rank]}. End what uses the "
+            "rest, choose another GPU (CUDA_VISIBLE_DEVICES), or divide them among several GPUs (train.sharding)."
+        )
 
 
 def _try(world: World, dtype: torch.dtype) -> Tried:
