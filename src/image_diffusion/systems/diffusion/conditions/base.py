@@ -30,7 +30,7 @@ class ImageSource:
 
 @dataclass(frozen=True)
 class ConditionInputs:
-    """What the conditions of images to be made are taken from.
+    """Inputs from which the conditions of images to be made are taken.
 
     settings: the section sample. count: of the images. pairs: what the manifest of the shards beside the images says of
     them. source: held-out images with what lies beside them, or the folders of those. image_source: of the images of a
