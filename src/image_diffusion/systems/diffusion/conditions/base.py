@@ -90,7 +90,7 @@ _UNUSED = {
     "conditions": "numbers. Leave it out, or add {type: numbers} to system.condition",
     "small_images": "image. Leave it out, or add {type: image, from: self, shrink: N} to system.condition",
 }
-"""What a network does not take by the key that is set, and what to do."""
+"""Ends of the message by the key that is set: the thing that a network does not take, and what to do."""
 
 
 def check_unused(section: str, settings: SampleConfig, keys: Container[str]) -> None:
