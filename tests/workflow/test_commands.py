@@ -54,6 +54,10 @@ OF_OTHERS = {
 ELSEWHERE = {
     "snakemake --cores all gallery.html": ("tests/workflow/test_workflow_elsewhere.py", "gallery.html"),
     "snakemake --cores all diffusion_all": ("tests/workflow/test_workflow_elsewhere.py", "diffusion_all"),
+    "image-diffusion sample mine --num 12 --set 'sample.conditions={age: [20, 40, 60], dose: [0.5, 1]}'": (
+        "tests/workflow/test_workflow_numbers.py",
+        "sample.conditions={angle: [2, 4, 6], dose: [0.5, 1]}",
+    ),
     "snakemake --cores all --config study=digits": ("tests/workflow/test_workflow_study.py", '"study=digits"'),
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),

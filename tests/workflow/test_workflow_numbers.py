@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
-from projects import Project
+from projects import Project, warm_python
 from pyarrow import parquet
 
 pytestmark = pytest.mark.slow
@@ -43,6 +44,13 @@ def test_numbers_of_a_table_lead_to_images_that_rows_ask_for(fresh: Project) -> 
     made = json.loads((fresh / "results/micro/samples/samples.json").read_text())
     assert made["conditions"]["values"]["angle"][:4] == [0, 0, 8, 8]
     assert made["conditions"]["values"]["dose"][:4] == [None, 3, None, 3]
+
+    asked = "sample.conditions={angle: [2, 4, 6], dose: [0.5, 1]}"
+    command = [warm_python(), "-m", "image_diffusion", "sample", "micro", "--num", "12", "--set", asked]
+    done = subprocess.run(command, cwd=fresh.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    drawn = json.loads((fresh / "drawn/micro/samples.json").read_text())
+    assert drawn["conditions"]["values"] == {"angle": [2, 2, 4, 4, 6, 6] * 2, "dose": [0.5, 1] * 6}
 
     (fresh / "wanted.csv").write_text("label,angle,dose,count\nlight,3,1.5,2\ndark,16,,3\n")
     wanted = {"table": "wanted.csv", "format": "parquet", "classifier_seeds": 2, "classifier_steps": 2}
