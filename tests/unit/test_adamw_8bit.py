@@ -14,20 +14,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from crops import crops_of_twelve
-from image_diffusion.core.config.base import to_yaml
-from image_diffusion.core.files.weights import read_weights
 from image_diffusion.core.process import command
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
-from image_diffusion.stages.train import prepare_training
 from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.optim.adamw_8bit import BLOCK, AdamW8bit, check_library
 from image_diffusion.training.parallel.flat_parameters import Flat
-from image_diffusion.training.session import run
 from image_diffusion.training.trainer import Task
+from tiny_trainings import trained_dit
 
 NETWORK = {"depth": 2, "width": 32, "num_heads": 2, "patch": 4}
 
@@ -72,22 +69,9 @@ def test_an_update_is_that_of_the_library() -> None:
 
 
 def trained(folder: Path, crops: Path, steps: int, **train: Any) -> dict[str, Tensor]:
-    folder.mkdir(exist_ok=True)
-    settings = {
-        "steps": steps,
-        "global_batch": 4,
-        "validate_every_steps": None,
-        "grid_every_steps": None,
-        "optimizer": {"type": "adamw_8bit", "lr": 1e-2, "weight_decay": 0.01},
-        "ema": {"rates": [0.5]},
-        "checkpoint": {"every_steps": 3, "keep_last": 9},
-    }
-    stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": {"type": "dit", "network": NETWORK}, "preview": {}}
-    config = folder / "train.yaml"
-    config.write_text(to_yaml({**stage, "train": settings | train}))
-    training = prepare_training(config, crops / "manifest.json", None)
-    run(training.build, training.stage.train, training.model, training.data, folder / "train")
-    return read_weights(folder / "train")[0]
+    optimizer = {"type": "adamw_8bit", "lr": 1e-2, "weight_decay": 0.01}
+    settings = {"optimizer": optimizer, "checkpoint": {"every_steps": 3, "keep_last": 9}}
+    return trained_dit(folder, crops, NETWORK, steps, **(settings | train))
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "fp16"}, {"deterministic": "strict"}, {"layer_decay": 0.8}])

@@ -68,12 +68,14 @@ def test_the_median_process_is_the_measure_of_a_slow_one(
 
 
 @pytest.mark.parametrize(
-    ("processes", "sharding", "needs"), [(1, "none", 16), (4, "none", 16), (4, "optimizer", 10), (4, "full", 7)]
+    ("processes", "sharding", "needs"),
+    [(1, "none", 16), (4, "none", 16), (4, "optimizer", 10), (4, "full", 4), (1, "full", 16)],
 )
 def test_a_gpu_that_others_fill_is_refused_before_it_is_used(
     processes: int, sharding: str, needs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2**30 weights: 4 GiB, as their gradient and each of two averages. Nothing is allocated."""
+    """2**30 weights: 4 GiB, as their gradient and each of two averages; whole at first, where they are shared. Nothing
+    is allocated."""
     with torch.device("meta"):
         network = torch.nn.Linear(2**14, 2**16, bias=False)
     ema = {"type": "exponential", "rates": [0.9, 0.99]}

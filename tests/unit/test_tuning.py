@@ -27,7 +27,7 @@ from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.load_model import load_model
 from image_diffusion.training.optim.adam import AdamW
 from image_diffusion.training.parallel.flat_parameters import Flat
-from image_diffusion.training.session import run
+from tiny_trainings import trained_dit
 
 ROOT = Path(__file__).parents[2]
 NETWORK = {"depth": 2, "width": 16, "num_heads": 2, "patch": 4}
@@ -179,22 +179,8 @@ def crops(tmp_path: Path) -> Path:
 
 
 def trained(folder: Path, crops: Path, steps: int = 6, **train: Any) -> dict[str, Tensor]:
-    folder.mkdir(exist_ok=True)
-    settings = {
-        "steps": steps,
-        "global_batch": 4,
-        "validate_every_steps": None,
-        "grid_every_steps": None,
-        "optimizer": {"type": "adam", "lr": 1e-2},
-        "ema": {"rates": [0.5]},
-        "checkpoint": {"every_steps": 2, "keep_last": 9},
-    }
-    stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": {"type": "dit", "network": NETWORK}, "preview": {}}
-    config = folder / "train.yaml"
-    config.write_text(to_yaml({**stage, "train": settings | train}))
-    training = prepare_training(config, crops / "manifest.json", None)
-    run(training.build, training.stage.train, training.model, training.data, folder / "train")
-    return read_weights(folder / "train")[0]
+    settings = {"optimizer": {"type": "adam", "lr": 1e-2}, "checkpoint": {"every_steps": 2, "keep_last": 9}}
+    return trained_dit(folder, crops, NETWORK, steps, **(settings | train))
 
 
 TUNED: dict[str, Any] = {"layer_decay": 0.8, "lr_factors": {"final_layer.*": 2}}

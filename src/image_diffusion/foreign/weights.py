@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -28,12 +28,11 @@ class Description(Generic[S]):
 def description_of(kind: type[S], system: System, data: DataConfig, weights: Path, experiment: Path) -> Description[S]:
     """Return the description by an experiment of weights of this kind of system. weights, experiment: their files, for
     the message. Raises ValueError for another kind of system."""
-    if not isinstance(system, kind):
-        name = name_of(kind)
+    if system.type != (name := name_of(kind)):
         raise ValueError(
             f"{weights} is of a system of type {name}, but {experiment} has system.type {system.type}. Use {name}."
         )
-    return Description(system, data)
+    return Description(cast("S", system), data)
 
 
 class Described(Protocol):

@@ -77,15 +77,18 @@ def check(world: World, dtype: torch.dtype) -> None:
 
 
 def check_memory(world: World, network: nn.Module, config: TrainConfig) -> None:
-    """Raise ValueError if the free memory of this process's GPU does not hold what certainly stays in it: the weights,
-    their gradient and the averages, in float32. Moments and activations come on top."""
+    """Raise ValueError if the free memory of this process's GPU does not hold what is certainly there at once: the
+    weights, their gradient and the averages, in float32; of weights that are shared, all before they are cut, then its
+    part. Moments and activations come on top."""
     if world.device.type != "cuda":
         return
     weights = sum(parameter.numel() for parameter in network.parameters())
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    gradient = trained / (world.size if config.spreads_weights else 1)
     averages = trained * len(config.ema.names) / (world.size if config.sharding != "none" else 1)
-    least = 4 * (weights + gradient + averages) / 2**30
+    numbers = weights + trained + averages
+    if config.spreads_weights and world.size > 1:
+        numbers = max(weights, (weights + trained) / world.size + averages)
+    least = 4 * numbers / 2**30
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info(world.device))
     if least > free:
         raise ValueError(
