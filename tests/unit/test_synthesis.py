@@ -17,6 +17,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
+from image_diffusion.experiments.experiment import check_experiment, parse_experiment
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detected
@@ -42,6 +43,7 @@ from image_diffusion.synthesis.utility import (
     training_sets,
     utility,
 )
+from image_diffusion.systems.base import Others
 
 
 def points(seed: int, count: int, dimension: int = 8) -> Tensor:
@@ -478,3 +480,17 @@ def test_mlcroissant_validates_and_reads_each_layout(tmp_path: Path, layout: str
     else:
         assert [record["images/seed"] for record in records] == list(range(5, 11))
         assert [record["images/age"] for record in records] == [40.0, 2.0, 1.5, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("column", ["count", "file_name", "image", "seed"])
+def test_a_number_may_not_have_the_name_of_another_column_of_the_set(column: str) -> None:
+    experiment = {
+        "data": {"name": "x", "source": {"type": "slanted_digits"}, "resolution": 16, "validation_fraction": 0.1},
+        "pairs": {"type": "numbers", "columns": ["slant", column], "table": "numbers.csv"},
+        "system": {"type": "dit", "network": {"depth": 1, "width": 32, "num_heads": 2, "patch": 4}},
+        "train": {"steps": 2},
+        "synthesize": {"like": "train"},
+    }
+    experiment["system"]["condition"] = [{"type": "label"}, {"type": "numbers"}]  # type: ignore[index]
+    with pytest.raises(ValueError, match=f"pairs.columns names {column}, which is another column of the files"):
+        check_experiment(parse_experiment(experiment, "x.yaml"), Others())

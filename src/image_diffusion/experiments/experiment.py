@@ -28,7 +28,7 @@ from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.export.registry import check_export, export_of
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
-from image_diffusion.synthesis.request import read_table
+from image_diffusion.synthesis.request import TAKEN, read_table
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.base import (
     Others,
@@ -406,6 +406,10 @@ def check_synthesize(experiment: Experiment) -> None:
     assert config is not None
     if experiment.system.reads_beside == NumberPairs.kind and isinstance(experiment.pairs, NumberPairs):
         columns = experiment.pairs.columns
+    if taken := sorted(TAKEN.intersection(columns)):
+        raise ValueError(
+            f"pairs.columns names {taken[0]}, which is another column of the files of synthesize. Rename the column."
+        )
     settings = experiment.sample
     if columns and config.per_class is None:  # in place of the rows of the section sample
         settings = settings.model_copy(update={"conditions": [dict.fromkeys(columns)]})

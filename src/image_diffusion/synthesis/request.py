@@ -17,6 +17,8 @@ from image_diffusion.systems.pairs.numbers import LABEL
 
 COUNT = "count"
 """Column of a table that says how many images of a row are asked for."""
+TAKEN = frozenset({COUNT, "file_name", "image", "seed"})
+"""Columns that a table or the files of a set have beside the class and the numbers."""
 _KEY = "synthesize.table"
 
 
