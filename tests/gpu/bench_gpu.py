@@ -132,7 +132,8 @@ def no_zeros(network: nn.Module) -> nn.Module:
 
 def dit(size: str) -> nn.Module:
     torch.manual_seed(0)
-    return no_zeros(DiTConfig.model_validate({"size": size}).build(LATENTS, learned_variance=True))
+    with GPU:
+        return no_zeros(DiTConfig.model_validate({"size": size}).build(LATENTS, learned_variance=True))
 
 
 def dit_parts(size: str, batch: int, **settings: Any) -> Trainer:
@@ -246,8 +247,8 @@ def bench_recipes(limits: Limits) -> Iterator[Row]:
 
 
 KINDS = {
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
     "attention": ("flash", "fmha", "attention"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
     "convolutions": ("conv", "cudnn"),
     "optimizer": ("adam",),
     "average": ("lerp",),

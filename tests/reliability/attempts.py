@@ -1,7 +1,8 @@
 """Start trainings and end them at a chosen instant, at a cost of a fork instead of an import of PyTorch.
 
 `python attempts.py` imports everything once and then forks for every request that it reads, a line of JSON, from its
-standard input. `Attempts` is the other end.
+standard input. `Attempts` is the other end. On a machine with a GPU, every process of a training imports everything
+again: CUDA cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
 
@@ -89,6 +91,14 @@ class Attempts:
 
 def serve() -> None:
     """Answer requests until standard input ends."""
+    if not HAS_GPU:
+        _import_everything()
+    for line in sys.stdin:
+        attempt = Attempt(**json.loads(line))
+        print(json.dumps(asdict(_run(attempt))), flush=True)
+
+
+def _import_everything() -> None:
     import tiny_runs
     import torch._dynamo  # what PyTorch would import at the first step
 
@@ -97,12 +107,9 @@ def serve() -> None:
     for kind in tiny_runs.TINY:  # and what the systems import when they are built
         tiny_runs.SYSTEMS[kind](World(0, 1, torch.device("cpu")))
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked safely"
-    for line in sys.stdin:
-        attempt = Attempt(**json.loads(line))
-        print(json.dumps(asdict(_run(attempt, tiny_runs))), flush=True)
 
 
-def _run(attempt: Attempt, tiny_runs: Any) -> Outcome:
+def _run(attempt: Attempt) -> Outcome:
     folder = Path(attempt.folder)
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
@@ -112,10 +119,13 @@ def _run(attempt: Attempt, tiny_runs: Any) -> Outcome:
     children = []
     for rank in range(attempt.processes):
         (folder / f"output-{rank}").write_text("")  # a process can be killed before it does so
-        child = os.fork()
-        if child == 0:
-            _child(attempt, rank, port, folder, tiny_runs)
-        children.append(child)
+        if HAS_GPU:
+            command = [sys.executable, __file__, json.dumps(asdict(attempt)), str(rank), str(port)]
+            children.append(os.posix_spawn(sys.executable, command, os.environ))
+        elif child := os.fork():
+            children.append(child)
+        else:
+            _child(attempt, rank, port)
     codes = _watch(attempt, children, started)
     operations = folder / "operations"
     count = int(operations.read_text()) if operations.exists() else None
@@ -152,13 +162,16 @@ def _watch(attempt: Attempt, children: Sequence[int], started: float) -> list[in
     return [codes[child] for child in children]
 
 
-def _child(attempt: Attempt, rank: int, port: int, folder: Path, tiny_runs: Any) -> NoReturn:
-    code = 1
+def _child(attempt: Attempt, rank: int, port: int) -> NoReturn:
+    code, folder = 1, Path(attempt.folder)
     try:
         with (folder / f"output-{rank}").open("wb") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        os.environ["PATH"] = ""  # no git: the journal would ask it for the commit
+        import tiny_runs
+
+        if not HAS_GPU:  # with one, Triton needs a compiler
+            os.environ["PATH"] = ""  # no git: the journal would ask it for the commit
         if attempt.processes > 1:
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(attempt.processes))
@@ -237,4 +250,6 @@ def fresh(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _child(Attempt(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
     serve()

@@ -20,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "envs/requirements.lock"
 FOR_TESTS = ("pytest", "pytest-xdist", "hypothesis")
 """Packages that `make first-gpu` needs beside this one."""
+WITHOUT_WHEEL = {"connection-pool"}
+"""Packages in pure Python that are published as sources alone: their wheels are built here."""
 _OF_PYTORCH = re.compile(r"torch|torchvision|triton|(nvidia-(?!ml-py)|cuda-).*|sympy|mpmath|networkx")
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(?:.*\\\n)*.*$", re.MULTILINE)
 
@@ -40,11 +41,13 @@ def main() -> None:
     options = parser.parse_args()
     present = names(options.have.read_text()) if options.have else set()
     with tempfile.TemporaryDirectory() as folder:
-        listed = Path(folder, "list.txt")
-        text = compiled(Path(folder, "wanted.in"), options.python, options.extra)
-        listed.write_text("\n".join(kept(text, present)) + "\n")
-        download(listed, options.python, options.output)
-    build(options.output)
+        wheels, sources = Path(folder, "wheels.txt"), Path(folder, "sources.txt")
+        pinned = kept(compiled(Path(folder, "wanted.in"), options.python, options.extra), present)
+        wheels.write_text("\n".join(text for name, text in pinned.items() if name not in WITHOUT_WHEEL) + "\n")
+        sources.write_text("\n".join(text for name, text in pinned.items() if name in WITHOUT_WHEEL) + "\n")
+        download(wheels, options.python, options.output)
+        build(options.output, "--require-hashes", "--requirement", str(sources))
+    build(options.output, "--no-build-isolation", str(ROOT))
     files = sorted(options.output.glob("*.whl"), key=lambda file: -file.stat().st_size)
     for file in files[:5]:
         print(f"{file.stat().st_size / 2**20:6.1f} MiB  {file.name}")
@@ -73,12 +76,10 @@ def compiled(wanted: Path, python: str, extras: list[str]) -> str:
     return subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def kept(text: str, present: set[str]) -> Iterator[str]:
-    """The pinned packages, without PyTorch's and without what is present."""
-    for match in _PINNED.finditer(text):
-        name = normalised(match[1])
-        if name not in present and not _OF_PYTORCH.fullmatch(name):
-            yield match[0]
+def kept(text: str, present: set[str]) -> dict[str, str]:
+    """The pinned packages by name, without PyTorch's and without what is present."""
+    pinned = {normalised(match[1]): match[0] for match in _PINNED.finditer(text)}
+    return {name: text for name, text in pinned.items() if name not in present and not _OF_PYTORCH.fullmatch(name)}
 
 
 def download(listed: Path, python: str, output: Path) -> None:
@@ -90,10 +91,12 @@ def download(listed: Path, python: str, output: Path) -> None:
     subprocess.run(line, check=True)
 
 
-def build(output: Path) -> None:
-    """Build the package itself, compiled for this kind of processor and any version of Python."""
-    line = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*line, "--wheel-dir", str(output), str(ROOT)], check=True)
+def build(output: Path, *what: str) -> None:
+    """Build wheels of what pip's arguments name, for any version of Python: the package itself is compiled for this
+    kind of processor."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(output), *what], check=True
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.devices import to_device
 from image_diffusion.core.types import Network
 from image_diffusion.process.denoiser import NetworkDenoiser
 from image_diffusion.process.discrete import Discrete
@@ -65,7 +66,9 @@ class Scaling:
                 f"system.image_statistics has {len(self.statistics.mean)} dimensions, but embeddings have {dim}. Give "
                 f"those of the same embeddings."
             )
-        return like.new_tensor(self.statistics.mean), like.new_tensor(self.statistics.std)
+        moments = torch.tensor([self.statistics.mean, self.statistics.std], dtype=like.dtype)
+        mean, std = to_device(moments, like.device)
+        return mean, std
 
 
 class EmbeddingReading(Config):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
+from image_diffusion.core.devices import to_device
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Size, shown
 
@@ -73,7 +74,8 @@ class Gray(Degradation):
         return (1, *size)
 
     def __call__(self, x: Tensor, streams: Streams) -> Tensor:
-        weights = x.new_tensor(_LUMA) if x.shape[1] == 3 else x.new_full((x.shape[1],), 1 / x.shape[1])
+        shares = _LUMA if x.shape[1] == 3 else (1 / x.shape[1],) * x.shape[1]
+        weights = to_device(torch.tensor(shares, dtype=x.dtype), x.device)
         return (x * weights[:, None, None]).sum(1, keepdim=True)
 
 
@@ -119,7 +121,8 @@ class Edges(Degradation):
         return (1, *size)
 
     def __call__(self, x: Tensor, streams: Streams) -> Tensor:
-        sobel = x.new_tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / 8
+        kernel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]], dtype=x.dtype)
+        sobel = to_device(kernel, x.device) / 8
         grey = F.pad(x.mean(1, keepdim=True), (1, 1, 1, 1), mode="replicate")
         gradient = F.conv2d(grey, torch.stack([sobel, sobel.T])[:, None])  # [B, 2, H, W]
         strength: Tensor = gradient.square().sum(1, keepdim=True).sqrt()

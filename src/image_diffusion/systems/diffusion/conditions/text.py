@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from image_diffusion.core.devices import best_device
+from image_diffusion.core.devices import best_device, to_device
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.shards.reader import Shards
@@ -74,7 +74,7 @@ class TextCondition(ConditionPart):
         has = stored[:, :, 0].any(dim=2)  # [B, K]
         weights = torch.ones_like(has, dtype=torch.float32)
         if self.caption_weights is not None:
-            weights = weights * torch.tensor(self.caption_weights, device=has.device)
+            weights = weights * to_device(torch.tensor(self.caption_weights), has.device)
         weights = weights * has
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, has.float())  # its captions have no weight
         ends = weights.cumsum(1)
