@@ -60,7 +60,7 @@ def tests(file: str, chosen: str = "") -> tuple[str, ...]:
     """The command that runs tests of a file: several at once where pytest-xdist is installed."""
     number = min(12, os.cpu_count() or 1)
     several = (f"--numprocesses={number}",) if importlib.util.find_spec("xdist") else ()
-    options = ("-v", "--tb=short", "-p", "no:cacheprovider", *several, *(("-k", chosen) if chosen else ()))
+    options = ("-vv", "--tb=short", "-p", "no:cacheprovider", *several, *(("-k", chosen) if chosen else ()))
     return (sys.executable, "-m", "pytest", f"tests/gpu/{file}.py", *options)
 
 
@@ -130,7 +130,8 @@ def take(step: Step, log: Path) -> Result:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     text = log.read_text(errors="replace")
-    outcomes = [match[1].lower() for line in text.splitlines() if (match := _OUTCOME.search(line))]
+    lines = [line for line in text.splitlines() if not line.startswith(("FAILED ", "ERROR "))]  # without the summary
+    outcomes = [match[1].lower() for line in lines if (match := _OUTCOME.search(line))]
     counts = {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
     rows = [row for row in _ROW.findall(text) if not row.startswith(("| |", "| ---"))]
     return Result(status, time.monotonic() - began, counts, list(dict.fromkeys(rows)), text.splitlines()[-30:])

@@ -121,10 +121,11 @@ def test_conditions_are_made_without_waiting() -> None:
     degradations = [Gray(), Edges(), Hole(), Small(4)]
     text = TextCondition.model_validate({"type": "text", "caption_weights": [0.75, 0.25]})
     scaling = Scaling(1.0, ImageStatistics(mean=(0.5,) * 8, std=(2.0,) * 8))
+    drawn = streams(CUDA)
     for mode in ("default", "error"):  # the first round allocates
         torch.cuda.set_sync_debug_mode(mode)
-        made = [degradation(images, streams(CUDA)) for degradation in degradations]
-        text.training_conditions(captions, streams(CUDA))
+        made = [degradation(images, drawn) for degradation in degradations]
+        text.training_conditions(captions, drawn)
         scaled = scaling.x(embeddings)
         torch.cuda.set_sync_debug_mode("default")
     for ours, degradation in zip(made, degradations, strict=True):

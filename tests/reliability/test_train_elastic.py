@@ -78,6 +78,14 @@ def test_a_warm_start_begins_alike_in_every_process(attempts: Attempts, tmp_path
     assert points(tmp_path / "2") == points(tmp_path / "1")
 
 
+def test_every_file_of_strict_is_that_of_one_process(attempts: Attempts, tmp_path: Path) -> None:
+    """The running means in a checkpoint, too, which a resumed training would hide."""
+    changes = {"steps": 3, "deterministic": "strict", "log_every_steps": 2}
+    for processes in (1, 2):
+        finished(attempts, tmp_path / str(processes), processes=processes, changes=changes)
+    assert results(tmp_path / "2") == results(tmp_path / "1")
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "lion"])
 def test_every_optimizer_ends_alike_on_any_number_of_processes(
     attempts: Attempts, tmp_path: Path, optimizer: str

@@ -113,7 +113,7 @@ class Eps(Objective):
     def __call__(self, network: Network, batch: Batch) -> Losses:
         u = batch.streams.uniform("timestep")
         history = self.memory.history
-        edges = torch.cumsum(history / history.sum(), 0)
+        edges = torch.cumsum(history / history.sum(), 0).to(u.device)
         t = 0.5 * u + 0.125 * torch.searchsorted(edges, u.double()).clamp(max=3)
         eps = batch.streams.normal("noise", tuple(batch.x.shape[1:]))
         angle = 0.5 * math.pi * t.view(-1, 1, 1, 1)

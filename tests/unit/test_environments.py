@@ -88,11 +88,33 @@ def test_wheels_leave_out_pytorch_and_what_a_machine_has() -> None:
     lock = (ROOT / "envs/requirements.lock").read_text()
     present = wheels.names("numpy==1.26.4\nScikit_Learn==1.4\npillow @ file:///builds/pillow\n# a remark\n")
     assert present == {"numpy", "scikit-learn", "pillow"}
-    text = "\n".join(wheels.kept(lock, present))
-    names = set(re.findall(r"^([a-z0-9-]+)==", text, re.MULTILINE))
-    assert {"pydantic", "diffusers", "scipy", "nvidia-ml-py"} <= names
-    assert not names & (present | {"torch", "torchvision", "triton", "nvidia-cublas", "cuda-toolkit", "sympy"})
-    assert text.count("==") <= text.count("--hash=sha256:")
+    pinned = wheels.kept(lock, present)
+    assert {"pydantic", "diffusers", "scipy", "nvidia-ml-py"} <= pinned.keys()
+    assert not pinned.keys() & (present | {"torch", "torchvision", "triton", "nvidia-cublas", "cuda-toolkit", "sympy"})
+    for name, text in pinned.items():
+        assert text.startswith(f"{name}==") and "--hash=sha256:" in text
+
+
+def test_wheels_of_the_rules_build_what_is_published_as_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: dict[str, str] = {}
+
+    def fetch(listed: Path, python: str, output: Path) -> None:
+        fetched["wheels"] = listed.read_text()
+
+    def build(output: Path, *what: str) -> None:
+        if "--requirement" in what:
+            fetched["sources"] = Path(what[-1]).read_text()
+
+    lock = (ROOT / "envs/requirements.lock").read_text()
+    monkeypatch.setattr(wheels, "compiled", lambda *_: lock)
+    monkeypatch.setattr(wheels, "download", fetch)
+    monkeypatch.setattr(wheels, "build", build)
+    monkeypatch.setattr(sys, "argv", ["wheels.py", "--extra", "workflow", "--output", str(tmp_path)])
+    wheels.main()
+    assert re.findall(r"^[a-z0-9-]+(?===)", fetched["sources"], re.MULTILINE) == sorted(wheels.WITHOUT_WHEEL)
+    assert "snakemake==" in fetched["wheels"] and "connection-pool==" not in fetched["wheels"]
 
 
 def test_the_conda_environment_allows_what_is_locked_and_nothing_after_it() -> None:

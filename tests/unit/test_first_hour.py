@@ -87,6 +87,16 @@ def test_a_failure_or_a_hang_stops_no_other_step(tmp_path: Path) -> None:
     assert subprocess.run(["pgrep", "-f", "^sleep 77.31$"], check=False, capture_output=True).returncode == 1
 
 
+def test_the_page_counts_what_passes(tmp_path: Path) -> None:
+    """With the options of the repository, one of which makes pytest print less."""
+    written = tmp_path / "test_two.py"
+    written.write_text("def test_one(): ...\ndef test_two(): assert False\n")
+    command = [str(written) if word.endswith(".py") else word for word in first_hour.tests("test_gpu_pieces")]
+    serial = [word for word in command if not word.startswith("--numprocesses")]
+    result = first_hour.take(Step("two", 1, 60, "", (*serial, "-c", "pyproject.toml")), tmp_path / "log")
+    assert result.tests == {"passed": 1, "failed": 1}
+
+
 def test_slices_on_several_machines_make_one_page(tmp_path: Path) -> None:
     steps = [replace(step(f"of-{number}", ""), slice=number) for number in (1, 2, 3)]
     for number in (1, 3):

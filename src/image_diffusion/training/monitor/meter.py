@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,10 @@ class Meter:
         return means | ({"grad_norm": norm / steps} if steps else {})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums of every process, [size, …] each. All processes call it together."""
-        return {key: self._world.gather(total) for key, total in sorted([*self._sums.items(), ("norm", self._norm)])}
+        """Return the sums of every process, [size, …] each; of a strict meter [1, …], since they are the same in every
+        process. All processes call it together."""
+        gather = partial(torch.unsqueeze, dim=0) if self._strict else self._world.gather
+        return {key: gather(total) for key, total in sorted([*self._sums.items(), ("norm", self._norm)])}
 
     def load_state_dict(self, rows: dict[str, Tensor]) -> None:
         """Resume from what `state_dict` returned, in a world of this size or another."""
