@@ -172,3 +172,22 @@ def test_compiling_without_a_compiler_ends_before_any_work(
     (tmp_path / "compiler").touch(mode=0o755)
     monkeypatch.setenv(variable, "compiler -O1")
     check_compiler(torch.device(device))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_each_process_takes_the_gpu_of_its_place_in_the_job(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Slurm gives a job the GPUs 4 to 7 of a machine, which CUDA numbers from 0."""
+    card(monkeypatch, "NVIDIA H200", (9, 0), OF_CUDA_13)
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for name, value in {
+        "SLURM_JOB_GPUS": "4,5,6,7",
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+        "LOCAL_WORLD_SIZE": "4",
+        "LOCAL_RANK": str(place),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with join() as world:
+        assert world.device == torch.device("cuda", place)
+    assert taken == [world.device]
