@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.networks.dit import SIZES, DiTConfig
-from image_diffusion.nn.linear import Linear, linear
+from image_diffusion.nn.linear import Linear, linear, register_operations
 from image_diffusion.nn.precision import tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
@@ -176,6 +176,7 @@ def product(function: Callable[..., Tensor], precision: str, device: torch.devic
 
 def flops_per_image(size: str, latent: int) -> float:
     """Floating-point operations of a training step: three times those of the forward pass, counted, not estimated."""
+    register_operations()
     with FakeTensorMode():
         spec = DataSpec(channels=4, resolution=latent, num_classes=1000)
         network: nn.Module = network_config(size).build(spec, learned_variance=True)

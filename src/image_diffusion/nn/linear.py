@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _FEWEST_ROWS = 1 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else 64
@@ -100,12 +99,16 @@ def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _onednn(rows, weight, bias)[:-missing].view(*x.shape[:-1], len(weight))
 
 
+def register_operations() -> None:
+    """Register the operations of oneDNN's product with PyTorch's counter, whose import takes 0.2 s."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    if torch.ops.mkldnn._linear_pointwise not in flop_registry:
+        register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_operations)
+
+
 def _operations(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
-
-
-if torch.ops.mkldnn._linear_pointwise not in flop_registry:  # this code may be here twice, in an exported model too
-    register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_operations)
 
 
 class _Product(torch.autograd.Function):

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
-from image_diffusion.nn.linear import linear
+from image_diffusion.nn.linear import linear, register_operations
 from image_diffusion.training.parallel.world import World
 
 LossesOf = Callable[[Examples, int], Losses]
@@ -57,12 +56,15 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        from torch.utils.flop_counter import flop_registry
+
+        register_operations()
+        self._formulas, self.total = flop_registry, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        count = flop_registry.get(packet) or flop_registry.get(_COUNTED_AS.get(packet))
+        count = self._formulas.get(packet) or self._formulas.get(_COUNTED_AS.get(packet))
         if count is not None:
             self.total += int(count(*args, **(kwargs or {}), out_val=out))
         return out
