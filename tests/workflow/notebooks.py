@@ -13,13 +13,14 @@ import io
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 
-def executed(path: Path, folder: Path) -> dict[str, Any]:
-    """The notebook at `path` after a run in `folder`; an error in a cell is raised."""
+def executed(path: Path, folder: Path, changes: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The notebook at `path` after a run in `folder`; an error in a cell is raised. changes: of its text."""
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "__main__"}
     count = 0
@@ -28,7 +29,10 @@ def executed(path: Path, folder: Path) -> dict[str, Any]:
             if cell["cell_type"] == "code":
                 count += 1
                 cell["execution_count"] = count
-                cell["outputs"] = _run("".join(cell["source"]), names, count)
+                source = "".join(cell["source"])
+                for before, now in (changes or {}).items():
+                    source = source.replace(before, now)
+                cell["outputs"] = _run(source, names, count)
     return notebook
 
 
