@@ -2,9 +2,9 @@
 
 `Warm` makes a folder with a `python`. What is started with it runs in a process of its own, forked from a server that
 has imported PyTorch, MLflow, diffusers and Snakemake: a module (`-m`) or a script, in the working directory, with the
-environment, the standard files and in the process group of whoever has called. `python` waits for it, hands signals on
-and ends as it has ended, by the same signal too; it is killed when `python` is. The real Python does anything else, and
-everything in a Slurm job.
+environment, the standard files, the limit of a file's size and in the process group of whoever has called. `python`
+waits for it, hands signals on and ends as it has ended, by the same signal too; it is killed when `python` is. The real
+Python does anything else, and everything in a Slurm job.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import runpy
 import select
 import shutil
@@ -26,6 +27,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -35,7 +37,7 @@ CLOCK = "SOAK_CLOCK_S"
 READY_S = 300.0
 
 CLIENT = """#!{python} -SE
-import json, os, signal, socket, struct, sys
+import json, os, resource, signal, socket, struct, sys
 
 def real():
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -49,7 +51,8 @@ if "SLURM_JOB_ID" in os.environ:  # Slurm would not reach a process of the serve
     real()
 server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.connect({address!r})
-request = json.dumps([arguments, os.getcwd(), dict(os.environ), os.getpgrp()]).encode()
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+request = json.dumps([arguments, os.getcwd(), dict(os.environ), os.getpgrp(), limit]).encode()
 socket.send_fds(server, [struct.pack("<I", len(request))], [0, 1, 2])
 server.sendall(request)
 answers = server.makefile("rb")  # a line each: both may have come before the first is read
@@ -132,12 +135,18 @@ class Warm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid, _ in self.running():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.end_all()
         self._process.terminate()
         self._process.wait()
         shutil.rmtree(self._sockets)
+
+    def end_all(self) -> None:
+        """Kill the processes that run now; returns when they are gone."""
+        while running := self.running():
+            for pid, _ in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def running(self) -> list[tuple[int, str]]:
         """The processes that run now, and the last word of the module or script of each."""
@@ -146,6 +155,20 @@ class Warm:
             with suppress(FileNotFoundError):
                 found.append((int(pid), (self._sockets / pid).read_text()))
         return found
+
+
+@cache
+def warm_server() -> Warm:
+    """The one server for all tests of a process."""
+    warm = Warm(Path(tempfile.mkdtemp(prefix="warm-python-")), Path(__file__).resolve().parents[1] / "src")
+    atexit.register(shutil.rmtree, warm.folder)
+    atexit.register(warm.__exit__, None, None, None)
+    return warm.__enter__()
+
+
+def warm_python() -> str:
+    """A Python with which commands of this repository begin at once."""
+    return str(warm_server().python)
 
 
 def serve(address: str, python: str) -> NoReturn:
@@ -234,10 +257,14 @@ def _name(arguments: list[str]) -> str:
 
 
 def _begin(
-    request: tuple[list[str], str, dict[str, str], int], files: list[int], python: str, set_by_imports: dict[str, str]
+    request: tuple[list[str], str, dict[str, str], int, list[int]],
+    files: list[int],
+    python: str,
+    set_by_imports: dict[str, str],
 ) -> NoReturn:
     """Become what was asked for."""
-    arguments, folder, environment, group = request
+    arguments, folder, environment, group, (soft, hard) = request
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:

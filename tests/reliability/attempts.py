@@ -7,6 +7,7 @@ again: CUDA cannot be used after a fork.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -34,8 +35,9 @@ class Attempt:
 
     processes: how many train together. changes: of the configuration. kill_after_s: SIGKILL after so many seconds.
     kill_at_operation: SIGKILL of process `killed` just before its so many-th operation on a file of the run.
-    signals: (seconds, number) to send to every process, one after another. victim: the only process that gets any of
-    this; by default all do. inject: a name in `tiny_runs.INJECTED`. drawn: a file for what is drawn, a line a sample.
+    signals: (seconds, number) to send to every process, one after another. since: a file in the folder; seconds count
+    from the moment at which it appears, not from the start. victim: the only process that gets any of this; by default
+    all do. inject: a name in `tiny_runs.INJECTED`. drawn: a file for what is drawn, a line a sample.
     """
 
     folder: str
@@ -46,6 +48,7 @@ class Attempt:
     kill_at_operation: int | None = None
     killed: int = 0
     signals: list[tuple[float, int]] = field(default_factory=list)
+    since: str = ""
     victim: int | None = None
     inject: str | None = None
     drawn: str | None = None
@@ -93,6 +96,8 @@ def serve() -> None:
     """Answer requests until standard input ends."""
     if not HAS_GPU:
         _import_everything()
+        gc.collect()
+        gc.freeze()  # else the first collection in each child would copy the memory of all that was imported
     for line in sys.stdin:
         attempt = Attempt(**json.loads(line))
         print(json.dumps(asdict(_run(attempt))), flush=True)
@@ -112,6 +117,8 @@ def _import_everything() -> None:
 def _run(attempt: Attempt) -> Outcome:
     folder = Path(attempt.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if attempt.since:
+        (folder / attempt.since).unlink(missing_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -141,20 +148,25 @@ def _watch(attempt: Attempt, children: Sequence[int], started: float) -> list[in
         due.append((attempt.kill_after_s, signal.SIGKILL))
     due.sort()
     codes: dict[int, int] = {}
+    event = Path(attempt.folder, attempt.since) if attempt.since else None
+    failed_at: float | None = None
     while len(codes) < len(children):
         for child in children:
             if child not in codes:
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     codes[child] = os.waitstatus_to_exitcode(status)
-        if due and time.monotonic() - started >= due[0][0]:
+        if event is not None and event.exists():
+            started, event = time.monotonic(), None
+        if event is None and due and time.monotonic() - started >= due[0][0]:
             _, number = due.pop(0)
             chosen = children if attempt.victim is None else [children[attempt.victim]]
             for child in chosen:
                 if child not in codes:
                     os.kill(child, number)
-        if any(code not in (0, 75) for code in codes.values()):
-            time.sleep(0.2)
+        if failed_at is None and any(code not in (0, 75) for code in codes.values()):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at >= 0.2:  # the others have had time to tell why
             for child in children:
                 if child not in codes:
                     os.kill(child, signal.SIGKILL)

@@ -77,6 +77,8 @@ STAGES = list(MADE_BY)
 CALM = 3
 """Commands that nothing disturbs before a round must have ended well."""
 LONGEST_S = 1200.0
+STOP_S = 10.0
+"""How long a process is stopped on average."""
 STOPPED_S = 90.0
 """How long a process is stopped at most."""
 PATIENCE_S = 60.0
@@ -150,9 +152,9 @@ def with_needed(names: list[str]) -> list[str]:
 class Soak:
     """The rounds of one seed."""
 
-    def __init__(self, work: Path, warm: Warm, seed: int, names: list[str]) -> None:
-        """names: the experiments to choose from."""
-        self.work, self.warm, self.seed, self.names = work, warm, seed, names
+    def __init__(self, work: Path, warm: Warm, seed: int, names: list[str], stop_s: float = STOP_S) -> None:
+        """names: the experiments to choose from. stop_s: the mean seconds for which a process is stopped."""
+        self.work, self.warm, self.seed, self.names, self.stop_s = work, warm, seed, names, stop_s
         self.disk = Disk(work / "disk")
         self.project = self.disk.folder / "project"
         self.canary = self.disk.folder / "canary.txt"
@@ -478,9 +480,10 @@ class Soak:
             self.lengths[gone[1]] = 0.7 * self.lengths.get(gone[1], length) + 0.3 * length
         return present
 
-    def _stop(self, draw: random.Random, number: int, pid: int, name: str) -> None:
-        """Stop a process for a while, as a laptop's lid, a debugger or a starved machine does, and let it go on."""
-        seconds = min(draw.expovariate(1 / 10), STOPPED_S)
+    def _stop(self, draw: random.Random, number: int, pid: int, name: str, began: dict[tuple[int, str], float]) -> None:
+        """Stop a process for a while, as a laptop's lid, a debugger or a starved machine does, and let it go on. began:
+        when each process began, moved on by as long: what it lasts beside the stop is the length of a stage."""
+        seconds = min(draw.expovariate(1 / self.stop_s), STOPPED_S)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
             self._inject(number, "stopped process", f"{name}, {seconds:.1f} s")
@@ -488,6 +491,8 @@ class Soak:
                 time.sleep(seconds)
             finally:
                 os.kill(pid, signal.SIGCONT)
+            for each in began:
+                began[each] += seconds
 
     def _disturbed_command(self, draw: random.Random, number: int, wanted: list[str]) -> None:
         """The same command, while something happens to it and to what it starts. wanted: the stages to kill first."""
@@ -536,7 +541,7 @@ class Soak:
                     self._inject(number, "small disk in a stage", f"{name}, {self.disk.free()} bytes left")
                 continue
             if kind == "stopped":
-                self._stop(draw, number, pid, name)
+                self._stop(draw, number, pid, name, began)
                 continue
             with suppress(ProcessLookupError):
                 if kind == "group":
@@ -607,7 +612,13 @@ def tell(text: str) -> None:
 
 
 def soak(
-    work: Path, seed: int, names: list[str], is_enough: Callable[[Tally], bool], keeps_going: bool = False
+    work: Path,
+    warm: Warm,
+    seed: int,
+    names: list[str],
+    is_enough: Callable[[Tally], bool],
+    stop_s: float = STOP_S,
+    keeps_going: bool = False,
 ) -> Tally:
     """Rounds until it is enough. What was silent or not clear is kept and raises WrongError; keeps_going: it is set
     aside, and the next round begins from nothing."""
@@ -616,9 +627,9 @@ def soak(
         remove(work / each)
     work.mkdir(parents=True, exist_ok=True)
     tell(f"Seed {seed}, in {work}; every fault is in {work / 'faults.jsonl'}")
-    with Warm(work / "warm", ROOT / "src") as warm:
-        run = Soak(work, warm, seed, names)
-        number = 0
+    run = Soak(work, warm, seed, names, stop_s)
+    number = 0
+    try:
         while not is_enough(run.tally):
             try:
                 run.round(number, is_enough)
@@ -630,7 +641,9 @@ def soak(
             number += 1
             if number % 10 == 0:
                 tell(f"\n{time.strftime('%H:%M:%S')}\n{run.tally.table()}")
-    run.disk.close()
+    finally:
+        warm.end_all()
+        run.disk.close()
     tell(f"\n{run.tally.table()}")
     return run.tally
 
@@ -651,7 +664,8 @@ def main() -> None:
     until = time.monotonic() + 60 * arguments.minutes
     try:
         work, go_on = arguments.work.resolve(), arguments.keep_going
-        soak(work, arguments.seed, arguments.systems, lambda tally: time.monotonic() > until, go_on)
+        with Warm(work / "warm", ROOT / "src") as warm:
+            soak(work, warm, arguments.seed, arguments.systems, lambda _: time.monotonic() > until, keeps_going=go_on)
     except WrongError:
         sys.exit(1)
 

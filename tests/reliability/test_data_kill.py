@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import read_record, record_path
+from warm import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def crop_command(images: Path, output: Path) -> list[str]:
     arguments = ["--config", str(images / "data.yaml"), "--output", str(output / "manifest.json")]
-    return [sys.executable, "-m", "image_diffusion", "crop", *arguments]
+    return [warm_python(), "-m", "image_diffusion", "crop", *arguments]
+
+
+@pytest.fixture(scope="module")
+def encode_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "encode.py"
+    path.write_text(ENCODE)
+    return path
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -72,17 +79,21 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+def started(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a command. Its output ends when the last process that works for it is gone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
 def killed(command: list[str], output: Path, after_s: float) -> None:
-    """Start a command and kill it some time after it began to write."""
+    """Start a command and kill it some time after it began to write; nothing of it runs any more when this returns."""
     before = set(output.iterdir()) if output.exists() else set()
-    process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = started(command)
     while process.poll() is None and (not output.exists() or set(output.iterdir()) == before):
         time.sleep(0.001)
     time.sleep(after_s)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def check_nothing_is_half(folder: Path) -> int:
@@ -136,11 +147,12 @@ def test_a_part_of_crop_that_is_stopped_goes_on_after_its_last_shard(
     def part(index: int) -> list[str]:
         return [*crop_command(images, output)[:-1], str(notes[index]), "--part", f"{index}/2"]
 
-    process = subprocess.Popen(part(0), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = started(part(0))
     while process.poll() is None and not record_path(output, 0).exists():
         time.sleep(0.001)
     process.send_signal(number)
-    assert process.wait() == -number and not notes[0].exists()
+    process.communicate()
+    assert process.returncode == -number and not notes[0].exists()
     whole = check_nothing_is_half(output)
     assert 1 <= whole < SHARDS // 2
     assert f"{SHARDS // 2 - whole} shards written" in run(part(0)).stdout
@@ -151,9 +163,9 @@ def test_a_part_of_crop_that_is_stopped_goes_on_after_its_last_shard(
     assert made == bytes_of(crops)
 
 
-def test_encode_killed_anywhere_ends_with_the_same_bytes(crops: Path, tmp_path: Path) -> None:
+def test_encode_killed_anywhere_ends_with_the_same_bytes(encode_program: Path, crops: Path, tmp_path: Path) -> None:
     def command(output: str) -> list[str]:
-        return [sys.executable, "-c", ENCODE, str(crops), str(tmp_path / output)]
+        return [warm_python(), str(encode_program), str(crops), str(tmp_path / output)]
 
     assert run(command("undisturbed")).returncode == 0
     kill_again_and_again(command("out"), tmp_path / "out", KILLS // 2)
@@ -165,12 +177,12 @@ def test_encode_killed_anywhere_ends_with_the_same_bytes(crops: Path, tmp_path: 
     ("stage", "limit"), [("crop", 1_000), ("crop", 40_000), ("crop", 300_000), ("encode", 40_000), ("encode", 700_000)]
 )
 def test_a_disk_that_fills_up_leaves_no_half_shard(
-    images: Path, crops: Path, tmp_path: Path, stage: str, limit: int
+    images: Path, encode_program: Path, crops: Path, tmp_path: Path, stage: str, limit: int
 ) -> None:
     output = tmp_path / "out"
     command = crop_command(images, output)
     if stage == "encode":
-        command = [sys.executable, "-c", ENCODE, str(crops), str(output)]
+        command = [warm_python(), str(encode_program), str(crops), str(output)]
 
     def limited() -> None:  # no file may grow beyond the limit: writing fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from soak import STAGES, Soak, Tally, soak
 from soak_project import ROOT, _listed
 
 from image_diffusion.core.files.atomic import write_json
-from warm import Warm
+from warm import Warm, warm_server
 
 LONGEST_S = 1800.0
 
@@ -25,7 +25,7 @@ def test_every_stage_is_killed_three_times_and_nothing_is_silent(tmp_path: Path)
         assert time.monotonic() < until, tally.table()
         return all(tally.kills[stage] >= 3 for stage in ["snakemake", *STAGES])
 
-    tally = soak(tmp_path / "soak", 17, ["dit", "latent", "prior"], is_enough)
+    tally = soak(tmp_path / "soak", warm_server(), 17, ["dit", "latent", "prior"], is_enough, stop_s=2.0)
     assert sum(tally.silent.values()) == 0
     assert sum(tally.healed.values()) + sum(tally.told.values()) == sum(tally.injected.values())
 

@@ -34,7 +34,7 @@ def test_a_signal_in_a_long_validation_saves_and_the_next_start_goes_on(
     processes: int,
 ) -> None:
     slow = Attempt(str(tmp_path), processes=processes, inject="slow validation")
-    slow.signals = [(3.0, number)]
+    slow.since, slow.signals = "waiting", [(0.1, number)]
     outcome = attempts(slow)
     assert outcome.codes == [75] * processes, outcome.output
     assert outcome.seconds < 13
@@ -52,7 +52,7 @@ def test_all_processes_stop_at_the_step_when_one_is_asked(
 ) -> None:
     outcome = attempts(
         Attempt(str(tmp_path), processes=2, changes={"steps": 10**6, "schedule": {"type": "constant"}},
-                signals=[(3.0, signal.SIGTERM)], victim=1)
+                since="journal/train/attempt-0001.jsonl", signals=[(0.3, signal.SIGTERM)], victim=1)
     )  # fmt: skip
     assert outcome.codes == [75, 75], outcome.output
     assert "stopped: asked by another process" in outcome.output[0]
@@ -61,7 +61,7 @@ def test_all_processes_stop_at_the_step_when_one_is_asked(
 
 def test_a_second_signal_ends_at_once(attempts: Attempts, tmp_path: Path) -> None:
     outcome = attempts(
-        Attempt(str(tmp_path), inject="slow step", signals=[(2.0, signal.SIGTERM), (3.0, signal.SIGTERM)])
+        Attempt(str(tmp_path), inject="slow step", since="waiting", signals=[(n, signal.SIGTERM) for n in (0.1, 1.1)])
     )
     assert outcome.codes == [128 + signal.SIGTERM]
     assert outcome.seconds < 10
@@ -98,7 +98,7 @@ def test_a_loss_that_is_not_finite_stops_with_what_is_known(
 def test_a_dead_process_ends_the_others_and_the_next_start_goes_on(
     attempts: Attempts, tmp_path: Path, expected: dict[int, dict[str, str]]
 ) -> None:
-    dead = Attempt(str(tmp_path), processes=2, inject="slow validation", kill_after_s=3.0, victim=1)
+    dead = Attempt(str(tmp_path), processes=2, inject="slow validation", since="waiting", kill_after_s=0.1, victim=1)
     codes = attempts(dead).codes
     assert codes[1] == -signal.SIGKILL
     assert codes[0] != 0

@@ -195,8 +195,9 @@ def test_a_sharded_run_that_was_killed_or_stopped_ends_with_the_same_bytes(
     assert usual.operations is not None
     killed = attempts(Attempt(str(tmp_path / "killed"), kill_at_operation=usual.operations // 2, **settings))
     assert killed.codes[0] == -signal.SIGKILL
-    stop = [(4.0, signal.SIGTERM)]
-    stopped = attempts(Attempt(str(tmp_path / "killed"), inject="slow validation", signals=stop, **settings))
+    stop = Attempt(str(tmp_path / "killed"), inject="slow validation", since="waiting", **settings)
+    stop.signals = [(0.1, signal.SIGTERM)]
+    stopped = attempts(stop)
     assert stopped.codes == [75] * processes, stopped.output
     finished(attempts, tmp_path / "killed", **settings)
     assert results(tmp_path / "killed") == results(tmp_path / "undisturbed")

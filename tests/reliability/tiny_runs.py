@@ -178,12 +178,18 @@ def _clock_jumps(rank: int) -> None:
     time.time_ns = lambda: int(time.time() * 1e9)  # type: ignore[assignment]
 
 
+def _a_minute() -> None:
+    """Wait, and tell that by a file `waiting` in the folder of the run."""
+    Path(os.environ["RUN"], "waiting").touch()
+    time.sleep(60)
+
+
 def _slow_step(rank: int) -> None:
     """Every step takes a minute."""
     whole = Eps.__call__
 
     def call(self: Eps, network: Network, batch: Batch) -> Losses:
-        time.sleep(60)
+        _a_minute()
         return whole(self, network, batch)
 
     Eps.__call__ = call  # type: ignore[method-assign]
@@ -195,7 +201,7 @@ def _slow_validation(rank: int) -> None:
 
     def gather(self: Latents, *arguments: Any, **options: Any) -> Tensor:
         if self.num_samples == 29:
-            time.sleep(60)
+            _a_minute()
         return whole(self, *arguments, **options)
 
     Latents.gather = gather  # type: ignore[method-assign]

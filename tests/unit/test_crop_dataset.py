@@ -24,6 +24,7 @@ from image_diffusion.data.sources.archives.tars import TarStream
 from image_diffusion.data.sources.changes import refresh
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.stages import crop
+from warm import warm_python
 
 
 def fill(folder: Path, count: int, classes: int = 3, side: int = 4) -> None:
@@ -262,7 +263,7 @@ def test_the_command_logs_what_it_did_and_a_touched_source_stays_fresh(tmp_path:
     (tmp_path / "data.yaml").write_text(to_yaml(dump(settings)))
     refresh(settings.source, tmp_path / "source.json")
     arguments = ["--config", "data.yaml", "--source", "source.json", "--output", "crops/manifest.json"]
-    command = [sys.executable, "-m", "image_diffusion", "crop", *arguments, "--journal", "journal"]
+    command = [warm_python(), "-m", "image_diffusion", "crop", *arguments, "--journal", "journal"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "crop: 12 crops in 5 shards (5 written), 0 files quarantined\n"
     log = (tmp_path / "journal/crop/attempt-0001.jsonl").read_text()

@@ -30,6 +30,7 @@ from image_diffusion.stages import evaluate, sample
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
+from warm import warm_python
 
 SPEC = DataSpec(channels=3, resolution=16, num_classes=2)
 
@@ -75,7 +76,7 @@ def judged(folder: Path, what: list[str], processes: int, monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "argv", ["evaluate", *given])
         evaluate.main()
     else:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        launch = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [*launch, "-m", "image_diffusion", "evaluate", *given]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.experiment import ExportConfig, ExportStage
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.systems.diffusion.dit import DiTSystem
+from warm import warm_python
 
 MEASURED = {
     "metrics": {"inpipe_fd": {"value": 1.5, "interval": [1.0, 2.0], "n": 300, "note": ""}},
@@ -56,9 +56,9 @@ def run_export(folder: Path, width: int, grid: int, limit: int) -> subprocess.Co
         "--config", folder / "export.yaml", "--weights", folder / "train/weights.safetensors", "--metrics",
         folder / "metrics.json", "--grid", folder / "grid.png", "--output", folder / "diffusers",
     ]  # fmt: skip
-    return subprocess.run(
-        [sys.executable, "-c", RUN, str(limit), *map(str, given)], capture_output=True, text=True, check=False
-    )
+    write_text(program := folder.with_name(f"{folder.name}.py"), RUN)
+    command = [warm_python(), program, str(limit), *given]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_card_with_numbers_and_intervals_goes_with_it(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from image_diffusion.core.process.out_of_resources import room_at, sentence_on, 
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.training.config import TrainConfig
+from warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
@@ -34,17 +34,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 def ended(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A command that does what is told where no file may be larger than 100 kB."""
-    return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"{BEGIN}\ndef main():\n    {code}\ncommand.run(main, 'sample.batch_size')",
-            str(folder),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = folder.with_name(f"{folder.name}.py")
+    program.write_text(f"{BEGIN}\ndef main():\n    {code}\ncommand.run(main, 'sample.batch_size')")
+    return subprocess.run([warm_python(), program, folder], capture_output=True, text=True, check=False)
 
 
 WRITES = {

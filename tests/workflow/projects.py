@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +18,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from warm import Warm
+from warm import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@cache
-def warm_python() -> str:
-    """A Python with which commands of this repository begin at once: what they import has been imported for all."""
-    warm = Warm(Path(tempfile.mkdtemp(prefix="warm-python-")), ROOT / "src")
-    atexit.register(shutil.rmtree, warm.folder)
-    atexit.register(warm.__exit__, None, None, None)
-    return str(warm.__enter__().python)
 
 
 @dataclass(frozen=True)
@@ -56,7 +44,7 @@ class Project:
         )
 
     def command(self) -> list[str]:
-        python = sys.executable if self.cold or self.snakefile != ROOT / "Snakefile" else warm_python()
+        python = sys.executable if self.cold else warm_python()
         return [python, "-m", "snakemake", "--snakefile", str(self.snakefile), "--cores", "2"]
 
     def run(self, *targets: str) -> str:

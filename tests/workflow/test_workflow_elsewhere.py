@@ -78,7 +78,7 @@ def test_rules_without_the_package_beside_them_say_so(tmp_path: Path) -> None:
     project = make_project(tmp_path / "project")
     shutil.copy(ROOT / "Snakefile", tmp_path)
     shutil.copytree(ROOT / "workflow", tmp_path / "workflow")
-    done = Project(project.folder, snakefile=tmp_path / "Snakefile").snakemake("--dry-run")
+    done = Project(project.folder, snakefile=tmp_path / "Snakefile", cold=True).snakemake("--dry-run")
     assert done.returncode == 1
     assert done.stdout.splitlines() == [
         f"error: There are rules in {tmp_path}, but no package. Clone the repository, and name its Snakefile."

@@ -99,18 +99,29 @@ def processes_in(folder: Path) -> set[int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def of_many_batches(made: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A finished project whose samples are made one by one, in many steps."""
+    folder = tmp_path_factory.mktemp("batches") / "project"
+    subprocess.run(["cp", "--archive", made.folder, folder], check=True)
+    project = Project(folder)
+    project.edit(
+        lambda experiment: experiment["sample"].update(sampler={"type": "ddim", "num_steps": 99}, batch_size=1)
+    )
+    project.run("results/micro/metrics.json")
+    return project
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["time limit", "kill"])
 @pytest.mark.parametrize(
     ("output", "files"), [("samples/samples.npz", 2), ("metrics.json", 1)], ids=["sample", "evaluate"]
 )
 def test_a_stage_that_fails_in_the_middle_goes_on_there(
-    finished: Project, output: str, files: int, number: int
+    of_many_batches: Project, tmp_path: Path, output: str, files: int, number: int
 ) -> None:
     """Snakemake removes the output of the stage that failed, and not what the stage has made of it so far."""
-    finished.edit(
-        lambda experiment: experiment["sample"].update(sampler={"type": "ddim", "num_steps": 99}, batch_size=1)
-    )
-    finished.run("results/micro/metrics.json")
+    subprocess.run(["cp", "--archive", of_many_batches.folder, tmp_path / "project"], check=True)
+    finished = Project(tmp_path / "project")
     path = finished / "results/micro" / output
     undisturbed, halfway = path.read_bytes(), partial_folder(path)
     path.unlink()

@@ -56,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
     with_the_page(package)
     project = make_project(tmp_path_factory.mktemp("new") / "project", images=480)
     (project / "config/experiments/micro.yaml").write_text(yaml.safe_dump(EXPERIMENT))
-    copied = Project(project.folder, snakefile=package / "Snakefile")
+    copied = Project(project.folder, snakefile=package / "Snakefile", cold=True)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.pathsep.join([str(package / "src"), os.environ.get("PYTHONPATH", "")]))
         copied.run()
