@@ -30,7 +30,7 @@ from image_diffusion.experiments.proposal import (
 )
 from image_diffusion.experiments.resolve import load_all
 
-CPU, GPU = Machine(1, 0, 2.5), Machine(16, 1, 4.0)
+CPU, GPU = Machine(1, 0, 8.0, 2.5), Machine(16, 1, 72.0, 4.0)
 MANY = Facts(Folder(path="images"), 20_000, (2_000,) * 10, 64, (1.0, 1.0), 3)
 FEW = replace(MANY, num_images=500, per_class=(50,) * 10)
 
@@ -127,6 +127,20 @@ def test_the_budget_is_used_to_within_a_tenth_where_samples_can_be_many() -> Non
 def test_a_faster_machine_takes_more_steps_or_a_larger_network() -> None:
     slow, fast = (proposed(MANY, "1h", operations_per_s=speed)[0] for speed in (2e10, 8e10))
     assert (fast.design.operations, fast.steps) > (slow.design.operations, slow.steps)
+
+
+def test_networks_that_do_not_fit_are_not_taken() -> None:
+    def small(largest: int) -> Callable[[Experiment], Speed]:
+        def speed(experiment: Experiment) -> Speed:
+            fits = experiment.system.network.shape.width <= largest  # type: ignore[union-attr]
+            return at(4e10)(experiment) if fits else Speed(0.0, 0.0, 0.0, 0.0, 100.0)
+
+        return speed
+
+    assert proposed(MANY, "2d")[0].design.width > 128
+    assert propose(MANY, "images", CPU, "2d", small(128)).design == DESIGNS["cpu"][1]
+    with pytest.raises(ValueError, match=r"takes 100\.0 GiB of memory, but 8\.0 GiB may be used"):
+        propose(MANY, "images", CPU, "2d", small(64))
 
 
 def test_the_same_speed_gives_the_same_file() -> None:

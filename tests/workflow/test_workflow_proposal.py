@@ -35,14 +35,14 @@ def test_a_folder_and_a_budget_are_enough(tmp_path: Path) -> None:
     asked = ("image_diffusion", "init", "mine", "--data", "images", "--cores", "1", "--budget")
     refused = run(tmp_path, *asked, "10s")
     assert refused.returncode == 1 and not (tmp_path / "mine").exists(), refused.stderr
-    enough = re.search(r"The budget 10s is too small for 48 images .* Give at least (\d+min)\.", refused.stderr)
+    enough = re.search(r"The budget 10s is too small for 48 images .* Give at least (\d+)min\.", refused.stderr)
     assert enough is not None, refused.stderr
-    created = run(tmp_path, *asked, enough[1])
+    created = run(tmp_path, *asked, f"{2 * int(enough[1])}min")
     assert created.returncode == 0 and "cd mine && snakemake --cores 1\n" in created.stdout, created.stderr
     assert "warning: 48 images are few" in created.stderr
     path = tmp_path / "mine/config/experiments/mine.yaml"
     proposed = from_text(path.read_text())
-    assert proposed["train"]["steps"] >= 200
+    assert proposed["train"]["steps"] >= 200 and proposed["train"]["weights"] == "best"
     # The same file with fewer steps, so that the test is short.
     path.write_text(path.read_text().replace(f"steps: {proposed['train']['steps']}", "steps: 20", 1))
     done = run(tmp_path / "mine", "snakemake", "--cores", "1")

@@ -29,7 +29,7 @@ _FEW = 5_000
 _MANY_PASSES = 100
 """Passes over the images from which on copies are guarded against. CIFAR-10 is trained for 4,000 with augmentation
 (Karras et al. 2022, table 7)."""
-_SIDES = (16, 32, 64, 128, 256)
+_SIDES = (16, 32, 48, 64, 96, 128, 192, 256)  # multiples of the largest grid
 _ENLARGED = 1.25
 """Largest factor by which images are enlarged, so that 28 pixels become 32."""
 _LARGEST_SIDE = {"cpu": 64, "gpu": 256}
@@ -53,10 +53,12 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine. cores: those that are used. start_s: seconds in which a process starts and imports PyTorch."""
+    """The machine. cores: those that are used. memory_gib: that a training may take, on each GPU or in all. start_s:
+    seconds in which a process starts and imports PyTorch."""
 
     cores: int
     gpus: int
+    memory_gib: float
     start_s: float
 
     @property
@@ -68,7 +70,8 @@ class Machine:
 @dataclass(frozen=True)
 class Speed:
     """Measured seconds. step_s: of a step of the training; pass_s: of one image in a pass of the network; crop_s: of
-    one image file; detector_s: of one example of the detector's training. memory_gib: of the training."""
+    one image file; detector_s: of one example of the detector's training. memory_gib: of the training; seconds are 0
+    where that does not fit into the machine."""
 
     step_s: float
     pass_s: float
@@ -113,6 +116,16 @@ DESIGNS = {
     ),
 }
 """Designs by device, the smallest first. Sizes are those of Peebles and Xie 2023 (table 1) and of the demos."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Images, the name of their data set, the machine, and the budget in seconds."""
+
+    facts: Facts
+    name: str
+    machine: Machine
+    budget_s: float
 
 
 class Choice(NamedTuple):
@@ -192,35 +205,18 @@ def propose(facts: Facts, name: str, machine: Machine, budget: str, measure: Mea
     name: of the data set. measure: the speed of an experiment on this machine. Raises ValueError for too few images,
     and for a budget that is too small or no duration.
     """
-    budget_s = seconds_of(budget)
+    request = Request(facts, name, machine, seconds_of(budget))
     if facts.num_images < LEAST_IMAGES:
         raise ValueError(
             f"{facts.num_images} images are too few to train on and to hold some out. Give at least {LEAST_IMAGES}."
         )
-    designs = DESIGNS[machine.kind]
-    best: tuple[Design, Speed, Cost] | None = None
-    for number, design in enumerate(designs):
-        if best is not None:
-            factor = design.operations * _batch(facts, design) / (best[0].operations * _batch(facts, best[0]))
-            if affordable(budget_s, best[2], best[2].step_s * factor) < least_steps(designs, number) / 2:
-                break
-        least = least_steps(designs, number)
-        speed = measure(_parsed(choices(facts, name, machine, design, least, _LEAST_SAMPLES, budget_s)))
-        cost, steps = _afforded(facts, name, machine, design, least, budget_s, speed)
-        if passes_of(facts, design, least) < _MANY_PASSES <= passes_of(facts, design, steps):  # augmentation takes time
-            speed = measure(_parsed(choices(facts, name, machine, design, steps, _LEAST_SAMPLES, budget_s)))
-            cost, steps = _afforded(facts, name, machine, design, least, budget_s, speed)
-        if steps < least:
-            if best is None:
-                raise ValueError(_too_small(budget, facts, cost, machine))
-            break
-        best = design, speed, cost
-    assert best is not None
-    design, speed, cost = best
-    steps = affordable(budget_s, cost, cost.step_s)
-    num_samples = _num_samples(facts, budget_s, cost)
-    chosen = choices(facts, name, machine, design, steps, num_samples, budget_s, speed)
-    cost = cost_of(_parsed(chosen), facts, machine, speed)
+    design, speed = _largest(request, measure)
+    cost = _cost(request, design, _LEAST_STEPS, _LEAST_SAMPLES, speed)
+    steps = affordable(request, cost, cost.step_s)
+    if steps < _LEAST_STEPS:
+        raise ValueError(_too_small(budget, facts, cost, machine))
+    num_samples = _num_samples(request, cost)
+    cost = _cost(request, design, steps, num_samples, speed)
     total_s = cost.total(steps)
     warnings = tuple(warnings_of(facts, design, steps))
     head = [
@@ -230,34 +226,74 @@ def propose(facts: Facts, name: str, machine: Machine, budget: str, measure: Mea
         f"{duration(cost.others_s)} for crops, the classifier that judges samples, evaluation, tracking and report.",
         *(f"Warning: {sentence}" for sentence in warnings),
     ]
-    return Proposal(text_of(head, chosen), warnings, design, steps, num_samples, total_s)
+    text = text_of(head, choices(request, design, steps, num_samples, speed))
+    return Proposal(text, warnings, design, steps, num_samples, total_s)
 
 
-def _afforded(
-    facts: Facts, name: str, machine: Machine, design: Design, steps: int, budget_s: float, speed: Speed
-) -> tuple[Cost, int]:
-    """Return the cost of a design with the fewest samples, and the steps for which the budget has time."""
-    cost = cost_of(
-        _parsed(choices(facts, name, machine, design, steps, _LEAST_SAMPLES, budget_s)), facts, machine, speed
-    )
-    return cost, affordable(budget_s, cost, cost.step_s)
+def _largest(request: Request, measure: Measure) -> tuple[Design, Speed]:
+    """Return the largest design for which the budget has steps enough and the machine memory, or else the smallest, and
+    its speed."""
+    designs = DESIGNS[request.machine.kind]
+    best = designs[0], _speed(request, designs[0], _LEAST_STEPS, measure)
+    if (memory := best[1].memory_gib) > request.machine.memory_gib:
+        raise ValueError(
+            f"A step of the smallest network takes {memory:.1f} GiB of memory, but {request.machine.memory_gib:.1f} "
+            "GiB may be used. Take another machine."
+        )
+    for number, design in enumerate(designs[1:], start=1):
+        least, (smaller, speed) = least_steps(designs, number), best
+        factor = design.operations * _batch(request.facts, design)
+        step_s = speed.step_s * factor / (smaller.operations * _batch(request.facts, smaller))
+        if affordable(request, _cost(request, smaller, least, _LEAST_SAMPLES, speed), step_s) < least / 2:
+            break
+        speed = _speed(request, design, least, measure)
+        cost = _cost(request, design, least, _LEAST_SAMPLES, speed)
+        if speed.memory_gib > request.machine.memory_gib or affordable(request, cost, cost.step_s) < least:
+            break
+        best = design, speed
+    return best
 
 
-def affordable(budget_s: float, cost: Cost, step_s: float) -> int:
-    """Return the steps for which the budget has time. Samples take a tenth of it, or what the fewest take."""
-    left_s = budget_s * (1 - _MARGIN) - cost.others_s - max(cost.sample_s, _SAMPLES_SHARE * budget_s)
-    return max(0, math.floor(left_s / step_s))
+def _speed(request: Request, design: Design, least: int, measure: Measure) -> Speed:
+    """Measure a design; a second time if the budget has time for so many steps that images are augmented."""
+
+    def at(steps: int) -> Speed:
+        return measure(parsed(choices(request, design, steps, _LEAST_SAMPLES)))
+
+    speed = at(least)
+    if speed.memory_gib > request.machine.memory_gib:
+        return speed
+    cost = _cost(request, design, least, _LEAST_SAMPLES, speed)
+    steps = affordable(request, cost, cost.step_s)
+    is_augmented = [passes_of(request.facts, design, number) >= _MANY_PASSES for number in (least, steps)]
+    return at(steps) if is_augmented == [False, True] else speed
 
 
-def _num_samples(facts: Facts, budget_s: float, cost: Cost) -> int:
+def _cost(request: Request, design: Design, steps: int, num_samples: int, speed: Speed) -> Cost:
+    return cost_of(parsed(choices(request, design, steps, num_samples)), request, speed)
+
+
+def affordable(request: Request, cost: Cost, step_s: float) -> int:
+    """Return the steps for which the budget has time. Samples take a tenth of it, at least what the fewest take and at
+    most what the most take. cost: with the fewest."""
+    most_s, budget_s = cost.sample_s * _most_samples(request.facts) / _LEAST_SAMPLES, request.budget_s
+    samples_s = max(cost.sample_s, min(most_s, _SAMPLES_SHARE * budget_s))
+    return max(0, math.floor((budget_s * (1 - _MARGIN) - cost.others_s - samples_s) / step_s))
+
+
+def _num_samples(request: Request, cost: Cost) -> int:
     """Return the samples for which a tenth of the budget has time, as many of each class. cost: with the fewest.
 
     An evaluation of the 192 features of the classifier needs 960 for an interval; 10,000 are usual for small images.
     """
-    most = min(_MOST_SAMPLES, max(1000, facts.num_images))
-    number = min(most, max(_LEAST_SAMPLES, _LEAST_SAMPLES * _SAMPLES_SHARE * budget_s / cost.sample_s))
-    unit = max(10, len(classes_of(facts)))
+    number = _LEAST_SAMPLES * _SAMPLES_SHARE * request.budget_s / cost.sample_s
+    number = min(_most_samples(request.facts), max(_LEAST_SAMPLES, number))
+    unit = max(10, len(classes_of(request.facts)))
     return max(_LEAST_SAMPLES, int(number / unit) * unit)
+
+
+def _most_samples(facts: Facts) -> int:
+    return min(_MOST_SAMPLES, max(1000, facts.num_images))
 
 
 def _too_small(budget: str, facts: Facts, cost: Cost, machine: Machine) -> str:
@@ -271,8 +307,9 @@ def _too_small(budget: str, facts: Facts, cost: Cost, machine: Machine) -> str:
     )
 
 
-def cost_of(experiment: Experiment, facts: Facts, machine: Machine, speed: Speed) -> Cost:
+def cost_of(experiment: Experiment, request: Request, speed: Speed) -> Cost:
     """Return the time of an experiment at a measured speed, as the stages do their work."""
+    facts, machine = request.facts, request.machine
     held_out = facts.num_images * experiment.data.validation_fraction
     passes, least, most = _DETECTOR_EXAMPLES
     examples = min(most, max(least, passes * (facts.num_images - held_out)))
@@ -301,18 +338,12 @@ def classes_of(facts: Facts) -> tuple[int, ...]:
 
 
 def choices(
-    facts: Facts,
-    name: str,
-    machine: Machine,
-    design: Design,
-    steps: int,
-    num_samples: int,
-    budget_s: float,
-    speed: Speed | None = None,
+    request: Request, design: Design, steps: int, num_samples: int, speed: Speed | None = None
 ) -> dict[str, list[Choice]]:
     """Return the choices by section. speed: unset where it is not measured yet."""
+    facts, machine = request.facts, request.machine
     return {
-        "data": [*_data(facts, name, machine, design)],
+        "data": [*_data(facts, request.name, machine, design)],
         "system": [*_system(facts, machine, design)],
         "train": [*_train(facts, machine, design, steps)],
         "preview": [
@@ -321,7 +352,7 @@ def choices(
         ],
         "sample": [*_sample(facts, machine, num_samples)],
         "evaluate": [*_evaluate(facts)],
-        "resources": [*_resources(machine, budget_s, speed)],
+        "resources": [*_resources(machine, request.budget_s, speed)],
     }
 
 
@@ -397,8 +428,12 @@ def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
 def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterator[Choice]:
     batch = _batch(facts, design)
     passes = passes_of(facts, design, steps)
-    yield Choice("steps", steps, f"fills the budget; {passes:.3g} passes over the training images")
-    yield Choice("global_batch", batch, "as the demos" if machine.kind == "cpu" else "as DiT")
+    yield Choice("steps", steps, f"fills the budget; {passes:,.0f} passes over the training images")
+    full = batch == design.batch
+    reason = ("as the demos" if machine.kind == "cpu" else "as DiT") if full else "a quarter of the images at most"
+    yield Choice("global_batch", batch, reason)
+    if machine.kind == "gpu" and design.width >= 768:
+        yield Choice("microbatch", 64, "for memory: changes no result")
     rate = float(f"{2e-3 * 128 / design.width:.2g}")
     yield Choice(
         "optimizer",
@@ -481,7 +516,7 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
     passes = passes_of(facts, design, steps)
     if facts.num_images < _FEW:
         yield (
-            f"{facts.num_images:,} images are few, and each is seen {passes:,.3g} times: samples may be copies of "
+            f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
             "them. See `copies` in metrics.json."
         )
     if facts.captions >= facts.num_images / 2:
@@ -491,12 +526,12 @@ def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
 
 def described(facts: Facts) -> str:
     """Return the images in words."""
-    kind = f"arrays of {facts.dtype} with" if facts.dtype else "pictures of"
-    channels = "grey" if facts.channels == 1 and not facts.dtype else f"{facts.channels} channels"
+    pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
+    kind = f"arrays of {facts.dtype} with {facts.channels} channels" if facts.dtype else pictures
     classes = f"{len(facts.per_class):,} classes" if facts.per_class else "no classes"
     low, high = facts.aspect
     shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
-    return f"{facts.num_images:,} {kind} {channels}, {classes}, {facts.short_side} pixels, {shape}"
+    return f"{facts.num_images:,} {kind}, {classes}, {facts.short_side} pixels, {shape}"
 
 
 def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
@@ -514,7 +549,7 @@ def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
     return text
 
 
-def _parsed(sections: dict[str, list[Choice]]) -> Experiment:
+def parsed(sections: dict[str, list[Choice]]) -> Experiment:
     return parse_experiment(
         {section: {row.key: row.value for row in rows} for section, rows in sections.items()}, "the proposal"
     )

@@ -22,11 +22,13 @@ from image_diffusion.experiments.proposal import Machine, Proposal, Speed, class
 from image_diffusion.experiments.resolve import write_stages
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.stages.train import prepare_training
-from image_diffusion.training.forecast.forecast import Deadline, forecast
+from image_diffusion.training.forecast.flops import counted
+from image_diffusion.training.forecast.forecast import GIB, Deadline, forecast, memory_limit
 
 _MEASURING_S = 6.0
 """Seconds that the steps and passes of one design are measured."""
 _DETECTOR_EXAMPLES = 1024
+_USABLE = 0.9  # of the memory: driver, libraries and other stages take the rest
 
 
 def propose_for(images: Path, budget: str, cores: int | None) -> Proposal:
@@ -46,8 +48,9 @@ def propose_for(images: Path, budget: str, cores: int | None) -> Proposal:
 def machine_of(cores: int | None, start_s: float) -> Machine:
     """Return this machine, of which some cores are used; unset: all."""
     gpus = torch.cuda.device_count() if has_gpu() else 0
+    memory_gib = _USABLE * memory_limit(gpus > 0, None)
     available = len(psutil.Process().cpu_affinity() or [0]) if hasattr(psutil.Process, "cpu_affinity") else None
-    return Machine(cores or available or psutil.cpu_count() or 1, gpus, start_s)
+    return Machine(cores or available or psutil.cpu_count() or 1, gpus, memory_gib, start_s)
 
 
 def measured(experiment: Experiment, facts: Facts, machine: Machine) -> Speed:
@@ -65,13 +68,17 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
     source = Folder(path=str(folder / "images"), classes="folders" if classes_of(facts) else "none")
     part = {"source": source, "validation_fraction": 0.0, "num_shards": 1, "max_bad_fraction": 0.5}
     data = experiment.data.model_copy(update=part)
-    sample = experiment.model_copy(update={"data": data})
+    train = experiment.train.model_copy(update={"weights": "ema"})  # which needs no held-out images
+    sample = experiment.model_copy(update={"data": data, "train": train})
     started = time.perf_counter()
     crop_dataset(data, folder / "crops")
     crop_s = (time.perf_counter() - started) / len(items)
     write_stages("measured", sample, folder)
     training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None)
     processes = max(1, machine.gpus)
+    peak = counted(training.network, training.task, training.stage.train, processes).peak / GIB
+    if peak > machine.memory_gib:
+        return Speed(0.0, 0.0, 0.0, 0.0, peak)
     precision = training.stage.system.sampling().precision(experiment.section("sample"))
     cost = forecast(training.build, training.stage.train, processes, 20, [precision], Deadline(_MEASURING_S))
     crops = open_shards(folder / "crops", "all")
