@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +22,18 @@ from image_diffusion.experiments.proposal import (
     DESIGNS,
     Machine,
     Proposal,
+    Request,
     Speed,
+    choices,
     classes_of,
     least_steps,
+    parsed,
     propose,
     resolution_of,
     seconds_of,
 )
 from image_diffusion.experiments.resolve import load_all
+from image_diffusion.tools.budget import measured
 
 CPU, GPU = Machine(1, 0, 8.0, 2.5), Machine(16, 1, 72.0, 4.0)
 MANY = Facts(Folder(path="images"), 20_000, (2_000,) * 10, 64, (1.0, 1.0), 3)
@@ -282,6 +287,33 @@ def test_grey_pictures_of_16_bits_are_arrays(tmp_path: Path) -> None:
     assert (facts.dtype, facts.channels) == ("uint16", 1)
 
 
+def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
+    pictures(tmp_path, "RGB", (16, 16), 8)
+    for number in range(10):
+        (tmp_path / "a" / f"broken{number}.png").write_bytes(b"no picture")
+    facts = look(source_of(tmp_path))
+    assert (facts.dtype, facts.channels, facts.num_images) == (None, 3, 18)
+
+
+def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16), 4)
+    (tmp_path / "labels.csv").write_text("path,label\nimages/a/0.png,x\nimages/b/1.png,y\n")
+    (tmp_path / "metadata.csv").write_text("file_name,text\nimages/a/0.png,a caption\n")
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for path in sorted((tmp_path / "images").rglob("*.png")):
+            archive.write(path, path.relative_to(tmp_path / "images"))
+    assert look(source_of(tmp_path / "labels.csv")).per_class == (1, 1)
+    assert look(source_of(tmp_path / "images.zip")).per_class == (2, 2)
+    captioned = look(source_of(tmp_path / "metadata.csv"))
+    assert (captioned.num_images, captioned.per_class, captioned.captions) == (1, (), 1)
+
+
+def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:
+    np.save(tmp_path / "0.npy", np.zeros((32, 32, 32), np.uint8))
+    with pytest.raises(ValueError, match=r"Nothing states which axes of 32 x 32 x 32 numbers .* data\.axes"):
+        look(source_of(tmp_path))
+
+
 def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere does not exist\. Give the folder"):
         source_of(tmp_path / "nowhere")
@@ -314,6 +346,19 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], mes
     done = initialised(tmp_path, *arguments)
     assert done.returncode != 0 and message in done.stderr, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+@pytest.mark.slow
+def test_arrays_without_classes_are_measured(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        tifffile.imwrite(tmp_path / f"{number}.tif", generator.integers(0, 4096, (32, 32), dtype=np.uint16))
+    facts = look(source_of(tmp_path))
+    sections = choices(Request(facts, "images", CPU, 600.0), DESIGNS["cpu"][0], 200, 100)
+    speed = measured(parsed(sections), facts, CPU)
+    assert 0 < speed.pass_s < speed.step_s < 10 and 0 < speed.detector_s < 1 and 0 < speed.crop_s < 1
+    assert 0 < speed.memory_gib < CPU.memory_gib
+    assert measured(parsed(sections), facts, replace(CPU, memory_gib=1e-3)).step_s == 0
 
 
 @pytest.mark.slow

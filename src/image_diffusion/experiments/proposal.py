@@ -391,8 +391,9 @@ def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator
         yield Choice("range", "file", "some images have 16 bits, of which 65,535 is taken as white")
     if facts.several_pages:
         yield Choice("pages", "first", "some files hold several pages")
-    share = 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05
-    yield Choice("validation_fraction", share, "held out: the floor of the metrics, and the loss on unseen images")
+    yield Choice(
+        "validation_fraction", _held_out(facts), "held out: the floor of the metrics, and the loss on unseen images"
+    )
     yield Choice("num_shards", 4 if facts.num_images < 10_000 else 16, "")
 
 
@@ -482,8 +483,7 @@ def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice
 
 def _evaluate(facts: Facts) -> Iterator[Choice]:
     yield Choice("detectors", ["inpipe"], "a classifier that is trained on these images: needs no weights of others")
-    held_out = facts.num_images * (0.2 if facts.num_images < 1000 else 0.1)
-    yield Choice("two_sample", held_out >= 50, "needs 50 held-out images to say something")
+    yield Choice("two_sample", facts.num_images * _held_out(facts) >= 50, "needs 50 held-out images to say something")
     yield Choice("copies", True, "the nearest training image of each sample")
 
 
@@ -499,6 +499,11 @@ def _resources(machine: Machine, budget_s: float, speed: Speed | None) -> Iterat
     memory = 8000 if speed is None or machine.kind == "gpu" else max(2000, round(1.5 * 1024 * speed.memory_gib, -3))
     yield Choice("memory_mb", int(memory), "half as much again as was measured" if machine.kind == "cpu" else "")
     yield Choice("runtime_min", max(10, math.ceil(budget_s * 1.2 / 60)), "a fifth more than the budget")
+
+
+def _held_out(facts: Facts) -> float:
+    """Return the share of images that is held out: more of few, for the metrics need some."""
+    return 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05
 
 
 def _batch(facts: Facts, design: Design) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import time
@@ -9,7 +10,6 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-import psutil
 import torch
 
 from image_diffusion.core.devices import has_gpu
@@ -49,8 +49,8 @@ def machine_of(cores: int | None, start_s: float) -> Machine:
     """Return this machine, of which some cores are used; unset: all."""
     gpus = torch.cuda.device_count() if has_gpu() else 0
     memory_gib = _USABLE * memory_limit(gpus > 0, None)
-    available = len(psutil.Process().cpu_affinity() or [0]) if hasattr(psutil.Process, "cpu_affinity") else None
-    return Machine(cores or available or psutil.cpu_count() or 1, gpus, memory_gib, start_s)
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(cores or available, gpus, memory_gib, start_s)
 
 
 def measured(experiment: Experiment, facts: Facts, machine: Machine) -> Speed:
@@ -81,7 +81,7 @@ def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Pa
         return Speed(0.0, 0.0, 0.0, 0.0, peak)
     precision = training.stage.system.sampling().precision(experiment.section("sample"))
     cost = forecast(training.build, training.stage.train, processes, 20, [precision], Deadline(_MEASURING_S))
-    crops = open_shards(folder / "crops", "all")
+    crops = open_shards(folder / "crops", "all", renders=True)  # as the stage detect
     settings = DetectorTraining(least_examples=_DETECTOR_EXAMPLES, most_examples=_DETECTOR_EXAMPLES, stop_accuracy=2)
     device = "cuda" if machine.gpus else "cpu"
     started = time.perf_counter()

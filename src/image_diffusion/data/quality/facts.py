@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import numpy as np
 
 from image_diffusion.core.levels import DType
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.array_files import BadImage, Stack, read_stack
+from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
 from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
 from image_diffusion.data.crop.stored import WIDE
 from image_diffusion.data.sources.archives.zip import ZipArchive
@@ -99,9 +100,12 @@ def look(source: Images) -> Facts:
         name="images", source=source, resolution=32, background=(255, 255, 255), range="file", pages="first"
     )
     crops, reasons = _read(source, items, reading)
-    if len(crops) > len(items) / 2 and not all(crop.mode in WIDE for crop in crops):
+    are_pictures = not all(crop.mode in WIDE for crop in crops)  # grey of 16 bits keeps them as an array
+    if are_pictures and len(crops) > len(items) / 2:
         return Facts(**common, **_of_pictures(crops))
     stacks = _stacks(source, items, reading.model_copy(update={"dtype": "float32"}))
+    if are_pictures and len(crops) >= len(stacks):
+        return Facts(**common, **_of_pictures(crops))
     if not stacks:
         reason, _ = Counter(reasons).most_common(1)[0] if reasons else ("no files", 0)
         raise ValueError(
@@ -112,10 +116,11 @@ def look(source: Images) -> Facts:
 
 
 def _captions(source: Images) -> int:
-    try:
-        return len(source.captions_beside(("caption", "text")))
-    except ValueError:  # a source that has none says so in this way
-        return 0
+    """Return the number of images with a caption: beside them, or in a column of one of the usual names."""
+    for column in ("caption", "text"):
+        with suppress(ValueError):  # a source that has none says so in this way
+            return len(source.captions_beside((column,)))
+    return 0
 
 
 def _read(source: Images, items: Sequence[Item], config: DataConfig) -> tuple[list[Crop], list[str]]:
@@ -134,9 +139,9 @@ def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[S
     for item in items:
         try:
             stacks.append(read_stack(source.read(item), config))
-        except ValueError:
+        except Undecided:
             raise
-        except Exception:
+        except Exception:  # decoders raise nearly anything when they are fed damaged files
             continue
     return stacks
 
@@ -172,7 +177,10 @@ def _axes(shape: tuple[int, ...]) -> str:
         return "YX"
     if len(shape) != 3 or sorted(shape)[0] == sorted(shape)[1]:
         sides = " x ".join(map(str, shape))
-        raise ValueError(f"Nothing states which axes of {sides} numbers are rows, columns and channels. Set data.axes.")
+        raise ValueError(
+            f"Nothing states which axes of {sides} numbers are rows, columns and channels. Write "
+            "the experiment by hand, with data.axes."
+        )
     return "CYX" if shape[0] == min(shape) else "YXC"
 
 
