@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.config.yaml12 import in_line
-from image_diffusion.core.process.progress import duration
+from image_diffusion.core.durations import duration
 from image_diffusion.core.resolution import height_width
 from image_diffusion.data.quality.facts import Facts
 from image_diffusion.experiments.experiment import Experiment, parse_experiment

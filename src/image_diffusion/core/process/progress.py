@@ -92,11 +92,3 @@ def _whose(title: str) -> str:
     """Return a title preceded by the name of its job: "demo/train", "demo/evaluate: features of samples"."""
     job = os.environ.get(VARIABLE, "")
     return title if not job else job if job.endswith(f"/{title}") else f"{job}: {title}"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in words: 42 s, 3.1 min, 2.4 h, 12.5 days."""
-    for unit, size, next_size in (("s", 1.0, 60.0), ("min", 60.0, 3600.0), ("h", 3600.0, 86400.0)):
-        if seconds < next_size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.1f} days"
