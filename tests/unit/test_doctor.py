@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from image_diffusion.core.durations import duration
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
 from image_diffusion.nn.precision import Precision
@@ -22,7 +23,7 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import Sampler, SamplerConfig
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.stages.doctor import check, cut_short, decoding_seconds, duration, sampling_seconds
+from image_diffusion.stages.doctor import check, cut_short, decoding_seconds, sampling_seconds
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig

@@ -58,6 +58,14 @@ ELSEWHERE = {
         "tests/workflow/test_workflow_numbers.py",
         "sample.conditions={angle: [2, 4, 6], dose: [0.5, 1]}",
     ),
+    "image-diffusion init my-flowers --data data/flowers --budget 6h": (
+        "tests/workflow/test_workflow_proposal.py",
+        '"init", "mine", "--data", "images"',
+    ),
+    "image-diffusion init FOLDER --data IMAGES --budget 6h": (
+        "tests/workflow/test_workflow_proposal.py",
+        '"init", "mine", "--data", "images"',
+    ),
     "snakemake --cores all --config study=digits": ("tests/workflow/test_workflow_study.py", '"study=digits"'),
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),

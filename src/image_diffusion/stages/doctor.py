@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from image_diffusion.core.devices import best_device
+from image_diffusion.core.durations import duration
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.process import command, parent_watch
 from image_diffusion.data.shards.remote import place
@@ -192,14 +193,6 @@ def check(memory: float, memory_limit: float, disk: float, disk_free: float) -> 
             f"Training writes {disk:.2f} GiB, but {disk_free:.2f} GiB are free. Make room, or keep fewer "
             f"checkpoints (train.checkpoint.keep_last, train.checkpoint.keep_every)."
         )
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in words: 42 s, 3.1 min, 2.4 h, 12.5 days."""
-    for unit, size, next_size in (("s", 1.0, 60.0), ("min", 60.0, 3600.0), ("h", 3600.0, 86400.0)):
-        if seconds < next_size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.1f} days"
 
 
 if __name__ == "__main__":

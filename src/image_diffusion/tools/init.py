@@ -1,8 +1,12 @@
 """Create a project: a folder with a configuration, examples, and a Snakefile that uses the installed workflow.
 
-    image-diffusion init my-project
+    image-diffusion init my-project --data flowers --budget 6h
     cd my-project
-    snakemake
+    snakemake --cores all
+
+With --data and --budget, the project has an experiment that is sized for these images, this machine and this time:
+config/experiments/mine.yaml, with a reason for each choice. The speed of the machine is measured for some seconds.
+Without them, the project begins with the demo.
 
 The Snakefile takes the rules as a module, so that rules of your own can stand beside them (docs/module.md).
 """
@@ -12,8 +16,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from image_diffusion.core.durations import duration
 from image_diffusion.core.files.atomic import write_text
 from image_diffusion.core.process.command import Parser, run
+from image_diffusion.core.process.errors import log_line
 
 _SNAKEFILE = """# The rules of image-diffusion as they are installed, on what config/ says. Your own rules can go below.
 from image_diffusion.tools.init import workflow_folder
@@ -31,6 +37,7 @@ module image_diffusion:
 
 use rule * from image_diffusion
 """
+_EXPERIMENT, _DEMO = "mine", "experiments: [demo]"
 _IGNORED = "/results/\n/logs/\n/benchmarks/\n/.snakemake/\n/mlflow.db*\n/mlruns/\n"
 
 
@@ -41,23 +48,59 @@ def workflow_folder() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "workflow"
 
 
-def begin(folder: Path) -> None:
-    """Write a project into a folder that does not exist yet, or is empty. Raises ValueError for any other."""
+def check_new(folder: Path) -> None:
+    """Raise ValueError for a folder that exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder. Name a new folder.")
+
+
+def begin(folder: Path, experiment: str | None = None) -> None:
+    """Write a project into a folder that does not exist yet, or is empty. Raises ValueError for any other.
+
+    experiment: the file of its experiment `mine`; unset: the project runs the demo.
+    """
+    check_new(folder)
     workflow = workflow_folder()
     shutil.copytree(workflow.parent / "config", folder / "config")
     shutil.copytree(workflow / "profiles" / "default", folder / "profiles" / "default")
     write_text(folder / ".gitignore", _IGNORED)
     write_text(folder / "Snakefile", _SNAKEFILE)
+    if experiment is not None:
+        settings = folder / "config" / "config.yaml"
+        write_text(folder / "config" / "experiments" / f"{_EXPERIMENT}.yaml", experiment)
+        write_text(settings, settings.read_text(encoding="utf-8").replace(_DEMO, f"experiments: [{_EXPERIMENT}]"))
 
 
 def main() -> None:
     parser = Parser(prog="image-diffusion init", description=str(__doc__).partition("\n")[0])
     parser.add_argument("folder", type=Path, help="folder of the new project")
-    folder = parser.parse_args().folder
-    begin(folder)
-    print(f"Created {folder}. Run the demo with: cd {folder} && snakemake. See config/README.md for your own data.")
+    parser.add_argument("--data", type=Path, help="folder of your images, to size an experiment for; or a zip or table")
+    parser.add_argument("--budget", help="time that all its stages may take on this machine: 10min, 6h or 2d")
+    parser.add_argument("--cores", type=int, help="number of CPU cores that they use (default: all)")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    if (arguments.data is None) != (arguments.budget is None):
+        parser.error("--data and --budget belong together: give the images and the time, or neither")
+    if arguments.cores is not None and (arguments.data is None or arguments.cores < 1):
+        parser.error("--cores is a number from 1, and belongs to --data and --budget")
+    check_new(folder)
+    if arguments.data is None:
+        begin(folder)
+        print(f"Created {folder}. Run the demo with: cd {folder} && snakemake. See config/README.md for your own data.")
+        return
+    from image_diffusion.tools.budget import (
+        propose_for,  # imports PyTorch, which a project without an experiment spares
+    )
+
+    proposal = propose_for(arguments.data, arguments.budget, arguments.cores)
+    begin(folder, proposal.text)
+    for sentence in proposal.warnings:
+        log_line(f"warning: {sentence}")
+    print(
+        f"Created {folder} with config/experiments/{_EXPERIMENT}.yaml: {proposal.steps:,} steps and "
+        f"{proposal.num_samples:,} samples in about {duration(proposal.total_s)}. Run it with: cd {folder} && "
+        f"snakemake --cores {arguments.cores or 'all'}"
+    )
 
 
 if __name__ == "__main__":

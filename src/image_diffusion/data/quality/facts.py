@@ -1,0 +1,192 @@
+"""Facts about a folder of images that decide how a model is trained on it, from its listing and some of its files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from image_diffusion.core.levels import DType
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.array_files import BadImage, Stack, Undecided, read_stack
+from image_diffusion.data.crop.image import Crop, crop_image, quiet_pillow
+from image_diffusion.data.crop.stored import WIDE
+from image_diffusion.data.sources.archives.zip import ZipArchive
+from image_diffusion.data.sources.base import Item
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.data.sources.table import Table
+
+T = TypeVar("T")
+
+Images = Folder | Table | ZipArchive
+"""Sources that a path names."""
+READ = 64
+"""Images that are read. Shares among so many are known to about six percent."""
+_METADATA = ("metadata.csv", "metadata.jsonl")
+_TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+_TYPES: dict[str, DType] = {"bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16"}
+"""Type of the crops by that of the numbers in a file; of all others float32."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a set of images.
+
+    num_images: of the listing, some of which may be damaged. per_class: number of images of each class; empty without
+    classes. short_side: in pixels, at least that of nine in ten images. aspect: width over height, of the tenth and the
+    ninetieth of a hundred images. channels: 1 for grey pictures, however they are stored. names: of the channels of
+    arrays. dtype: of arrays; None for pictures. transparent: True if every picture has an alpha channel. several_pages:
+    True if a file has more pages than one. deep: True if pictures of 8 and of 16 bits are mixed, or colours have 16
+    bits. captions: number of images with a caption. notices: lines of the source.
+    """
+
+    source: Images
+    num_images: int
+    per_class: tuple[int, ...]
+    short_side: int
+    aspect: tuple[float, float]
+    channels: int
+    names: tuple[str, ...] = ()
+    dtype: DType | None = None
+    transparent: bool = False
+    several_pages: bool = False
+    deep: bool = False
+    captions: int = 0
+    notices: tuple[str, ...] = ()
+
+
+def source_of(path: Path) -> Images:
+    """Return the source that reads a folder, a table of paths or a zip. Raises ValueError where there is neither."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist. Give the folder that holds the images.")
+    where = str(path.resolve())
+    if path.is_dir():
+        return Folder(path=where)
+    if path.suffix == ".zip":
+        return ZipArchive(path=where)
+    if path.suffix not in _TABLES:
+        raise ValueError(f"{path} is no folder of images. Give a folder, a zip, or a table ({', '.join(_TABLES)}).")
+    if path.name in _METADATA:
+        return Table(path=where, path_column="file_name", label_column=None)
+    return Table(path=where)
+
+
+def spread(values: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of some values, evenly spaced."""
+    return [values[number * len(values) // count] for number in range(count)] if len(values) > count else [*values]
+
+
+def look(source: Images) -> Facts:
+    """Describe a source from its listing and READ of its images, with the readers of `crop`.
+
+    Raises ValueError where there are no images, none of those can be read, or a person has to decide how.
+    """
+    listing = source.listing()
+    items = spread(listing.items, READ)
+    labels = Counter(item.label for item in listing.items)
+    common: dict[str, Any] = {
+        "source": source,
+        "num_images": len(listing.items),
+        "per_class": tuple(labels[number] for number in range(len(listing.classes))),
+        "captions": _captions(source),
+        "notices": listing.notices,
+    }
+    reading = DataConfig(
+        name="images", source=source, resolution=32, background=(255, 255, 255), range="file", pages="first"
+    )
+    crops, reasons = _read(source, items, reading)
+    are_pictures = not all(crop.mode in WIDE for crop in crops)  # grey of 16 bits keeps them as an array
+    if are_pictures and len(crops) > len(items) / 2:
+        return Facts(**common, **_of_pictures(crops))
+    stacks = _stacks(source, items, reading.model_copy(update={"dtype": "float32"}))
+    if are_pictures and len(crops) >= len(stacks):
+        return Facts(**common, **_of_pictures(crops))
+    if not stacks:
+        reason, _ = Counter(reasons).most_common(1)[0] if reasons else ("no files", 0)
+        raise ValueError(
+            f"The {source.type} {getattr(source, 'path', '')} holds no images: of {len(items)} files none could be "
+            f"read ({reason}). Give the folder that holds the images."
+        )
+    return Facts(**common, **_of_arrays(stacks))
+
+
+def _captions(source: Images) -> int:
+    """Return the number of images with a caption: beside them, or in a column of one of the usual names."""
+    for column in ("caption", "text"):
+        with suppress(ValueError):  # a source that has none says so in this way
+            return len(source.captions_beside((column,)))
+    return 0
+
+
+def _read(source: Images, items: Sequence[Item], config: DataConfig) -> tuple[list[Crop], list[str]]:
+    crops, reasons = list[Crop](), list[str]()
+    with quiet_pillow():
+        for item in items:
+            try:
+                crops.append(crop_image(source.read(item), config))
+            except (BadImage, OSError) as error:
+                reasons.append(str(error))
+    return crops, reasons
+
+
+def _stacks(source: Images, items: Sequence[Item], config: DataConfig) -> list[Stack]:
+    stacks = []
+    for item in items:
+        try:
+            stacks.append(read_stack(source.read(item), config))
+        except Undecided:
+            raise
+        except Exception:  # decoders raise nearly anything when they are fed damaged files
+            continue
+    return stacks
+
+
+def _of_pictures(crops: Sequence[Crop]) -> dict[str, Any]:
+    is_grey = all((pixels == pixels[:1]).all() for crop in crops for pixels in crop.crops)
+    return {
+        **_sizes([crop.size for crop in crops]),
+        "channels": 1 if is_grey else 3,
+        "transparent": all("alpha" in crop.flags for crop in crops),
+        "several_pages": any("first_frame" in crop.flags and crop.format == "TIFF" for crop in crops),
+        "deep": any("16bit" in crop.flags for crop in crops),
+    }
+
+
+def _of_arrays(stacks: Sequence[Stack]) -> dict[str, Any]:
+    axes = [stack.axes or _axes(stack.numbers.shape) for stack in stacks]
+    shapes = [dict(zip(names, stack.numbers.shape, strict=True)) for names, stack in zip(axes, stacks, strict=True)]
+    types = {_TYPES.get(str(stack.numbers.dtype), "float32") for stack in stacks}
+    names = {stack.names for stack in stacks}
+    return {
+        **_sizes([(shape["X"], shape["Y"]) for shape in shapes]),
+        "channels": Counter(shape.get("C", 1) for shape in shapes).most_common(1)[0][0],
+        "names": next(iter(names)) if len(names) == 1 else (),
+        "dtype": next(iter(types)) if len(types) == 1 else "float32",
+        "several_pages": any(length > 1 for shape in shapes for axis, length in shape.items() if axis not in "CYX"),
+    }
+
+
+def _axes(shape: tuple[int, ...]) -> str:
+    """Return the axes of an array whose file states none: of three, the shortest is that of the channels."""
+    if len(shape) == 2:
+        return "YX"
+    if len(shape) != 3 or sorted(shape)[0] == sorted(shape)[1]:
+        sides = " x ".join(map(str, shape))
+        raise ValueError(
+            f"Nothing states which axes of {sides} numbers are rows, columns and channels. Write "
+            "the experiment by hand, with data.axes."
+        )
+    return "CYX" if shape[0] == min(shape) else "YXC"
+
+
+def _sizes(sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Describe widths and heights."""
+    width, height = np.array(sizes, dtype=np.float64).T
+    low, high = np.quantile(width / height, (0.1, 0.9))
+    short_side = np.quantile(np.minimum(width, height), 0.1, method="lower")
+    return {"short_side": int(short_side), "aspect": (round(float(low), 3), round(float(high), 3))}

@@ -1,0 +1,91 @@
+"""Look at the images and at the machine, and have `experiments.proposal` size an experiment for a budget."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from image_diffusion.core.devices import has_gpu
+from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.quality.facts import Facts, look, source_of, spread
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.experiments.experiment import Experiment
+from image_diffusion.experiments.proposal import Machine, Proposal, Speed, classes_of, propose, seconds_of
+from image_diffusion.experiments.resolve import write_stages
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
+from image_diffusion.stages.train import prepare_training
+from image_diffusion.training.forecast.flops import counted
+from image_diffusion.training.forecast.forecast import GIB, Deadline, forecast, memory_limit
+
+_MEASURING_S = 6.0
+"""Seconds that the steps and passes of one design are measured."""
+_DETECTOR_EXAMPLES = 1024
+_USABLE = 0.9  # of the memory: driver, libraries and other stages take the rest
+
+
+def propose_for(images: Path, budget: str, cores: int | None) -> Proposal:
+    """Return the experiment that fits into a budget. images: a folder, a zip or a table. cores: of the CPU; unset: all.
+
+    Raises ValueError if there are no images, or too few, and if the budget is no duration or too small.
+    """
+    start_s = time.process_time()  # of this process, which has imported what a stage imports
+    seconds_of(budget)
+    facts = look(source_of(images))
+    machine = machine_of(cores, start_s)
+    torch.set_num_threads(machine.cores)
+    name = re.sub(r"[^A-Za-z0-9._]", "_", images.resolve().stem).lstrip("._") or "images"
+    return propose(facts, name, machine, budget, lambda experiment: measured(experiment, facts, machine))
+
+
+def machine_of(cores: int | None, start_s: float) -> Machine:
+    """Return this machine, of which some cores are used; unset: all."""
+    gpus = torch.cuda.device_count() if has_gpu() else 0
+    memory_gib = _USABLE * memory_limit(gpus > 0, None)
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(cores or available, gpus, memory_gib, start_s)
+
+
+def measured(experiment: Experiment, facts: Facts, machine: Machine) -> Speed:
+    """Return the speed of an experiment: its stages crop, detect and train on some of its images, as `doctor` does."""
+    with tempfile.TemporaryDirectory(prefix="image-diffusion-") as temporary, redirect_stderr(StringIO()):
+        return _measured(experiment, facts, machine, Path(temporary))
+
+
+def _measured(experiment: Experiment, facts: Facts, machine: Machine, folder: Path) -> Speed:
+    items = spread(facts.source.listing().items, 2 * experiment.train.global_batch)
+    for number, item in enumerate(items):
+        path = folder / "images" / (f"{item.label}" if classes_of(facts) else "") / f"{number:04}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(facts.source.read(item))
+    source = Folder(path=str(folder / "images"), classes="folders" if classes_of(facts) else "none")
+    part = {"source": source, "validation_fraction": 0.0, "num_shards": 1, "max_bad_fraction": 0.5}
+    data = experiment.data.model_copy(update=part)
+    train = experiment.train.model_copy(update={"weights": "ema"})  # which needs no held-out images
+    sample = experiment.model_copy(update={"data": data, "train": train})
+    started = time.perf_counter()
+    crop_dataset(data, folder / "crops")
+    crop_s = (time.perf_counter() - started) / len(items)
+    write_stages("measured", sample, folder)
+    training = prepare_training(folder / "measured/config/train.yaml", folder / "crops/manifest.json", None)
+    processes = max(1, machine.gpus)
+    peak = counted(training.network, training.task, training.stage.train, processes).peak / GIB
+    if peak > machine.memory_gib:
+        return Speed(0.0, 0.0, 0.0, 0.0, peak)
+    precision = training.stage.system.sampling().precision(experiment.section("sample"))
+    cost = forecast(training.build, training.stage.train, processes, 20, [precision], Deadline(_MEASURING_S))
+    crops = open_shards(folder / "crops", "all", renders=True)  # as the stage detect
+    settings = DetectorTraining(least_examples=_DETECTOR_EXAMPLES, most_examples=_DETECTOR_EXAMPLES, stop_accuracy=2)
+    device = "cuda" if machine.gpus else "cpu"
+    started = time.perf_counter()
+    seen = train_detector(crops, None, settings, folder, device)
+    tested = 8 * seen["num_held_out"] / 3
+    detector_s = (time.perf_counter() - started) / (seen["examples_seen"] + tested)
+    return Speed(cost.step_s, cost.passes_s[precision], crop_s, detector_s, cost.memory_gib)

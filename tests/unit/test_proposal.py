@@ -1,0 +1,370 @@
+"""A folder and a budget give an experiment: what is seen of a folder, the rules, and the file that they write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from image_diffusion.core.config.yaml12 import from_text
+from image_diffusion.data.quality.facts import Facts, look, source_of
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
+from image_diffusion.experiments.proposal import (
+    DESIGNS,
+    Machine,
+    Proposal,
+    Request,
+    Speed,
+    choices,
+    classes_of,
+    least_steps,
+    parsed,
+    propose,
+    resolution_of,
+    seconds_of,
+)
+from image_diffusion.experiments.resolve import load_all
+from image_diffusion.tools.budget import measured
+
+CPU, GPU = Machine(1, 0, 8.0, 2.5), Machine(16, 1, 72.0, 4.0)
+MANY = Facts(Folder(path="images"), 20_000, (2_000,) * 10, 64, (1.0, 1.0), 3)
+FEW = replace(MANY, num_images=500, per_class=(50,) * 10)
+
+
+def at(operations_per_s: float) -> Callable[[Experiment], Speed]:
+    """A machine of that many operations a second; a step takes six for each parameter, token and image."""
+
+    def speed(experiment: Experiment) -> Speed:
+        shape = experiment.system.network.shape  # type: ignore[union-attr]
+        height, width = experiment.data.size
+        tokens = (height // shape.patch) * (width // shape.patch)
+        pass_s = 2 * 18 * shape.depth * shape.width**2 * tokens / operations_per_s
+        return Speed(3 * pass_s * experiment.train.global_batch, pass_s, 5e-4, 1e-3, 0.7)
+
+    return speed
+
+
+def proposed(
+    facts: Facts, budget: str, machine: Machine = CPU, operations_per_s: float = 4e10
+) -> tuple[Proposal, Experiment]:
+    proposal = propose(facts, "images", machine, budget, at(operations_per_s))
+    return proposal, parse_experiment(from_text(proposal.text), "the proposal")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5 h", 5400), ("2d", 172_800)])
+def test_a_budget_is_a_number_and_a_unit(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "6", "h", "-1h", "0min", "6 hours", "1h30min"])
+def test_other_budgets_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a duration\. Give a number and a unit: 10min, 6h or 2d\."):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "resolution"),
+    [
+        ({"short_side": 32}, CPU, 32),
+        ({"short_side": 28}, CPU, 32),
+        ({"short_side": 24}, CPU, 16),
+        ({"short_side": 8}, CPU, 16),
+        ({"short_side": 1000}, CPU, 64),
+        ({"short_side": 1000}, GPU, 256),
+        ({"short_side": 200, "aspect": (0.66, 1.5)}, CPU, 64),
+        ({"short_side": 200, "aspect": (1.5, 1.5)}, CPU, (64, 96)),
+        ({"short_side": 200, "aspect": (0.5, 0.7)}, CPU, (112, 64)),
+        ({"short_side": 200, "aspect": (4.0, 9.0)}, CPU, (64, 128)),
+    ],
+)
+def test_the_resolution_follows_from_the_images_and_the_device(
+    changes: dict[str, object], machine: Machine, resolution: object
+) -> None:
+    assert resolution_of(replace(MANY, **changes), machine, 8) == resolution  # type: ignore[arg-type]
+
+
+def test_folders_of_few_images_are_no_classes() -> None:
+    assert classes_of(FEW) == (50,) * 10
+    single = replace(FEW, per_class=(1,) * 500)
+    assert classes_of(single) == ()
+    text = proposed(single, "10min")[0].text
+    assert "classes: none" in text and "guidance" not in text and "label_init_std" not in text
+
+
+def test_designs_need_more_steps_the_larger_they_are() -> None:
+    for designs in DESIGNS.values():
+        assert [design.operations for design in designs] == sorted(design.operations for design in designs)
+        least = [least_steps(designs, number) for number in range(len(designs))]
+        assert least == sorted(least) and least[0] == 200
+    assert least_steps(DESIGNS["cpu"], 1) == 1500
+
+
+@pytest.mark.parametrize("facts", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("machine", "operations_per_s"), [(CPU, 4e10), (GPU, 1e14)], ids=["cpu", "gpu"])
+def test_more_time_never_gives_less(facts: Facts, machine: Machine, operations_per_s: float) -> None:
+    budgets = ["6min", "8min", "10min", "20min", "40min", "1h", "3h", "6h", "12h", "1d", "2d", "7d"]
+    sizes, steps, samples = [], [], []
+    for budget in budgets:
+        proposal, _ = proposed(facts, budget, machine, operations_per_s)
+        sizes.append(DESIGNS[machine.kind].index(proposal.design))
+        steps.append((sizes[-1], proposal.steps))
+        samples.append((sizes[-1], proposal.num_samples))
+        assert 0.8 * seconds_of(budget) < proposal.total_s <= seconds_of(budget)
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+    assert steps == sorted(steps)
+    assert samples == sorted(samples)
+
+
+def test_the_budget_is_used_to_within_a_tenth_where_samples_can_be_many() -> None:
+    for budget in ("10min", "1h", "6h"):
+        assert proposed(MANY, budget)[0].total_s == pytest.approx(0.97 * seconds_of(budget), rel=0.07)
+
+
+def test_a_faster_machine_takes_more_steps_or_a_larger_network() -> None:
+    slow, fast = (proposed(MANY, "1h", operations_per_s=speed)[0] for speed in (2e10, 8e10))
+    assert (fast.design.operations, fast.steps) > (slow.design.operations, slow.steps)
+
+
+def test_networks_that_do_not_fit_are_not_taken() -> None:
+    def small(largest: int) -> Callable[[Experiment], Speed]:
+        def speed(experiment: Experiment) -> Speed:
+            fits = experiment.system.network.shape.width <= largest  # type: ignore[union-attr]
+            return at(4e10)(experiment) if fits else Speed(0.0, 0.0, 0.0, 0.0, 100.0)
+
+        return speed
+
+    assert proposed(MANY, "2d")[0].design.width > 128
+    assert propose(MANY, "images", CPU, "2d", small(128)).design == DESIGNS["cpu"][1]
+    with pytest.raises(ValueError, match=r"takes 100\.0 GiB of memory, but 8\.0 GiB may be used"):
+        propose(MANY, "images", CPU, "2d", small(64))
+
+
+def test_the_same_speed_gives_the_same_file() -> None:
+    assert proposed(FEW, "10min") == proposed(FEW, "10min")
+
+
+def test_few_images_are_augmented_and_watched() -> None:
+    few, experiment = proposed(FEW, "10min")
+    assert experiment.train.augment is not None and experiment.train.augment.probability > 0
+    assert experiment.train.weights == "best"
+    assert any("500 images are few" in sentence for sentence in few.warnings) and "# Warning: 500 images" in few.text
+    many, experiment = proposed(MANY, "10min")
+    assert experiment.train.augment is not None and experiment.train.augment.probability == 0
+    assert experiment.train.weights == "ema" and not many.warnings
+
+
+def test_captions_and_tables_are_told() -> None:
+    warnings = proposed(replace(MANY, captions=20_000, notices=("metadata.csv is not read",)), "10min")[0].warnings
+    assert "20,000 images have a caption" in warnings[0] and warnings[1] == "metadata.csv is not read"
+
+
+def test_averages_are_as_long_as_a_twentieth_of_the_steps() -> None:
+    for budget in ("10min", "6h"):
+        proposal, _ = proposed(MANY, budget)
+        rate = from_text(proposal.text)["train"]["ema"]["rates"][0]
+        half_life = np.log(0.5) / np.log(rate)
+        assert half_life == pytest.approx(0.05 * proposal.steps, rel=0.1)
+
+
+def test_batches_are_smaller_than_the_set() -> None:
+    experiment = proposed(replace(MANY, num_images=40, per_class=()), "10min")[1]
+    assert experiment.train.global_batch == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"per_class": ()},
+        {"channels": 1},
+        {"transparent": True},
+        {"deep": True},
+        {"several_pages": True},
+        {"dtype": "uint16", "channels": 5},
+        {"dtype": "float32", "channels": 2, "names": ("dapi", "actin"), "several_pages": True},
+        {"aspect": (1.5, 1.6)},
+        {"num_images": 40, "per_class": ()},
+    ],
+)
+@pytest.mark.parametrize(("machine", "speed"), [(CPU, 4e10), (GPU, 1e14)], ids=["cpu", "gpu"])
+def test_a_proposed_file_can_be_configured(
+    changes: dict[str, object], machine: Machine, speed: float, tmp_path: Path
+) -> None:
+    for name in ("a", "b") if changes.get("per_class", "some") else ("",):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.png").touch()
+    facts = replace(MANY, source=Folder(path=str(tmp_path / "images")), **changes)  # type: ignore[arg-type]
+    path = tmp_path / "mine.yaml"
+    path.write_text(proposed(facts, "1h", machine, speed)[0].text)
+    assert max(map(len, path.read_text().splitlines())) < 200
+    assert load_experiment(path).train.steps == load_all([path])["mine"][1].train.steps
+
+
+def test_every_choice_that_is_not_obvious_has_a_reason() -> None:
+    text = proposed(MANY, "1h")[0].text
+    lines = text.splitlines()
+    for key in ("source", "resolution", "network", "steps", "optimizer", "ema", "augment", "num_samples", "sampler"):
+        place = max(number for number, line in enumerate(lines) if line.startswith(f"  {key}:"))
+        assert "  # " in lines[place] or lines[place - 1].startswith("  # "), key
+    assert "arXiv:2203.03466" in text
+
+
+def test_a_budget_that_is_too_small_says_which_is_enough() -> None:
+    with pytest.raises(ValueError, match=r"The budget 1min is too small for 20,000 images on 1 CPU core") as error:
+        proposed(MANY, "1min")
+    enough = str(error.value).rpartition("at least ")[2].removesuffix(".")
+    assert proposed(MANY, enough)[0].steps >= 200
+    with pytest.raises(ValueError, match="too small"):
+        proposed(MANY, f"{int(enough.removesuffix('min')) - 1}min")
+
+
+def test_a_dozen_images_are_too_few() -> None:
+    with pytest.raises(ValueError, match=r"^12 images are too few to train on .* Give at least 30\.$"):
+        proposed(replace(MANY, num_images=12), "1h")
+
+
+def pictures(folder: Path, mode: str, size: tuple[int, int], count: int = 8) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        path = folder / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        channels = len(Image.new(mode, (1, 1)).getbands())
+        pixels = generator.integers(0, 256, (size[1], size[0], channels), dtype=np.uint8)
+        Image.fromarray(pixels[..., 0] if channels == 1 else pixels, mode).save(path)
+    return folder
+
+
+def test_pictures_are_described(tmp_path: Path) -> None:
+    facts = look(source_of(pictures(tmp_path, "RGB", (30, 20))))
+    assert (facts.num_images, facts.per_class, facts.short_side, facts.aspect) == (8, (4, 4), 20, (1.5, 1.5))
+    assert (facts.channels, facts.dtype, facts.transparent, facts.captions) == (3, None, False, 0)
+    (tmp_path / "a/0.txt").write_text("a caption")
+    assert look(source_of(tmp_path)).captions == 1
+
+
+def test_grey_pictures_are_grey_however_they_are_stored(tmp_path: Path) -> None:
+    assert look(source_of(pictures(tmp_path / "grey", "L", (16, 16)))).channels == 1
+    for number in range(4):
+        (tmp_path / "rgb").mkdir(exist_ok=True)
+        Image.new("RGB", (16, 16), (number, number, number)).save(tmp_path / f"rgb/{number}.png")
+    assert look(source_of(tmp_path / "rgb")).channels == 1
+
+
+def test_alpha_channels_are_seen(tmp_path: Path) -> None:
+    assert look(source_of(pictures(tmp_path, "RGBA", (16, 16)))).transparent
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "channels"),
+    [
+        (np.arange(64 * 64, dtype=np.uint16).reshape(64, 64), "uint16", 1),
+        (np.zeros((5, 32, 40), np.uint16), "uint16", 5),
+        (np.zeros((32, 40, 2), np.float64), "float32", 2),
+        (np.zeros((1, 32, 40), np.int16), "int16", 1),
+    ],
+)
+def test_arrays_are_described(numbers: np.ndarray, dtype: str, channels: int, tmp_path: Path) -> None:
+    for number in range(4):
+        np.save(tmp_path / f"{number}.npy", numbers)
+    facts = look(source_of(tmp_path))
+    assert (facts.dtype, facts.channels, facts.per_class) == (dtype, channels, ())
+    assert facts.short_side == sorted(numbers.shape)[-2]
+
+
+def test_grey_pictures_of_16_bits_are_arrays(tmp_path: Path) -> None:
+    for number in range(4):
+        tifffile.imwrite(tmp_path / f"{number}.tif", np.full((32, 32), 1000 * number, np.uint16))
+    facts = look(source_of(tmp_path))
+    assert (facts.dtype, facts.channels) == ("uint16", 1)
+
+
+def test_damaged_files_make_no_arrays_of_pictures(tmp_path: Path) -> None:
+    pictures(tmp_path, "RGB", (16, 16), 8)
+    for number in range(10):
+        (tmp_path / "a" / f"broken{number}.png").write_bytes(b"no picture")
+    facts = look(source_of(tmp_path))
+    assert (facts.dtype, facts.channels, facts.num_images) == (None, 3, 18)
+
+
+def test_a_table_and_a_zip_are_sources(tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16), 4)
+    (tmp_path / "labels.csv").write_text("path,label\nimages/a/0.png,x\nimages/b/1.png,y\n")
+    (tmp_path / "metadata.csv").write_text("file_name,text\nimages/a/0.png,a caption\n")
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for path in sorted((tmp_path / "images").rglob("*.png")):
+            archive.write(path, path.relative_to(tmp_path / "images"))
+    assert look(source_of(tmp_path / "labels.csv")).per_class == (1, 1)
+    assert look(source_of(tmp_path / "images.zip")).per_class == (2, 2)
+    captioned = look(source_of(tmp_path / "metadata.csv"))
+    assert (captioned.num_images, captioned.per_class, captioned.captions) == (1, (), 1)
+
+
+def test_volumes_without_axes_are_left_to_a_person(tmp_path: Path) -> None:
+    np.save(tmp_path / "0.npy", np.zeros((32, 32, 32), np.uint8))
+    with pytest.raises(ValueError, match=r"Nothing states which axes of 32 x 32 x 32 numbers .* data\.axes"):
+        look(source_of(tmp_path))
+
+
+def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere does not exist\. Give the folder"):
+        source_of(tmp_path / "nowhere")
+    (tmp_path / "a.docx").write_text("words")
+    with pytest.raises(ValueError, match=r"a\.docx is no folder of images"):
+        source_of(tmp_path / "a.docx")
+    with pytest.raises(ValueError, match="holds no images: of 1 files none could be read"):
+        look(source_of(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no files"):
+        look(source_of(tmp_path / "empty"))
+
+
+def initialised(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "image_diffusion", "init", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["new", "--data", "images"], "--data and --budget belong together"),
+        (["new", "--budget", "6h"], "--data and --budget belong together"),
+        (["new", "--data", "images", "--budget", "6h", "--cores", "0"], "--cores is a number from 1"),
+        (["images", "--data", "images", "--budget", "6h"], "images exists and is not an empty folder"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], message: str, tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16))
+    done = initialised(tmp_path, *arguments)
+    assert done.returncode != 0 and message in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+@pytest.mark.slow
+def test_arrays_without_classes_are_measured(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        tifffile.imwrite(tmp_path / f"{number}.tif", generator.integers(0, 4096, (32, 32), dtype=np.uint16))
+    facts = look(source_of(tmp_path))
+    sections = choices(Request(facts, "images", CPU, 600.0), DESIGNS["cpu"][0], 200, 100)
+    speed = measured(parsed(sections), facts, CPU)
+    assert 0 < speed.pass_s < speed.step_s < 10 and 0 < speed.detector_s < 1 and 0 < speed.crop_s < 1
+    assert 0 < speed.memory_gib < CPU.memory_gib
+    assert measured(parsed(sections), facts, replace(CPU, memory_gib=1e-3)).step_s == 0
+
+
+@pytest.mark.slow
+def test_a_failed_proposal_leaves_nothing(tmp_path: Path) -> None:
+    pictures(tmp_path / "images", "RGB", (16, 16))
+    for budget, message in (("6", "is not a duration"), ("6h", "8 images are too few")):
+        done = initialised(tmp_path, "new", "--data", "images", "--budget", budget)
+        assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
