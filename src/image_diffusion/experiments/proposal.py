@@ -451,7 +451,7 @@ def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterat
         {"type": "exponential", "rates": [min(0.9999, round(rate, digits))], "warmup": {"type": "ramp_up"}},
         "a half-life of a twentieth of the steps (EDM: Karras et al. 2022), at most DiT's 0.9999",
     )
-    yield Choice("flip_probability", 0.5, "")
+    yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
     if passes < _MANY_PASSES:
         yield Choice(
             "augment", {"probability": 0}, "mirroring alone, of which the network is told, so that samples show none"
