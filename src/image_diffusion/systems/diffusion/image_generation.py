@@ -101,10 +101,10 @@ class ImageSampling(Sampling, ABC):
         return SamplingSources(self.condition.draws_images(settings), self.condition.draws(settings))
 
     def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
-        return {} if self.condition.image is None else self.condition.image.spec(spec, None).conditions
+        return {} if self.condition.image is None else self.condition.image.derived(spec)
 
     def pictures(self, settings: SampleConfig) -> list[str]:
-        return [str(path) for path in listed(settings.given, settings.start)]
+        return [str(path) for path in (*listed(settings.given, settings.start), *self.condition.pictures(settings))]
 
     def precision(self, settings: SampleConfig) -> Precision:
         return settings.precision
