@@ -22,6 +22,8 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.loader import Batches
 from image_diffusion.data.shards.reader import Shards, open_shards
+from image_diffusion.data.shards.records import read_record
+from image_diffusion.data.sources.scikit_digits import GROUNDS, INKS, attributes_of, painted
 from image_diffusion.experiments.resolve import embed_stage, load_all
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems import AnySystem
@@ -191,6 +193,24 @@ def test_labels_are_grey_values_numbers_of_a_palette_or_colours(tmp_path: Path, 
     assert mask_picture(one_hot).unique().tolist() == [-1, 0, 1]
 
 
+def test_the_mask_of_a_painted_digit_is_its_ink(tmp_path: Path) -> None:
+    config = data_config(tmp_path, source={"type": "painted_digits", "num_images": 12}, resolution=32)
+    crop_dataset(config, tmp_path / "crops")
+    settings = parse(ImageFilePairs, {"labels": {"ground": 0, "ink": 1}}, "pairs")
+    assert settings.needs_source and settings.other_files is None
+    made = settings.build(PairInputs(tmp_path / "crops", config.source, 2, None, CPU, data=config))
+    write_pairs(made, "x", settings.splits, settings.dtype, tmp_path / "images")
+    (masks,) = joined(tmp_path).gather_beside(np.arange(12))
+    samples = [sample for shard in range(2) for sample in read_record(tmp_path / "crops", shard).samples]
+    for mask, sample in zip(masks[:, 0].bool(), samples, strict=True):
+        number = int(sample.path[2:7])
+        colours, shown = painted(number, attributes_of(number)).astype(float), attributes_of(number)
+        ground, ink = np.array(GROUNDS[shown.ground]), np.array(INKS[shown.ink])
+        amount = (colours - ground) @ (ink - ground) / ((ink - ground) @ (ink - ground))
+        clear = abs(amount - 0.5) > 0.01  # colours are rounded
+        assert mask.any() and ((amount > 0.5) == mask.numpy())[clear].all()
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Crops of 24 images, whose right or left half is light, with a mask that says which."""
@@ -232,10 +252,10 @@ def test_images_without_a_mask_that_fits_are_quarantined_with_the_reason(data: P
     assert (manifest["num_samples"], manifest["quarantined"]) == (20, 4)
     table = (tmp_path / "images/quarantine.csv").read_text()
     for line in (
-        "a/00.png,it has no image of its name in pairs.path",
-        "b/01.png,01.bmp: damaged",
-        'a/02.png,"02.bmp has 8 x 9 pixels, but the image has 8 x 8"',
-        'b/03.png,"03.png: label values 7, which pairs.labels does not name"',
+        "a/00.png,it has no image of its name beside it",
+        "b/01.png,the image beside it: damaged",
+        'a/02.png,"the image beside it has 8 x 9 pixels, not 8 x 8"',
+        'b/03.png,"the image beside it: label values 7, which pairs.labels does not name"',
     ):
         assert line in table, table
     assert joined(tmp_path).num_samples == 20
@@ -325,6 +345,9 @@ def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_as
     assert maker.described["image"]["data"] == held_out.digest and maker.described["image"]["split"] == "validation"
     later, _ = images(tmp_path / "once", *folders, first_seed=2)
     assert torch.equal(later[:2], first[2:]), "a seed has its mask"
+    above = maker.pictures()["conditions"]
+    assert above.size[0] == 2 * above.size[1], "four masks above four images"
+    assert list((tmp_path / "once/previews").rglob("step-0000004-conditions.png"))
     guided, _ = images(tmp_path / "once", *folders, guidance={"guidance_scale": 3})
     assert not torch.equal(guided, first)
 
@@ -381,6 +404,7 @@ def mistake(folder: Path, condition: Any, **sections: Any) -> str:
         ({"type": "image", "from": "other"}, {}, "Unknown system.condition.from 'other'. Known: self, pairs."),
         (PAIRED | {"shrink": 2}, {}, "system.condition.shrink is not a known key."),
         (PAIRED, {"pairs": None}, "pairs is missing. It needs images: add a section, such as pairs: {type: images"),
+        (PAIRED, {"pairs": {"type": "images"}}, "pairs.path is unset, but data.source.type: digits has no images"),
         (PAIRED, {"pairs": {"type": "captions"}}, "but pairs.type is captions. It needs images"),
         ({"type": "label"}, {}, "nothing reads it. Leave it out, or set the condition to image."),
         ([PAIRED, {"type": "text"}], {}, "training reads only one set next to the images: images or captions"),

@@ -24,7 +24,8 @@ from image_diffusion.metrics.features.classifier_training import DetectorTrainin
 _SIDE = 64
 """Longest side that the segmenter sees, in pixels: larger images and masks are made smaller."""
 _WIDTHS = (16, 32, 48)
-_TRAINING = DetectorTraining(epochs=4, least_examples=8_000, most_examples=30_000, stop_accuracy=2)
+TRAINING = DetectorTraining(epochs=4, least_examples=8_000, most_examples=30_000, stop_accuracy=2)
+"""Training of the segmenter."""
 _AT_ONCE = 100
 _MOST_HELD_OUT = 200
 
@@ -96,7 +97,11 @@ class _Task:
 
 
 def evaluate_masks(
-    samples: MaskedImages, train: MaskedImages, held_out: MaskedImages, labels: Sequence[str]
+    samples: MaskedImages,
+    train: MaskedImages,
+    held_out: MaskedImages,
+    labels: Sequence[str],
+    settings: DetectorTraining = TRAINING,
 ) -> dict[str, Any]:
     """Return entries of metrics.json by name: "mask_iou", the mean over the labels of an image, then over the images,
     and "mask_iou_LABEL" of each label, over the images that have or show it; each beside the value of held-out images.
@@ -106,11 +111,11 @@ def evaluate_masks(
     """
     if not train.num_samples:
         raise ValueError("No training image has a mask, so that no segmenter can be trained. Look at pairs.path.")
-    task = _Task(train, held_out, len(labels), seed=0)
+    task = _Task(train, held_out, len(labels), settings.seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(settings.seed)
         network = Segmenter(train.gather(np.array([0])).shape[1], len(labels)).to(best_device())
-    fit(network, task, _TRAINING, "segmenter")
+    fit(network, task, settings, "segmenter")
     network.eval()
     of_samples, of_real = (_scores(network, images, len(labels)) for images in (samples, held_out))
     names = ["mask_iou", *(f"mask_iou_{label}" for label in labels)]

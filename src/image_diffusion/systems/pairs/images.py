@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.labels import LabelDecoder, Value
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
+from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.base import read_image
 from image_diffusion.data.sources.folder import Folder
 from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
@@ -31,6 +33,9 @@ _Number = Annotated[int, Field(ge=0, le=2**16 - 1)]
 _CROPPED_BY = ("resolution", "channels", "crop", "background", "range", "pages", "profile", "min_side", "max_pixels")
 """Keys of the section data that decide how an image is cropped."""
 
+Read = Callable[[], bytes]
+"""Function that reads a file. Raises OSError."""
+
 
 class ImageFilePairs(BesideCrops):
     """Images of another folder, cropped as those of the data set and stored next to them."""
@@ -41,8 +46,9 @@ class ImageFilePairs(BesideCrops):
     """Data type of the stored images."""
     type: Literal["images"] = "images"
     """Images of a folder beside the data set's, such as masks; for system.condition image, from: pairs."""
-    path: str = Field(min_length=1)
-    """The folder. The image that belongs to one of the data set has its path, with any suffix, and its size."""
+    path: str | None = Field(None, min_length=1)
+    """The folder. The image that belongs to one of the data set has its path, with any suffix, and its size. Unset:
+    they come with the images, from a source that has some, such as the masks of painted_digits."""
     labels: int | dict[str, _Number | _Colour] | None = None
     """Labels of masks. N: grey values, or numbers of a palette, from 0 to N - 1. {background: 0, cell: 255}: names,
     each with its grey value, number of a palette, or colour [red, green, blue]. Masks are scaled to the nearest
@@ -79,9 +85,14 @@ class ImageFilePairs(BesideCrops):
         return "images"
 
     @property
-    def other_files(self) -> str:
-        """Return the folder that is read."""
+    def other_files(self) -> str | None:
+        """Return the folder that is read, if any."""
         return self.path
+
+    @property
+    def needs_source(self) -> bool:
+        """True if files of the data's source are read."""
+        return self.path is None
 
     @property
     def needs_crop(self) -> bool:
@@ -90,6 +101,11 @@ class ImageFilePairs(BesideCrops):
 
     def check(self, data: DataConfig) -> None:
         """Raise ValueError for crops that the images of another file cannot follow."""
+        if self.path is None and not isinstance(data.source, HasImages):
+            raise ValueError(
+                f"pairs.path is unset, but data.source.type: {data.source.type} has no images beside its own. Name a "
+                f"folder of some: pairs: {{type: images, path: FOLDER}}."
+            )
         if self.labels is not None and self.channels is not None:
             raise ValueError("pairs.channels is set beside pairs.labels: masks have a channel a label. Leave it out.")
         if data.crop.type == "random_resized":
@@ -105,7 +121,23 @@ class ImageFilePairs(BesideCrops):
         self.check(inputs.data)
         channels = self.channels or inputs.data.num_channels
         data = inputs.data.model_copy(update={"channels": 1 if self.labels is not None else channels})
-        return PairedImages(inputs.crops, files_in(self.path, "pairs.path"), ImageCropper(data, self.values))
+        return PairedImages(inputs.crops, self._images(inputs.source), ImageCropper(data, self.values))
+
+    def _images(self, source: Source | None) -> dict[str, Read]:
+        """Return the function that reads each image, by its name without the suffix."""
+        if self.path is not None:
+            return {stem: partial(read_image, path) for stem, path in files_in(self.path, "pairs.path").items()}
+        assert isinstance(source, HasImages)
+        return {_stem(name): read for name, read in source.images_beside().items()}
+
+
+@runtime_checkable
+class HasImages(Protocol):
+    """Source with an image beside each of its own."""
+
+    def images_beside(self) -> Mapping[str, Read]:
+        """Return the function that reads the image beside each of its images, by the name of that one."""
+        ...
 
 
 def files_in(folder: str, key: str) -> dict[str, Path]:
@@ -171,7 +203,7 @@ class PairedImages:
     parts: ClassVar = ()
     carried: ClassVar = ()
 
-    def __init__(self, crops: Path, files: Mapping[str, Path], crop: ImageCropper) -> None:
+    def __init__(self, crops: Path, files: Mapping[str, Read], crop: ImageCropper) -> None:
         shards = open_shards(crops, "all")
         self.num_shards, self.num_rows = len(shards.manifest["shards"]), shards.num_samples
         self._crops, self._files, self._crop = crops, files, crop
@@ -208,7 +240,7 @@ class PairedImages:
 
     def _hash(self, stem: str) -> str:
         try:
-            return hashlib.sha256(read_image(self._files[stem])).hexdigest()
+            return hashlib.sha256(self._files[stem]()).hexdigest()
         except (KeyError, OSError):
             return ""
 
@@ -228,21 +260,21 @@ class PairedImages:
 
     def _image(self, sample: Sample, sha256: str) -> NDArray[np.uint8]:
         """Return the image of a crop. Raises BadImage where there is none that fits."""
-        path = self._files.get(_stem(sample.path))
-        if path is None:
-            raise BadImage("it has no image of its name in pairs.path")
+        read = self._files.get(_stem(sample.path))
+        if read is None:
+            raise BadImage("it has no image of its name beside it")
         try:
-            data = read_image(path)
+            data = read()
         except OSError as error:
-            raise BadImage(f"{path.name} cannot be read: {error.strerror or error}") from None
+            raise BadImage(f"the image beside it cannot be read: {error.strerror or error}") from None
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise ValueError(f"{path} has changed while it was read. Run embed again.")
+            raise ValueError(f"The image beside {sample.path} has changed while it was read. Run embed again.")
         try:
             crops, size = self._crop(data)
         except (BadImage, Undecided) as error:
-            raise BadImage(f"{path.name}: {error}") from None
+            raise BadImage(f"the image beside it: {error}") from None
         if size != sample.size:
             raise BadImage(
-                f"{path.name} has {size[0]} x {size[1]} pixels, but the image has {sample.size[0]} x {sample.size[1]}"
+                f"the image beside it has {size[0]} x {size[1]} pixels, not {sample.size[0]} x {sample.size[1]}"
             )
         return crops[sample.view]

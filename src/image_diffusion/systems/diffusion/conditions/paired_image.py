@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from image_diffusion.codecs.base import from_uint8
 from image_diffusion.core.config.base import dump
@@ -109,7 +108,8 @@ class PairedImageCondition(ImagePart):
             all_of_folder = _read(Path(str(inputs.settings.small_images)), ImageCropper.from_description(inputs.pairs))
             image = as_seen(all_of_folder[inputs.seeds % len(all_of_folder)], spec.conditions[IMAGE][0])
             described |= {"sha256": digest(all_of_folder.numpy().tobytes().hex())}
-        return SamplingRequest(conditions={IMAGE: image}, labels=labels, described={"image": described})
+        drawn = mask_picture(image) if described["labels"] else image
+        return SamplingRequest(conditions={IMAGE: image}, labels=labels, described={"image": described}, drawn=drawn)
 
 
 def _channels(pairs: Shards) -> int:
@@ -122,7 +122,8 @@ def as_seen(stored: Tensor, channels: int) -> Tensor:
     numbers of labels as a channel for each, 1 where it is and -1 elsewhere."""
     if stored.shape[1] == channels:
         return from_uint8(stored)
-    return F.one_hot(stored[:, 0].long(), channels).permute(0, 3, 1, 2).float() * 2 - 1
+    labels = torch.arange(channels, device=stored.device).view(-1, 1, 1)
+    return (stored == labels).float() * 2 - 1  # F.one_hot would have a GPU wait to look for a number that is too large
 
 
 def mask_picture(mask: Tensor) -> Tensor:
