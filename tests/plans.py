@@ -39,6 +39,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "synthesize_jobs": 0,
         "global_batch": 8,
         "judged_on_encoded": False,
+        "judged_on_pairs": False,
         "pairs_beside": False,
         "pairs_of_images": False,
         "pairs_of_source": False,

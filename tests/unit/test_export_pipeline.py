@@ -39,6 +39,7 @@ from image_diffusion.systems.base import Model
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.systems.codec.reconstruction import reconstruct
 from image_diffusion.systems.diffusion.base import DiffusionSystem
+from image_diffusion.systems.diffusion.conditions.paired_image import as_seen
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.iddpm import IddpmSystem
@@ -182,6 +183,11 @@ def cases(folder: Path) -> dict[str, Case]:
         "condition": [{"type": "label"}, {"type": "image", "from": "self", "shrink": 2}],
         "objective": {"label_drop_probability": 0.1},
     }
+    masks = as_seen(torch.randint(2, (2, 1, 8, 8), dtype=torch.uint8), 2)
+    masked: dict[str, Any] = {
+        "spec": DataSpec(channels=3, resolution=8, conditions={IMAGE: (2, 8, 8)}), "codec": Rgb(), "sampler": ddim,
+        "call": {"image": masks.tolist()}, "labels": None, "guidance": 2.0, "told": {IMAGE: masks[torch.arange(3) % 2]},
+    }  # fmt: skip
     columns = {"columns": ["age", "dose"], "ranges": [[20.0, 60.0], [0.0, 2.0]]}
     rows: list[dict[str, float | None]] = [{"age": 30.0, "dose": 1.5}, {"age": 50.0}]
     numbers = {
@@ -238,6 +244,13 @@ def cases(folder: Path) -> dict[str, Case]:
             dit(Flow(), condition=both["condition"]), **numbers | {"sampler": {"type": "euler", "num_steps": 3}}
         ),
         "a DiT that enlarges": Case(dit(condition=sees["condition"]), **small),
+        "a U-Net that is told masks": Case(
+            IddpmSystem(
+                network=UNetConfig(**unet), condition={"type": "image", "from": "pairs"},
+                objective={"label_drop_probability": 0.1},
+            ),
+            **masked,
+        ),
         "RIN that enlarges": Case(
             RinSystem(
                 network=RinConfig(width=16, patch=4, depth=1, num_latents=4, num_heads=2, head_width=8), **sees
@@ -347,7 +360,7 @@ NAMES = [
     "a DiT on a discrete VAE", "a DiT that is told words",
     "a DiT that is told embeddings", "a DiT that is told classes and numbers",
     "a U-Net that is told classes and numbers", "RIN that is told classes and numbers",
-    "a U-Net", "a U-Net that enlarges", "a DiT that enlarges", "RIN that enlarges", "RIN",
+    "a U-Net", "a U-Net that enlarges", "a U-Net that is told masks", "a DiT that enlarges", "RIN that enlarges", "RIN",
     "the discrete VAE", "a discrete VAE of levels", "a discrete VAE of nearest",
     "masked tokens", "autoregressive tokens",
 ]  # fmt: skip

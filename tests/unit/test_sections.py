@@ -94,7 +94,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         ),
         (
             TEXT | {"pairs": {"type": "files"}},
-            "Unknown pairs 'files'. Known: captions, numbers, features, hashed, contrastive, clip.",
+            "Unknown pairs 'files'. Known: captions, numbers, images, features, hashed, contrastive, clip.",
         ),
         (TEXT | {"sample": {}}, "sample.prompts is missing: the network takes words"),
         (TEXT | {"sample": {"prompts": []}}, "sample.prompts: it holds no prompt"),

@@ -182,7 +182,7 @@ def test_a_caption_is_drawn_by_weight_among_those_that_there_are():
     streams = Streams(0, torch.zeros_like(number), number)
 
     def shares(weights: tuple[float, ...] | None, rows: slice, streams: Streams = streams) -> list[float]:
-        drawn = TextCondition(caption_weights=weights).training_conditions(stored, streams)["text"][rows, 0, 0]
+        drawn = TextCondition(caption_weights=weights).training_conditions(stored, streams, SPEC)["text"][rows, 0, 0]
         return [(drawn == value).float().mean().item() for value in (1, 2, 3)]
 
     assert shares(None, slice(0, None, 2)) == pytest.approx([1 / 3] * 3, abs=0.05)
@@ -190,7 +190,7 @@ def test_a_caption_is_drawn_by_weight_among_those_that_there_are():
     assert shares((1, 3, 4), slice(1, None, 2)) == pytest.approx([1 / 4, 3 / 4, 0], abs=0.05)
     assert shares((0, 0, 1), slice(1, None, 2)) == pytest.approx([1 / 2, 1 / 2, 0], abs=0.05)
     later = Streams(0, torch.ones_like(number), number)
-    told = [TextCondition().training_conditions(stored, each)["text"] for each in (streams, streams, later)]
+    told = [TextCondition().training_conditions(stored, each, SPEC)["text"] for each in (streams, streams, later)]
     assert torch.equal(told[0], told[1]) and not torch.equal(told[0], told[2])
 
 

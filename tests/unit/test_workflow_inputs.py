@@ -243,6 +243,25 @@ def test_pairs_of_embeddings() -> None:
     assert given.pair_options({"dataset": "dots-16", "pairs": "files"}) == []
 
 
+def test_a_changed_file_of_the_folder_that_pairs_are_read_from_changes_a_parameter(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    mask = tmp_path / "a" / "1.png"
+    mask.write_bytes(b"1")
+    pairs = {"pairs": "images", "pairs_beside": True, "pairs_of_images": True, "judged_on_pairs": True}
+    made, job = files(a_plan(**pairs, captions=str(tmp_path))), {"dataset": "dots-16", "pairs": "images"}
+    assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", str(tmp_path)]
+    before = made.pair_files(job)
+    assert before[:-1] == made.pair_options(job) == ["--data", f"{DATA}/crops/manifest.json"]
+    assert made.pair_files(job) == before
+    mask.write_bytes(b"22")
+    assert made.pair_files(job)[:-1] == before[:-1] and made.pair_files(job) != before
+    assert option(made, "judged_pairs") == ["--pairs", f"{DATA}/images"]
+    of_table = files(a_plan(pairs="numbers", pairs_beside=True, pairs_of_images=True, captions="numbers.csv"))
+    of_numbers = {"dataset": "dots-16", "pairs": "numbers"}
+    assert of_table.pair_files(of_numbers) == of_table.pair_options(of_numbers), "no other pairs are made again"
+    assert option(of_table, "judged_pairs") == inputs(of_table, "judged_pairs") == []
+
+
 def test_captions_are_read_beside_the_data_and_follow_the_source() -> None:
     captions = {"pairs": "captions-hashed", "pairs_beside": True, "pairs_of_images": True, "pairs_of_source": True}
     made = files(a_plan(**captions, prompts="prompts.txt"))

@@ -66,6 +66,10 @@ ELSEWHERE = {
         "tests/workflow/test_workflow_proposal.py",
         '"init", "mine", "--data", "images"',
     ),
+    "image-diffusion sample mine --num 12 --label a --set sample.small_images=my_masks": (
+        "tests/workflow/test_workflow_masks.py",
+        "sample.small_images=masks",
+    ),
     "snakemake --cores all --config study=digits": ("tests/workflow/test_workflow_study.py", '"study=digits"'),
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),

@@ -24,6 +24,7 @@ rule embed:
     params:
         devices=machine.devices_option,
         options=files.pair_options,
+        read=files.pair_files,
         journal=f"{results}/datasets/{{dataset}}/journal",
     shell:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion embed --config {input.config:q}"

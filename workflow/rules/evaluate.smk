@@ -8,7 +8,7 @@ rule evaluate:
     input:
         **files.of_model("evaluate", before="evaluate"),
         **judges,
-        **files.inputs("samples", "encoded"),
+        **files.inputs("samples", "encoded", "judged_pairs"),
         made_with=files.made_with,
         data=files.real_data,
     output:
@@ -32,7 +32,7 @@ rule evaluate:
     resources:
         **machine.one_process(),
     params:
-        **files.options("trained_by", "encoded", "detector", "references", "reference", "samples"),
+        **files.options("trained_by", "encoded", "detector", "references", "reference", "samples", "judged_pairs"),
         devices=machine.devices_option,
         code=code["evaluate"],
         data=subpath(input.data, parent=True),
@@ -49,4 +49,4 @@ rule evaluate:
         "exec logged {params.devices:q} {log:q} python -m image_diffusion evaluate --config {input.config:q}"
         " --weights {input.weights:q} {params.trained_by:q} {params.samples:q} {params.making:q} --data {params.data:q}"
         " {params.encoded:q} {params.detector:q} {params.references:q} {params.reference:q} {params.page:q}"
-        " --output {output.metrics:q}"
+        " {params.judged_pairs:q} --output {output.metrics:q}"

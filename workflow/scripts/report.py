@@ -37,6 +37,7 @@ MOST_CLASSES = 100
 PICTURES = {
     "samples/grid.png": "Samples",
     "samples/steps.png": "From noise to image",
+    "samples/conditions.png": "Images that samples are made of, above the samples",
     CLASSES: "Samples by class",
     "evaluation/confusion.png": "Confusion of classes",
     "evaluation/nearest.png": "Nearest training images",

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import models_json_schema
 
 from image_diffusion.codecs import CodecConfig
@@ -219,13 +227,20 @@ class EncodeStage(Config):
 
 class EmbedStage(Config):
     """Configuration of the stage `embed`. source: location of the files, for pairs or captions that are read from them.
-    max_bad_fraction: as in the section data."""
+    max_bad_fraction: as in the section data. data: that section, for images that are cropped by it."""
 
     name: str
     num_shards: int
     pairs: PairsConfig
     source: Source | None
     max_bad_fraction: float = 0.1
+    data: DataConfig | None = None
+
+    @model_serializer(mode="wrap")
+    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out data where no image is cropped: files of experiments on other pairs keep their bytes."""
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name != "data" or value is not None}
 
 
 class ReferenceStage(Config):

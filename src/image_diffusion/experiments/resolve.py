@@ -13,7 +13,6 @@ from image_diffusion.codecs.trained import Trained
 from image_diffusion.core.config.base import Config, beyond_defaults, dump, read_yaml, to_yaml
 from image_diffusion.core.files.atomic import digest, read_json, to_json, write_if_changed
 from image_diffusion.core.types import SamplesOf, WeightsOf
-from image_diffusion.data.encoded.captions import TableCaptions
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.experiments.experiment import (
@@ -28,7 +27,6 @@ from image_diffusion.experiments.experiment import (
 )
 from image_diffusion.experiments.study import Expanded
 from image_diffusion.systems.base import Others, makes
-from image_diffusion.systems.pairs.config import PairsConfig
 from image_diffusion.workflow.plans import Plan, plan_file
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
@@ -118,12 +116,6 @@ def _check_shared_data(experiments: dict[str, tuple[Path | str, Experiment]]) ->
                 )
 
 
-def caption_table(pairs: PairsConfig | None) -> str | None:
-    """Return the table that captions or numbers are read from, if any."""
-    captions = getattr(pairs, "captions", None)
-    return captions.path if isinstance(captions, TableCaptions) else getattr(pairs, "table", None)
-
-
 def prompt_file(experiment: Experiment) -> str | None:
     """Return the file that prompts or rows of numbers are read from, if any."""
     files = (getattr(experiment.sample, name, None) for name in ("prompts", "conditions"))
@@ -191,6 +183,7 @@ def embed_stage(experiment: Experiment) -> EmbedStage:
         pairs=experiment.pairs,
         source=source,
         max_bad_fraction=data.max_bad_fraction,
+        data=data if experiment.pairs.needs_crop else None,
     )
 
 
@@ -281,12 +274,13 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         start_experiment=others.get(START),
         tokens=tokens,
         judged_on_encoded=evaluation.reads_encoded,
+        judged_on_pairs=evaluation.reads_pairs,
         pairs=pairs.name if pairs is not None else None,
         pairs_beside=system.reads_beside is not None,
         pairs_of_images=pairs is not None and not isinstance(experiment.data.source, Embeddings),
         pairs_of_source=pairs is not None and pairs.needs_source,
         pairs_of_detector=pairs is not None and pairs.needs_detector,
-        captions=caption_table(pairs),
+        captions=pairs.other_files if pairs is not None else None,
         prompts=prompt_file(experiment),
         pictures=system.sampling().pictures(experiment.sample) if makes(experiment, "images") else [],
         makes_samples=makes(experiment, "images"),

@@ -35,7 +35,13 @@ def main() -> None:
     with resumable(arguments.output, dump(stage)), open_journal(arguments.journal, "embed") as journal:
         journal.params(dump(stage))
         inputs = PairInputs(
-            crops, stage.source, stage.num_shards, arguments.detector, best_device(), arguments.output.parent
+            crops,
+            stage.source,
+            stage.num_shards,
+            arguments.detector,
+            best_device(),
+            arguments.output.parent,
+            stage.data,
         )
         pairs = stage.pairs.build(inputs)
         splits = stage.pairs.splits

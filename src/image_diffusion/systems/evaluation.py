@@ -30,7 +30,8 @@ class EvaluationInputs:
     crops, or of pairs. samples: the samples.npz or folder of pictures; detector: the folder that detect wrote;
     reference: what is compared with in place of a split; references: folders of what detectors have seen in the splits;
     previews: those that training kept, in a folder for each fingerprint of a run; report: a folder for pictures.
-    encoded: the folder of what the codec makes of the crops, where `Evaluation.reads_encoded` says so. raw: loads the
+    encoded: the folder of what the codec makes of the crops, where `Evaluation.reads_encoded` says so. pairs: the
+    folder of the pairs beside the crops, where `Evaluation.reads_pairs` says so. raw: loads the
     network with the weights that were not averaged, where they were kept. read: what `samples` names -> the images,
     with these classes
     and levels.
@@ -46,6 +47,7 @@ class EvaluationInputs:
     previews: Path | None = None
     report: Path | None = None
     encoded: Path | None = None
+    pairs: Path | None = None
     raw: Callable[[], nn.Module | None] = lambda: None
     read: Callable[[Path, list[str], Levels | None], Samples] = read_samples
 
@@ -57,6 +59,11 @@ class Evaluation(ABC):
     """Name of the section."""
     reads_encoded: ClassVar[bool] = False
     """True if the training data are also read as the codec encodes them."""
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if samples are also compared with the pairs that lie beside the images."""
+        return False
 
     @abstractmethod
     def headline(self, settings: Any) -> str:

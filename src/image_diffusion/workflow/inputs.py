@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.data.sources.folder import Walk
 from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards, plan_file, read_plan
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
@@ -155,6 +157,9 @@ class Files:
             ),
             "grid": Optional("--grid", outputs_of(sampled, "samples/grid.png")),
             "encoded": Optional("--encoded", [self._trained_on(plan)] if plan.judged_on_encoded else [], _folders),
+            "judged_pairs": Optional(
+                "--pairs", [f"{dataset}/{plan.pairs}/manifest.json"] if plan.judged_on_pairs else [], _folders
+            ),
             "reference": Optional(
                 "--reference", outputs_of(plan.against_experiment, "samples/samples.npz") or _listed(plan.against)
             ),
@@ -208,6 +213,16 @@ class Files:
         crops = [f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
         note = [f"{self._dataset(plan)}/source.json"] if plan.pairs_of_source else []
         return [*crops, *note, *_listed(plan.captions)]
+
+    def pair_files(self, wildcards: Wildcards) -> list[str]:
+        """Return the options of `embed`, and of a folder that pairs are read from a stamp that changes with each of its
+        files: the time of a folder is not that of its files. Without a folder Snakemake finds what it knows already, so
+        that no other pairs are made again."""
+        folder, options = self.plans.plan_for(wildcards).captions, self.pair_options(wildcards)
+        if folder is None or not Path(folder).is_dir():
+            return options
+        groups = sorted((group.folder, group.digest()) for group in Walk(folder).file_groups())
+        return [*options, digest([list(group) for group in groups])]
 
     def pair_options(self, wildcards: Wildcards) -> list[str]:
         """Return the options of `embed` that name the sources of pairs."""

@@ -66,6 +66,8 @@ class Plan:
     """The folder of the tokens that its own codec encodes the data set to."""
     judged_on_encoded: bool
     """True if `evaluate` also looks at what its codec encodes the data set to."""
+    judged_on_pairs: bool
+    """True if `evaluate` also looks at the pairs beside its images."""
     pairs: str | None
     """The folder of its pairs of embeddings."""
     pairs_beside: bool
@@ -77,7 +79,7 @@ class Plan:
     pairs_of_detector: bool
     """True if the detector of the data set looks at its pairs."""
     captions: str | None
-    """The table that captions or numbers are read from."""
+    """The table or the folder that captions, numbers or images are read from."""
     prompts: str | None
     """The file that prompts or rows of numbers are read from."""
     pictures: list[str]

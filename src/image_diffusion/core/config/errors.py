@@ -25,10 +25,12 @@ def sentence(problem: Any, kind: Any, data: Any) -> str:
         case "missing":
             return f"{key} is required."
         case "union_tag_invalid":
-            tag = problem["ctx"]["tag"]
+            tag, by = problem["ctx"]["tag"], _discriminator(problem)
+            key = key if by == "type" else f"{key}.{by}"
             return f"Unknown {key} '{tag}'. Known: {problem['ctx']['expected_tags'].replace(chr(39), '')}."
         case "union_tag_not_found":
-            return f"{key}.type is required. Known: {', '.join(_tags(_models_at(kind, data, location)))}."
+            by = _discriminator(problem)
+            return f"{key}.{by} is required. Known: {', '.join(_tags(_models_at(kind, data, location), by))}."
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{key} is {_section_expected(problem['input'], _models_at(kind, data, location), location)}"
         case "literal_error":
@@ -144,10 +146,15 @@ def _keys(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def _tags(models: list[type[BaseModel]]) -> list[str]:
-    """Return the values of `type` that distinguish the models."""
-    fields = [model.model_fields["type"] for model in models if "type" in model.model_fields]
-    return sorted(str(tag) for field in fields for tag in typing.get_args(field.annotation))
+def _tags(models: list[type[BaseModel]], key: str = "type") -> list[str]:
+    """Return the values of a key, `type` or what a section has beside it, that distinguish the models."""
+    fields = [keys[key] for model in models if key in (keys := _keys(model))]
+    return sorted({str(tag) for field in fields for tag in typing.get_args(field.annotation)})
+
+
+def _discriminator(problem: Any) -> str:
+    """Return the key that distinguishes the kinds of a section, as a configuration has it."""
+    return str(problem["ctx"]["discriminator"]).split(" | ")[-1].strip("'")
 
 
 def _models(kind: Any) -> list[type[BaseModel]]:

@@ -34,7 +34,10 @@ def _is_twice(width: int, height: int, rows: int, columns: int) -> bool:
 
 
 def halve(image: Image.Image, resolution: int | Size) -> Image.Image:
-    """Halve the image with a box filter while both its sides are at least twice those of the crop."""
+    """Halve the image with a box filter while both its sides are at least twice those of the crop. Labels (mode P) stay
+    as they are: they have no mean, and one resize takes the pixel in the middle, where several would drift."""
+    if image.mode == "P":
+        return image
     rows, columns = height_width(resolution)
     while _is_twice(*image.size, rows, columns):
         image = image.resize((image.width // 2, image.height // 2), resample=Resampling.BOX)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,8 +80,14 @@ def quiet_pillow() -> Iterator[None]:
         _CORE.set_block_size(block)
 
 
-def crop_image(data: bytes, config: DataConfig) -> Crop:
-    """Return the crop or crops of an image file from its bytes.
+Decode = Callable[[Image.Image, bytes, DataConfig], tuple[Image.Image, set[str], list[int]]]
+"""An opened image, its file, and the section data -> the image upright and in the mode of the crops, its flags and the
+values that it uses."""
+
+
+def crop_image(data: bytes, config: DataConfig, decode: Decode | None = None) -> Crop:
+    """Return the crop or crops of an image file from its bytes. decode: of a file that holds no picture; an image of
+    mode P is one of labels, which every crop scales to the nearest neighbour.
 
     Raises BadImage; and Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`.
     """
@@ -93,7 +99,7 @@ def crop_image(data: bytes, config: DataConfig) -> Crop:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_size(image.size, config)
             kind = str(image.format), image.mode
-            upright, flags, values = _decode(image, data, config)
+            upright, flags, values = (decode or _decode)(image, data, config)
     except (BadImage, Undecided):
         raise
     except UnidentifiedImageError:

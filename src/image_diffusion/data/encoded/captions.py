@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ class ClassCaptions(Config):
 
     type: Literal["classes"] = "classes"
     """Captions made from class names."""
+    table: ClassVar[None] = None
+    """The table that is read; None: there is none."""
     template: str | tuple[str, ...] = "a photo of a {}"
     """The caption, with {} for the name of the class; or a list of them."""
 
@@ -66,6 +68,11 @@ class TableCaptions(Config):
     caption_column: str | tuple[str, ...] = "caption"
     """Name of the column of captions; or a list of names, for several captions an image."""
 
+    @property
+    def table(self) -> str:
+        """Return the table that is read."""
+        return self.path
+
     def read(self, samples: Sequence[Sample], classes: Sequence[str], source: Source | None) -> list[list[str]]:
         """Return the captions of each sample. Raises ValueError for a table that cannot be read."""
         known = _read(self.path, self.path_column, several(self.caption_column))
@@ -78,6 +85,8 @@ class BesideCaptions(Config):
     type: Literal["beside"] = "beside"
     """For the sources folder and webdataset a `.txt` beside each image, a caption a line, or the key "caption" of a
     `.json`, as img2dataset writes them; for the sources table and huggingface a column of the same data."""
+    table: ClassVar[None] = None
+    """The table that is read; None: there is none."""
     column: str | tuple[str, ...] = "caption"
     """Name of that column; or a list of names, for several captions an image."""
 

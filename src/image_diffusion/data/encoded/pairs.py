@@ -1,6 +1,7 @@
 """Pairs of embeddings -> shards: one stored sample [2 + L, dim] is an image, its caption, and the caption's L tokens.
 Or the captions alone, [captions, 1 + L, dim], which are read beside the latents of the same images; or numbers of each
-image, [columns, 2]; or what a teacher sees in each image and in its mirror image, [D, h, w] twice.
+image, [columns, 2]; or another image, [C, H, W]; or what a teacher sees in each image and in its mirror image,
+[D, h, w] twice.
 
 Rows of tokens that a caption does not have are zeros, as are captions that an image does not have. The shards, records
 and manifest are those of crops and latents; a pair's split follows from the hash of its id alone. What has no caption,
@@ -82,7 +83,7 @@ class PairSet(Protocol):
     """
 
     @property
-    def kind(self) -> Literal["pairs", "captions", "features", "numbers"]: ...
+    def kind(self) -> Literal["pairs", "captions", "features", "numbers", "images"]: ...
 
     @property
     def members(self) -> tuple[str, ...]: ...
@@ -117,9 +118,9 @@ class PairSet(Protocol):
         """Return a digest of the inputs from which its numbers are read or computed."""
         ...
 
-    def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32]:
-        """Return pairs start … stop - 1 of a shard, float32 [n, members, *shape]; [n, *shape] of one. Raises
-        ValueError."""
+    def rows(self, shard: int, start: int, stop: int) -> NDArray[np.float32] | NDArray[np.uint8]:
+        """Return pairs start … stop - 1 of a shard, float32 [n, members, *shape]; [n, *shape] of one; images as uint8.
+        Raises ValueError."""
         ...
 
 
@@ -127,7 +128,7 @@ def write_pairs(
     pairs: PairSet,
     name: str,
     splits: Splits,
-    dtype: Literal["float16", "float32"],
+    dtype: Literal["float16", "float32", "uint8"],
     output: Path,
     max_bad_fraction: float = 0.0,
 ) -> tuple[dict[str, Any], int]:
@@ -242,7 +243,7 @@ def _chunks(
 
 
 def _faults(
-    stored: NDArray[np.generic], rows: NDArray[np.float32], samples: list[Sample], parts: tuple[str, ...]
+    stored: NDArray[np.generic], rows: NDArray[np.generic], samples: list[Sample], parts: tuple[str, ...]
 ) -> list[str | None]:
     """Return the fault of each pair; None for a pair without one. Raises ValueError for a number too large for what is
     stored."""

@@ -59,7 +59,7 @@ class Manifest(Config):
 
     format: Literal[1]
     """Version of shards and manifest."""
-    kind: Literal["crops", "latents", "tokens", "pairs", "captions", "features", "numbers"]
+    kind: Literal["crops", "latents", "tokens", "pairs", "captions", "features", "numbers", "images"]
     """Kind of a sample."""
     name: str
     """Name of the data set."""

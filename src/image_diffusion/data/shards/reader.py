@@ -123,8 +123,8 @@ class Shards:
 
     @property
     def has_mirror_images(self) -> bool:
-        """True if samples can be mirrored: crops can, latents where their twins are stored."""
-        return self._twin is not None or self.manifest["kind"] == "crops"
+        """True if samples can be mirrored: crops and images can, all else where the twins are stored."""
+        return self._twin is not None or self.manifest["kind"] in ("crops", "images")
 
     def carried(self) -> dict[str, Path]:
         """Return the paths of the files that go with what is learnt from the set, by name, on this machine.
@@ -147,10 +147,10 @@ class Shards:
 
     def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
         """Return what the set that was joined holds of these samples; nothing without one. Where `flip` [B] is true, of
-        the mirrored image: a set that stores no twins holds data without a mirror image, such as words."""
+        the mirrored image, unless the set holds data without a mirror image, such as words."""
         if self.beside is None:
             return ()
-        return (self.beside.gather(indices, flip if self.beside._twin is not None else None),)
+        return (self.beside.gather(indices, flip if self.beside.has_mirror_images else None),)
 
     def join(self, other: Shards) -> Shards:
         """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each. Returns

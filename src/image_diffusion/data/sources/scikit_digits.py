@@ -1,8 +1,8 @@
 """The handwritten digits that come with scikit-learn, as they are or painted: data with nothing to download.
 
-Painted ones vary in the colours of ink and ground, slant and size, and a caption names them all. The attributes of an
-image can be measured from its pixels again (`measured`), and some combinations never occur: each digit lacks the ink of
-one colour (`is_held_out`).
+Painted ones vary in the colours of ink and ground, slant and size, and a caption names them all; a mask says where the
+ink is. The attributes of an image can be measured from its pixels again (`measured`), and some combinations never
+occur: each digit lacks the ink of one colour (`is_held_out`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -128,6 +129,11 @@ class PaintedDigits(FewFiles):
         """Return the two captions of each image, by its name."""
         return {name: captions_of(attributes_of(i)) for i, name in enumerate(self._names())}
 
+    def images_beside(self) -> dict[str, Callable[[], bytes]]:
+        """Return the function that makes the mask of each image as a PNG, by the name of the image: 1 where there is
+        ink, 0 elsewhere."""
+        return {name: partial(_mask, i) for i, name in enumerate(self._names())}
+
     def files(self) -> dict[str, tuple[str, Stamp]]:
         """Return an empty dictionary: the digits are part of scikit-learn."""
         return {}
@@ -135,6 +141,15 @@ class PaintedDigits(FewFiles):
     def _names(self) -> list[str]:
         labels = digits().target
         return [f"{labels[i % len(labels)]}/{i:05d}.png" for i in range(self.num_images)]
+
+
+def _mask(number: int) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    inked = amount_of_ink(number, attributes_of(number)) > _MIXED
+    Image.fromarray(inked.astype("uint8")).save(buffer, "png", compress_level=1)
+    return buffer.getvalue()
 
 
 def attributes_of(number: int) -> Attributes:
@@ -168,9 +183,20 @@ def attributes_in(caption: str) -> Attributes:
 def painted(number: int, shown: Attributes) -> NDArray[np.uint8]:
     """Paint the handwriting of image `number` with these attributes, all of them named: uint8 [32, 32, 3]."""
     import numpy as np
+
+    assert shown.ink and shown.ground
+    amount = amount_of_ink(number, shown)[..., None]
+    ink, ground = np.array(INKS[shown.ink], float), np.array(GROUNDS[shown.ground], float)
+    colours: NDArray[np.uint8] = (ground + (ink - ground) * amount).round().astype(np.uint8)
+    return colours
+
+
+def amount_of_ink(number: int, shown: Attributes) -> NDArray[np.float64]:
+    """Draw the handwriting of image `number` with this slant and size: the amount of ink from 0 to 1, [32, 32]."""
+    import numpy as np
     from PIL import Image
 
-    assert shown.ink and shown.ground and shown.slant and shown.size
+    assert shown.slant and shown.size
     pixels = (digits().images[number % len(digits().images)] * (255.0 / 16.0)).astype(np.uint8)
     whole = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     own = lean(np.asarray(whole, dtype=np.float64) / 255)
@@ -178,10 +204,8 @@ def painted(number: int, shown: Attributes) -> NDArray[np.uint8]:
     # From a pixel of the result to one of the digit: undo the lean, then the scale, both about the middle.
     matrix = (1 / scale, skew / scale, middle - (1 + skew) * middle / scale, 0, 1 / scale, middle - middle / scale)
     moved = whole.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
-    amount = np.asarray(moved, dtype=np.float64)[..., None] / 255
-    ink, ground = np.array(INKS[shown.ink], float), np.array(GROUNDS[shown.ground], float)
-    colours: NDArray[np.uint8] = (ground + (ink - ground) * amount).round().astype(np.uint8)
-    return colours
+    amount: NDArray[np.float64] = np.asarray(moved, dtype=np.float64) / 255
+    return amount
 
 
 def measured(image: NDArray[np.uint8]) -> Attributes:

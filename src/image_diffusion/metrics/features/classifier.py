@@ -38,9 +38,9 @@ class Classifier(nn.Module):
         super().__init__()
         self.resolution = min(256, max(32, 1 << (resolution - 1).bit_length()))
         stride = self.resolution // 16
-        layers, width = [_layer(channels, _STEM, stride + 1, stride)], _STEM
+        layers, width = [convolved(channels, _STEM, stride + 1, stride)], _STEM
         for wider, stride in _WIDTHS:
-            layers.append(_layer(width, wider, 3, stride))
+            layers.append(convolved(width, wider, 3, stride))
             width = wider
         self.layers = nn.Sequential(*layers)
         self.features = nn.Linear(width, FEATURES)
@@ -60,7 +60,8 @@ class Classifier(nn.Module):
         return maps
 
 
-def _layer(width: int, wider: int, kernel: int, stride: int) -> nn.Sequential:
+def convolved(width: int, wider: int, kernel: int, stride: int) -> nn.Sequential:
+    """Build a convolution with normalisation of the batch and ReLU."""
     convolution = nn.Conv2d(width, wider, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(wider), nn.ReLU(inplace=True))
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import Config
@@ -63,7 +63,7 @@ def train_detector(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         network = Classifier(train.shape[0], task.num_outputs, max(train.shape[1:])).to(device)
-    accuracy, examples_seen = _fit(network, task, settings)
+    accuracy, examples_seen = fit(network, task, settings, "detector")
     weights = {name: value.cpu().contiguous() for name, value in network.state_dict().items()}
     write_bytes(folder / "detector.safetensors", save(weights))
     description = {
@@ -85,8 +85,26 @@ def train_detector(
     return description
 
 
-def _fit(network: Classifier, task: _Task, settings: DetectorTraining) -> tuple[float, int]:
-    """Train in place and load the best round's weights. Returns its held-out accuracy and the number of examples."""
+class Task(Protocol):
+    """Images with an answer each, or one for each of their pixels. train_indices: numbers of those to train on."""
+
+    @property
+    def train_indices(self) -> NDArray[np.int64]: ...
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return the images [B, C, H, W] of a step, and their answers [B, …]."""
+        ...
+
+    def accuracy(self, network: nn.Module) -> float:
+        """Return how well a network answers on the held-out images, at most 1."""
+        ...
+
+
+def fit(network: nn.Module, task: Task, settings: DetectorTraining, title: str) -> tuple[float, int]:
+    """Train in place and load the best round's weights. Returns its held-out accuracy and the number of examples.
+
+    network: images -> features, and logits [B, K, …]. title: of the progress.
+    """
     examples = round(
         min(settings.most_examples, max(settings.least_examples, settings.epochs * len(task.train_indices)))
     )
@@ -95,7 +113,7 @@ def _fit(network: Classifier, task: _Task, settings: DetectorTraining) -> tuple[
     optimizer = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=steps)
     best, weights = -1.0, network.state_dict()
-    with Progress("detector", steps * settings.batch_size, "image") as progress:
+    with Progress(title, steps * settings.batch_size, "image") as progress:
         for step in range(steps):
             network.train()
             images, targets = task.batch(step, settings.batch_size)
@@ -113,7 +131,7 @@ def _fit(network: Classifier, task: _Task, settings: DetectorTraining) -> tuple[
                     break
             progress.advance(len(targets), note=f"held-out accuracy {max(best, 0):.3f}")
     if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
-        raise ValueError("The detector's weights are not finite. Lower learning_rate.")
+        raise ValueError(f"The {title}'s weights are not finite. Lower learning_rate.")
     network.load_state_dict(weights)
     return best, (step + 1) * settings.batch_size
 
@@ -164,7 +182,7 @@ class _Task:
         chosen: NDArray[np.int64] = order[positions[positions // self._epoch_length == epoch] % self._epoch_length]
         return chosen
 
-    def accuracy(self, network: Classifier) -> float:
+    def accuracy(self, network: nn.Module) -> float:
         """Return the share of the held-out images answered rightly."""
         network.eval()
         right = 0

@@ -45,7 +45,7 @@ from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
-from image_diffusion.systems.pairs.numbers import NumberPairs
+from image_diffusion.systems.pairs.config import VectorPairs
 from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
@@ -137,7 +137,7 @@ class DiffusionSystem(System):
     def check(self, experiment: Sections, others: Others) -> None:
         train, reading, condition = experiment.train, self.reading, self.conditioning
         classes = experiment.data.source.known_classes() if condition.takes_classes else None
-        check_condition(condition, experiment, classes)
+        check_condition(condition, classes)
         check_objective(self.objective, self.process, train)
         if self.objective.learns_intervals and not self.takes_intervals:
             raise ValueError(
@@ -182,7 +182,7 @@ class DiffusionSystem(System):
         if self.conditioning.image is not None:
             cond |= self.conditioning.image.degraded(x, streams)
         if pairs is not None:
-            cond |= self.conditioning.training_conditions(pairs, streams)
+            cond |= self.conditioning.training_conditions(pairs, streams, spec)
         return Batch(x, cond, streams)
 
     def sampling(self) -> DiffusionSampling:
@@ -201,7 +201,7 @@ class VectorConditioned(DiffusionSystem):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "pairs": Section(NumberPairs, None, example="{type: numbers, columns: [age]}", optional=True),
+        "pairs": Section(VectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
     }
 
     @model_serializer(mode="wrap")
@@ -216,5 +216,5 @@ class VectorConditioned(DiffusionSystem):
         return Conditions.written_as(self.condition)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, False, experiment.section("pairs"))
+        check_pairs(self.conditioning, False, experiment)
         super().check(experiment, others)

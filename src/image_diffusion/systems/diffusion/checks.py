@@ -8,14 +8,14 @@ from typing import Any
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.resolution import shown
-from image_diffusion.core.types import DataSpec
+from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.data.sources.latents import LatentSource
 from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
 from image_diffusion.systems.base import Others, Sections, makes
 from image_diffusion.systems.diffusion.conditioning import Conditions, Part
-from image_diffusion.systems.diffusion.conditions.image import ImageCondition
+from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
@@ -24,15 +24,26 @@ from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pictures import check_crop, listed
 
-_CONDITIONS = {"captions": "text", "numbers": "numbers", "pairs": "embedding"}
+_CONDITIONS = {"captions": "text", "numbers": "numbers", "images": "image", "pairs": "embedding"}
 """Condition that reads each kind of pairs."""
-_EXAMPLES = {"pairs": "{type: hashed}", "numbers": "{type: numbers, table: FILE.csv, columns: [age]}"}
+_EXAMPLES = {
+    "pairs": "{type: hashed}",
+    "numbers": "{type: numbers, table: FILE.csv, columns: [age]}",
+    "images": "{type: images, path: FOLDER}",
+}
+_OTHERS = {
+    "conditions": "write some",
+    "embeddings": "name a prior: {experiment: NAME}",
+    "small_images": "name a folder",
+}
+"""Advice by the key of the section sample that is unset where no image is held out."""
 
 
-def check_pairs(condition: Conditions | Part, aligned: bool, pairs: Any) -> None:
+def check_pairs(condition: Conditions | Part, aligned: bool, experiment: Sections) -> None:
     """Raise ValueError unless the section pairs provides exactly what training reads next to the images. aligned:
     whether training reads the features of a teacher.
     """
+    pairs = experiment.section("pairs")
     if aligned and condition.reads is not None:
         raise ValueError(
             f"system.condition.type is {condition.type} and system.alignment is set, but training reads only one set "
@@ -55,19 +66,16 @@ def check_pairs(condition: Conditions | Part, aligned: bool, pairs: Any) -> None
         example = _EXAMPLES.get(kind, f"{{type: {kind}}}")
         raise ValueError(f"{reader}, but {mistake}. It needs {kind}: add a section, such as pairs: {example}.")
     if condition.reads is not None:
-        condition.check_pairs(pairs)
+        condition.check_pairs(pairs, experiment.data)
 
 
-def check_condition(condition: Conditions, experiment: Sections, classes: Sequence[str] | None) -> None:
-    """Raise ValueError where the data lack what the network is conditioned on beside what others check. classes: of the
-    data; None if unknown or unused."""
+def check_condition(condition: Conditions, classes: Sequence[str] | None) -> None:
+    """Raise ValueError where the data lack the classes that the network is conditioned on beside others. classes: of
+    the data; None if unknown or unused."""
     if condition.reads is not None and classes is not None and not classes:
         raise ValueError(
             f"system.condition is {condition.type}, but the data have no classes. Leave out {{type: label}}."
         )
-    pairs = experiment.section("pairs")
-    if condition.reads == "numbers":
-        pairs.check(experiment.data.source)
 
 
 def check_classes_of_rows(section: str, conditions: Any, classes: Sequence[str] | None) -> None:
@@ -87,7 +95,7 @@ def check_objective(objective: Objective, process: Process, train: TrainSettings
         )
 
 
-def check_sections(process: Process, image: ImageCondition | None, experiment: Sections, others: Others) -> None:
+def check_sections(process: Process, image: ImagePart | None, experiment: Sections, others: Others) -> None:
     """Raise ValueError for sections without effect or in conflict. image: the part of the condition that is one."""
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
@@ -108,7 +116,7 @@ def check_sections(process: Process, image: ImageCondition | None, experiment: S
     check_kept(experiment, others)
 
 
-def _check_arrays(experiment: Sections, image: ImageCondition | None) -> None:
+def _check_arrays(experiment: Sections, image: ImagePart | None) -> None:
     """Raise ValueError for sections that know pictures of 8 bits alone, where the images are arrays."""
     sample, evaluate = experiment.section("sample"), experiment.section("evaluate")
     of_pictures = {
@@ -136,7 +144,7 @@ def _check_arrays(experiment: Sections, image: ImageCondition | None) -> None:
         )
 
 
-def _check_pictures(experiment: Sections, image: ImageCondition | None) -> None:
+def _check_pictures(experiment: Sections, image: ImagePart | None) -> None:
     """Raise ValueError where there are no pictures that samples could be made of, or what is made of them cannot be
     judged."""
     sample: SampleConfig = experiment.section("sample")
@@ -156,7 +164,7 @@ def _check_pictures(experiment: Sections, image: ImageCondition | None) -> None:
         )
 
 
-def check_tiles(section: str, settings: SampleConfig, image: ImageCondition | None) -> None:
+def check_tiles(section: str, settings: SampleConfig, image: ImagePart | None) -> None:
     """Raise ValueError for tiles of a network that is conditioned on images: those would have to be cut, too."""
     if settings.tiles is not None and image is not None:
         raise ValueError(f"{section}.tiles is set, but the network is conditioned on an image. Leave it out.")
@@ -246,11 +254,12 @@ def _check_against(experiment: Sections, others: Others) -> None:
 
 
 def check_embeddings(condition: Conditions, experiment: Sections, prior: Sections | None) -> None:
-    """Raise ValueError if there are no embeddings or numbers to sample from, or if the prior learned from other
+    """Raise ValueError if there are no embeddings, numbers or images to sample from, or if the prior learned from other
     pairs."""
     if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
-        key = "conditions" if "conditions" in condition.keys else "embeddings"
-        advice = "write some" if key == "conditions" else "name a prior: {experiment: NAME}"
+        assert condition.reading is not None
+        (key,) = condition.reading.keys
+        advice = _OTHERS[key]
         raise ValueError(
             f"sample.{key} is unset, so held-out images provide the {key}, but data has no held-out images. Set "
             f"data.validation_fraction, or {advice}."
@@ -274,11 +283,14 @@ def check_embeddings(condition: Conditions, experiment: Sections, prior: Section
 
 
 def _made_of_held_out(experiment: Sections) -> bool:
-    """True if samples are conditioned on what is made of held-out images, with which they are compared."""
-    return experiment.system.sampling().sources(experiment.section("sample")).small_images == "validation"
+    """True if samples are conditioned on what is made of held-out images or belongs to them, with which they are
+    compared."""
+    sources = experiment.system.sampling().sources(experiment.section("sample"))
+    is_paired = experiment.system.evaluation().reads_pairs and sources.embeddings == "validation"
+    return is_paired or sources.small_images == "validation"
 
 
-def check_small_images(image: ImageCondition | None, experiment: Sections, others: Others) -> None:
+def check_small_images(image: ImagePart | None, experiment: Sections, others: Others) -> None:
     """Raise ValueError unless there are images that samples are conditioned on, and those of another experiment fit.
     image: the part of the condition that is one.
     """
@@ -294,7 +306,7 @@ def check_small_images(image: ImageCondition | None, experiment: Sections, other
     if base is not None:
         if not makes(base, "images"):
             raise ValueError("sample.small_images.experiment makes no samples. Name one with a diffusion system.")
-        channels, *size = image.degradation.shape(data.num_channels, data.size)
+        channels, *size = image.derived(DataSpec(channels=data.num_channels, resolution=data.resolution))[IMAGE]
         own = base.data.num_channels, *base.data.size
         if own != (channels, *size):
             raise ValueError(

@@ -4,6 +4,7 @@ or another image."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -11,19 +12,22 @@ from torch import Tensor
 
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, check_unused
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
-from image_diffusion.systems.diffusion.conditions.image import ImageCondition
+from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.numbers import NumbersCondition
+from image_diffusion.systems.diffusion.conditions.paired_image import PairedImageCondition
 from image_diffusion.systems.diffusion.conditions.rows import read_rows
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, joined
 from image_diffusion.systems.pairs.numbers import LABEL
 
-Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | ImageCondition
+AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator="source")]
+Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | AnyImage
 
 
 def _alone(value: Any) -> Any:
@@ -55,7 +59,7 @@ def _form(value: Any) -> str:
 
 
 OnePart = Annotated[Part, Field(discriminator="type")]
-OneVector = Annotated[LabelCondition | NumbersCondition | ImageCondition, Field(discriminator="type")]
+OneVector = Annotated[LabelCondition | NumbersCondition | AnyImage, Field(discriminator="type")]
 
 AnyCondition = Annotated[
     Annotated[OnePart, Tag("(one)")] | Annotated[tuple[OnePart, ...], Tag("(several)")],
@@ -104,12 +108,17 @@ class Conditions:
     @property
     def reads(self) -> str | None:
         """Return the kind of the shards beside the images."""
-        return next((part.reads for part in self.parts if part.reads is not None), None)
+        return None if self.reading is None else self.reading.reads
 
     @property
-    def image(self) -> ImageCondition | None:
+    def reading(self) -> Part | None:
+        """Return the part that reads shards beside the images."""
+        return next((part for part in self.parts if part.reads is not None), None)
+
+    @property
+    def image(self) -> ImagePart | None:
         """Return the part that is an image."""
-        return next((part for part in self.parts if isinstance(part, ImageCondition)), None)
+        return next((part for part in self.parts if isinstance(part, ImagePart)), None)
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes."""
@@ -130,11 +139,10 @@ class Conditions:
         if names_classes and settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, and {section}.conditions names a label. Leave one of them out.")
 
-    def check_pairs(self, pairs: Any) -> None:
-        """Raise ValueError where the section pairs does not fit."""
-        for part in self.parts:
-            if part.reads is not None:
-                part.check_pairs(pairs)
+    def check_pairs(self, pairs: Any, data: DataConfig) -> None:
+        """Raise ValueError where the section pairs does not fit the parts or the data."""
+        if self.reading is not None:
+            self.reading.check_pairs(pairs, data)
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
         """Return the shapes that a network has to be built for: those of every part."""
@@ -143,9 +151,10 @@ class Conditions:
         conditions = {name: shape for of_part in specs for name, shape in of_part.conditions.items()}
         return spec.model_copy(update={"num_classes": classes, "conditions": conditions})
 
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the conditions of stored samples other than the class, by name."""
-        return next(part for part in self.parts if part.reads is not None).training_conditions(stored, streams)
+    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
+        """Return the conditions of stored samples other than the class, by name. spec: of the network."""
+        assert self.reading is not None
+        return self.reading.training_conditions(stored, streams, spec)
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source that images are made of beside the settings."""
@@ -154,6 +163,10 @@ class Conditions:
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source of the images of the part that is one."""
         return None if self.image is None else self.image.draws_images(settings)
+
+    def pictures(self, settings: SampleConfig) -> list[Path]:
+        """Return the files of images that the settings name for a part."""
+        return [path for part in self.parts for path in part.pictures(settings)]
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the conditions of the images to be made: those of every part."""

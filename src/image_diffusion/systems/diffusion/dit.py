@@ -74,7 +74,7 @@ class DiTSystem(DiffusionSystem):
         return Conditions.written_as(self.condition)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, self.alignment is not None, experiment.section("pairs"))
+        check_pairs(self.conditioning, self.alignment is not None, experiment)
         if self.alignment is not None:
             self.alignment.check(self.network.shape.depth, self.objective)
             if experiment.train.augment is not None:

@@ -18,7 +18,7 @@ from image_diffusion.core.config.base import Config, dump, parse
 from image_diffusion.core.devices import best_device
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network
-from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.reader import Shards, Split, open_shards
 from image_diffusion.metrics.config import EvaluateConfig
 from image_diffusion.metrics.evaluate_samples import NoImages, RealImages, evaluate_samples
 from image_diffusion.metrics.images.channels import evaluate_channels
@@ -35,7 +35,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.process.likelihood import BitsPerDim, bits_per_dim
 from image_diffusion.process.parameterization import clamp
 from image_diffusion.systems.base import on_best_device
-from image_diffusion.systems.diffusion.conditions.image import ImageCondition
+from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.paired_images import evaluate_paired
 from image_diffusion.systems.evaluation import EvaluationInputs, ImageEvaluation
@@ -51,7 +51,11 @@ class DiffusionEvaluation(ImageEvaluation):
     """
 
     reading: Reading | None = None
-    image: ImageCondition | None = None
+    image: ImagePart | None = None
+
+    @property
+    def reads_pairs(self) -> bool:
+        return self.image is not None and self.image.reads is not None
 
     def evaluate(self, inputs: EvaluationInputs) -> dict[str, Any]:
         settings: EvaluateConfig = inputs.settings
@@ -84,7 +88,8 @@ class DiffusionEvaluation(ImageEvaluation):
             if both is not None:
                 result["metrics"] |= evaluate_prompted(samples, both)
                 result["protocol"]["prompts"] = both.images.identity
-            result["metrics"] |= evaluate_paired(samples, data.validation, inputs.report)
+            train, held_out = (joined(inputs.data, split, inputs.pairs) for split in ("train", "validation"))
+            result["metrics"] |= evaluate_paired(samples, held_out, inputs.report, train)
             if data.levels is not None:
                 other = data.split("validation" if settings.reference == "train" else "train")
                 channels, result["channels"] = evaluate_channels(
@@ -111,10 +116,16 @@ def real_images(folder: Path | str) -> RealImages:
     return RealImages(none, none)
 
 
+def joined(folder: Path | str, split: Split, pairs: Path | None) -> Shards:
+    """Return a split of a folder of crops, with the pairs beside them where there is a folder of those."""
+    images = open_shards(folder, split, renders=True)
+    return images if pairs is None else images.join(open_shards(pairs, "all"))
+
+
 def _likelihood(
     model: TrainedNetwork | None,
     reading: Reading | None,
-    image: ImageCondition | None,
+    image: ImagePart | None,
     data: RealImages,
     settings: LikelihoodConfig,
     report: Path | None,
@@ -194,7 +205,7 @@ class ImageBound:
         codec: Config,
         settings: LikelihoodConfig,
         label: int | None = None,
-        image: ImageCondition | None = None,
+        image: ImagePart | None = None,
     ) -> None:
         process = check_likelihood(reading.process, codec, settings).build()
         self._process = process.respaced(settings.timesteps) if settings.timesteps else process

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from image_diffusion.codecs.base import Codec
+from image_diffusion.codecs.base import Codec, to_uint8
 from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.npz import save_samples
@@ -74,6 +75,7 @@ class Generates(Protocol):
 
 
 _APART, _OF_EACH = 8, 4  # pictures beside the grid, and images in each
+_BESIDE = 8  # images that are shown step by step, or with what they are made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +103,10 @@ class ImageSampling(Sampling, ABC):
         return SamplingSources(self.condition.draws_images(settings), self.condition.draws(settings))
 
     def derived_conditions(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
-        return {} if self.condition.image is None else self.condition.image.spec(spec, None).conditions
+        return {} if self.condition.image is None else self.condition.image.derived(spec)
 
     def pictures(self, settings: SampleConfig) -> list[str]:
-        return [str(path) for path in listed(settings.given, settings.start)]
+        return [str(path) for path in (*listed(settings.given, settings.start), *self.condition.pictures(settings))]
 
     def precision(self, settings: SampleConfig) -> Precision:
         return settings.precision
@@ -163,6 +165,9 @@ class ImageSampling(Sampling, ABC):
             images = inputs.spec.shown(images)
             save_picture(image_grid(images, grid_columns(len(images), len(classes)), shown), path)
             pictures = {"preview": path}
+            if request.drawn is not None:
+                pictures["preview/conditions"] = folder / f"step-{step:07d}-conditions.png"
+                save_picture(beside_conditions(images[:_BESIDE], request.drawn), pictures["preview/conditions"])
             for number, (title, rows) in enumerate(list(rows_by_title.items())[:_APART]):
                 path = folder / f"step-{step:07d}-{number}.png"
                 save_picture(image_grid(images[rows[:_OF_EACH]], _OF_EACH // 2), path)
@@ -267,6 +272,15 @@ def _titles(request: SamplingRequest, labels: Tensor | None, classes: list[str])
     return [f"{classes[label]}, {title}" for label, title in zip(labels.tolist(), request.titles, strict=False)]
 
 
+def beside_conditions(images: Tensor, conditions: Tensor) -> Image.Image:
+    """Draw images, uint8 [N, C, H, W], below what they are made of, float32 [P, C', h, w] in [-1, 1]."""
+    count, channels, *size = images.shape
+    seen = conditions[torch.arange(count) % len(conditions)]
+    seen = seen[:, : channels if seen.shape[1] >= channels else 1]
+    above = to_uint8(F.interpolate(seen, size, mode="nearest")).expand(-1, channels, -1, -1)
+    return image_grid(torch.cat([above, images]), columns=count)
+
+
 class ImageMaker:
     """Images by row; implements `systems.sampling.Maker`."""
 
@@ -288,10 +302,14 @@ class ImageMaker:
         return self._generator(*self._for_rows(rows))
 
     def pictures(self) -> dict[str, Image.Image]:
-        """Return the pictures by name. steps: a row for each seed, from the noise to the last step's prediction."""
-        chosen = ten_of(self._generator.trajectory(*self._for_rows(slice(8))))
+        """Return the pictures by name. steps: a row for each seed, from the noise to the last step's prediction.
+        conditions: what the first images are made of, above them, where that is an image."""
+        chosen = ten_of(self._generator.trajectory(*self._for_rows(slice(_BESIDE))))
         images = self._spec.shown(torch.stack(chosen, dim=1).flatten(0, 1))
-        return {"steps": image_grid(images, columns=len(chosen))}
+        pictures = {"steps": image_grid(images, columns=len(chosen))}
+        if self._request.drawn is not None:
+            pictures["conditions"] = beside_conditions(self._spec.shown(chosen[-1]), self._request.drawn)
+        return pictures
 
     def _for_rows(self, rows: slice) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         labels = self.labels[rows] if self.labels is not None and self._spec.num_classes else None

@@ -1,34 +1,45 @@
-"""Comparison of samples with the images of which their conditions were made, such as enlarged ones with originals."""
+"""Comparison of samples with the images that their conditions were made of or belong to: enlarged ones with originals,
+painted masks with what was asked."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.codecs.base import from_uint8, to_uint8
+from image_diffusion.codecs.base import to_uint8
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.pictures import image_grid, save_picture
+from image_diffusion.data.shards.reader import Shards
 from image_diffusion.metrics.distances.jackknife import mean_estimate
 from image_diffusion.metrics.distances.moments import block_of_each
-from image_diffusion.metrics.features.base import AT_ONCE, ImageSet
+from image_diffusion.metrics.features.base import AT_ONCE
 from image_diffusion.metrics.images.reconstruction import psnr
+from image_diffusion.metrics.images.segmentation import evaluate_masks
 from image_diffusion.metrics.samples import Samples
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.image import ImageCondition
+from image_diffusion.systems.diffusion.conditioning import AnyImage
+from image_diffusion.systems.diffusion.conditions.image import ImagePart
+from image_diffusion.systems.diffusion.conditions.paired_image import mask_picture
 
 _SHOWN = 10
 
 
-def evaluate_paired(samples: Samples, originals: ImageSet, report: Path | None = None) -> dict[str, Any]:
+def evaluate_paired(
+    samples: Samples, originals: Shards, report: Path | None = None, train: Shards | None = None
+) -> dict[str, Any]:
     """Compare samples with the images of which their conditions were made, and with guesses without a network.
 
-    Returns entries of metrics.json by name, for samples whose conditions are made of held-out images; nothing for
-    others.
+    Returns entries of metrics.json by name, for samples whose conditions are made of held-out images or lie beside
+    them; nothing for others. originals: the held-out images, with what lies beside them. train: the training images
+    with theirs, where conditions are masks: samples are then compared with their masks (`evaluate_masks`), and with no
+    image.
 
     Where seeds run through the held-out images k times, an image has k samples. "psnr": of each of them, in dB, mean
     over the images; "psnr_mean": of the mean of an image's samples, where k is above 1, an estimate of the posterior
@@ -44,7 +55,8 @@ def evaluate_paired(samples: Samples, originals: ImageSet, report: Path | None =
         return {}
     if described["data"] != originals.digest:
         raise ValueError("The data set has changed since its images were used as conditions. Run sample again.")
-    degradation = parse(ImageCondition, described["condition"], "samples.json: image").degradation
+    condition: ImagePart = parse(AnyImage, described["condition"], "samples.json: image")
+    labels: list[str] = described.get("labels", [])
     seed = int(samples.protocol["settings"]["seed"])
     first_seed = int(samples.protocol["settings"]["first_seed"])
     row_of_each = (first_seed + np.arange(samples.num_samples)) % originals.num_samples
@@ -57,8 +69,8 @@ def evaluate_paired(samples: Samples, originals: ImageSet, report: Path | None =
         original = originals.gather(chosen)
         first_of_each = torch.from_numpy(first_seed + (chosen - first_seed) % originals.num_samples)
         size = (original.shape[2], original.shape[3])
-        made = degradation(from_uint8(original), image_streams(first_of_each, seed))
-        guesses = {name: to_uint8(guess) for name, guess in degradation.baselines(made, size).items()}
+        made = condition.of_held_out(originals, chosen, image_streams(first_of_each, seed))
+        guesses = {name: to_uint8(guess) for name, guess in condition.baselines(made, size).items()}
         place = np.searchsorted(chosen, row_of_each.clip(chosen[0], chosen[-1]))
         numbers = np.flatnonzero(chosen[place] == row_of_each)
         image = torch.from_numpy(place[numbers])
@@ -76,11 +88,33 @@ def evaluate_paired(samples: Samples, originals: ImageSet, report: Path | None =
             parts.setdefault(name, []).append(value)
         if shown is None:
             channels = original.shape[1]
-            seen = to_uint8(F.interpolate(made[:, :channels], size, mode="nearest")).expand(-1, channels, -1, -1)
+            drawn_as = mask_picture(made) if labels else made[:, : channels if made.shape[1] >= channels else 1]
+            seen = to_uint8(F.interpolate(drawn_as, size, mode="nearest")).expand(-1, channels, -1, -1)
             first = drawn[torch.tensor([int((image == i).nonzero()[0]) for i in range(min(_SHOWN, len(chosen)))])]
             columns = [seen, *guesses.values(), first, *([mean] if several else []), original]
             shown = torch.cat([column[:_SHOWN] for column in columns])
     if report is not None and shown is not None:
-        save_picture(image_grid(shown, min(_SHOWN, len(rows))), report / f"{degradation.picture}.png")
+        save_picture(image_grid(shown, min(_SHOWN, len(rows))), report / f"{condition.picture}.png")
+    if labels and train is not None:
+        return evaluate_masks(_AskedMasks(samples, originals, row_of_each), train, originals, labels)
     block = block_of_each(len(rows))
     return {name: mean_estimate(torch.cat(values), block).as_dict() for name, values in parts.items()}
+
+
+@dataclass(frozen=True)
+class _AskedMasks:
+    """Samples with the masks that they were asked for. rows: of the held-out images that the masks lie beside."""
+
+    samples: Samples
+    held_out: Shards
+    rows: NDArray[np.int64]
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples.num_samples
+
+    def gather(self, indices: NDArray[np.int64]) -> Tensor:
+        return self.samples.gather(indices)
+
+    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        return self.held_out.gather_beside(self.rows[indices])

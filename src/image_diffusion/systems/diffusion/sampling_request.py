@@ -19,7 +19,8 @@ class SamplingRequest:
     conditions by name, [P, …]; image i uses row i modulo P. null: the condition that guidance leads away from, by name,
     unless it is zeros. labels: the class that each image should show, int64 [N], if the conditions determine it.
     classes: the class of each image, as it is written beside its conditions; empty: none is. described: what
-    samples.json says of the conditions: "prompts", of each image, "embeddings", their origin, and so on.
+    samples.json says of the conditions: "prompts", of each image, "embeddings", their origin, and so on. drawn: what
+    is shown above each image, float32 [P, C, H, W] in [-1, 1], such as a mask; None: nothing is.
     """
 
     titles: list[str] = field(default_factory=list)
@@ -28,6 +29,7 @@ class SamplingRequest:
     labels: Tensor | None = None
     classes: list[ClassLabel] = field(default_factory=list)
     described: dict[str, Any] = field(default_factory=dict)
+    drawn: Tensor | None = None
 
     def select(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the conditions of some of the images, by their numbers."""
@@ -45,4 +47,5 @@ def joined(requests: Iterable[SamplingRequest]) -> SamplingRequest:
         labels=None if classes else next((part.labels for part in parts if part.labels is not None), None),
         classes=classes,
         described={key: value for part in parts for key, value in part.described.items()},
+        drawn=next((part.drawn for part in parts if part.drawn is not None), None),
     )

@@ -9,18 +9,18 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
-from image_diffusion.data.encoded.pairs import PairSet, Splits
+from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.records import Quarantined, Sample
-from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 from image_diffusion.text_encoders import TextEncoderConfig
 from image_diffusion.text_encoders.base import TextEncoder, encode_captions
 from image_diffusion.text_encoders.hashing import HashedText
 
 
-class CaptionPairs(Config):
+class CaptionPairs(BesideCrops):
     """Captions of the images, encoded once by a text encoder and stored next to the latents."""
 
     kind: ClassVar[str] = "captions"
@@ -49,19 +49,14 @@ class CaptionPairs(Config):
         return self.captions.type == "beside"
 
     @property
-    def needs_detector(self) -> bool:
-        """True if the pairs need the detector of the data set: they do not."""
-        return False
+    def other_files(self) -> str | None:
+        """Return the table of captions, if any."""
+        return self.captions.table
 
     @property
     def encoded_by(self) -> dict[str, Any]:
         """Return the encoder, as it is recorded in the manifest of the captions."""
         return dump(self.encoder)
-
-    @property
-    def splits(self) -> Splits:
-        """Return splits that keep all samples: the split of each is that of its image."""
-        return Splits(train=1, validation=0, test=0)
 
     def build(self, inputs: PairInputs) -> PairSet:
         """Return the set that encodes the captions. Raises ValueError for missing inputs."""

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import TOKENS, PairSet, Splits
@@ -28,7 +28,8 @@ from image_diffusion.data.sources.embeddings import Embeddings, Part, open_rows
 from image_diffusion.metrics.features.classifier import FEATURES, load_detector
 from image_diffusion.systems.pairs.captions import CaptionPairs, MadeOfCrops
 from image_diffusion.systems.pairs.contrastive import ContrastiveTraining, trained_towers
-from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.images import ImageFilePairs
+from image_diffusion.systems.pairs.inputs import PairInputs, PairSettings
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pairs.teacher_features import FeaturePairs
 from image_diffusion.text_encoders.base import TextEncoder
@@ -40,7 +41,7 @@ PARTS = ("image", "text")
 """Names of the first rows of a pair."""
 
 
-class _Pairs(Config):
+class _Pairs(PairSettings):
     kind: ClassVar[str] = "pairs"
     """Kind of the shards."""
     splits: Splits = Splits()
@@ -49,16 +50,6 @@ class _Pairs(Config):
     """Data type of the stored embeddings."""
     num_tokens: int = Field(0, ge=0)
     """Number of token encodings stored for each caption, in addition to its embedding; 0: none."""
-
-    @property
-    def needs_detector(self) -> bool:
-        """True if the pairs need the detector of the data set."""
-        return False
-
-    @property
-    def encoded_by(self) -> dict[str, Any] | None:
-        """Return the encoder that the manifest must name: none, because the pairs are the training data."""
-        return None
 
 
 class _OfCrops(_Pairs):
@@ -69,6 +60,11 @@ class _OfCrops(_Pairs):
     def needs_source(self) -> bool:
         """True if files of the data's source are read."""
         return self.captions.type == "beside"
+
+    @property
+    def other_files(self) -> str | None:
+        """Return the table of captions, if any."""
+        return self.captions.table
 
 
 class HashedPairs(_OfCrops):
@@ -177,12 +173,16 @@ EmbeddingPairs = Annotated[HashedPairs | ContrastivePairs | ClipPairs | FilePair
 """Pairs of an image embedding and a caption embedding, for training a prior."""
 
 ImagePairs = Annotated[
-    CaptionPairs | NumberPairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs, Field(discriminator="type")
+    CaptionPairs | NumberPairs | ImageFilePairs | FeaturePairs | HashedPairs | ContrastivePairs | ClipPairs,
+    Field(discriminator="type"),
 ]
 """Source of the conditions or features that an image network reads next to the images."""
 
+VectorPairs = Annotated[NumberPairs | ImageFilePairs, Field(discriminator="type")]
+"""Source of the numbers or images that every image network can read next to the images."""
+
 PairsConfig = Annotated[
-    HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | NumberPairs | FeaturePairs,
+    HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | NumberPairs | ImageFilePairs | FeaturePairs,
     Field(discriminator="type"),
 ]
 

@@ -1,12 +1,16 @@
-"""Inputs that the stage `embed` gives to the makers of pairs."""
+"""Questions of the stages to the section `pairs`, and inputs that the stage `embed` gives to the makers of pairs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from image_diffusion.core.config.base import Config
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.encoded.pairs import Splits
 from image_diffusion.data.sources import Source
 
 
@@ -16,6 +20,7 @@ class PairInputs:
 
     num_shards: of a set that is not made from crops, which has a shard for each of theirs. detector: its folder.
     device: where networks compute. output: the folder that pairs are written to, for those that train what embeds them.
+    data: the section of that name, where images are cropped by it (`needs_crop`).
     """
 
     crops: Path | None
@@ -24,3 +29,42 @@ class PairInputs:
     detector: Path | None
     device: torch.device
     output: Path | None = None
+    data: DataConfig | None = None
+
+
+class PairSettings(Config):
+    """Base of the section `pairs`. By default pairs are made from crops alone."""
+
+    @property
+    def needs_source(self) -> bool:
+        """True if files of the data's source are read."""
+        return False
+
+    @property
+    def needs_crop(self) -> bool:
+        """True if images are cropped as those of the data."""
+        return False
+
+    @property
+    def needs_detector(self) -> bool:
+        """True if the pairs need the detector of the data set."""
+        return False
+
+    @property
+    def other_files(self) -> str | None:
+        """Return the table or the folder that is read beside the data's source; None without one."""
+        return None
+
+    @property
+    def encoded_by(self) -> dict[str, Any] | None:
+        """Return the encoder that the manifest must name; None: there is none."""
+        return None
+
+
+class BesideCrops(PairSettings):
+    """Base of the sections `pairs` whose sets are read next to the images."""
+
+    @property
+    def splits(self) -> Splits:
+        """Return splits that keep all samples: the split of each is that of its image."""
+        return Splits(train=1, validation=0, test=0)

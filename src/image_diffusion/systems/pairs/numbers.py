@@ -10,16 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.number_columns import NumberColumns, measured, number_in
 from image_diffusion.data.crop.filter import HasValues
-from image_diffusion.data.encoded.pairs import PairSet, Splits
+from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.data.sources import Source
 from image_diffusion.data.sources.table import read_columns
-from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 
 LABEL = "label"
 """Name that stands for the class beside numbers (sample.conditions), and so for no column."""
@@ -27,7 +26,7 @@ LABEL = "label"
 Row = Mapping[str, float | None]
 
 
-class NumberPairs(Config):
+class NumberPairs(BesideCrops):
     """Numbers of the images, stored next to the latents."""
 
     kind: ClassVar[str] = "numbers"
@@ -65,19 +64,9 @@ class NumberPairs(Config):
         return self.table is None
 
     @property
-    def needs_detector(self) -> bool:
-        """True if the pairs need the detector of the data set: they do not."""
-        return False
-
-    @property
-    def encoded_by(self) -> dict[str, Any] | None:
-        """Return the encoder that the manifest must name: none."""
-        return None
-
-    @property
-    def splits(self) -> Splits:
-        """Return splits that keep all samples: the split of each is that of its image."""
-        return Splits(train=1, validation=0, test=0)
+    def other_files(self) -> str | None:
+        """Return the table, if any."""
+        return self.table
 
     def check(self, source: Source) -> None:
         """Raise ValueError for a source that has no columns, where those come with the images."""

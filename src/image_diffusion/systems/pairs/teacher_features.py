@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config, dump
-from image_diffusion.data.encoded.pairs import PairSet, Splits
+from image_diffusion.core.config.base import dump
+from image_diffusion.data.encoded.pairs import PairSet
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.shards.records import Quarantined, Sample, read_record
 from image_diffusion.metrics.features.classifier import InPipe
 from image_diffusion.metrics.features.dinov2 import Dinov2
 from image_diffusion.metrics.features.pretrained import Transformers
-from image_diffusion.systems.pairs.inputs import PairInputs
+from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
 
 
-class FeaturePairs(Config):
+class FeaturePairs(BesideCrops):
     """A teacher's features of the images, computed once and stored next to the latents or the crops."""
 
     kind: ClassVar[str] = "features"
@@ -44,11 +44,6 @@ class FeaturePairs(Config):
                 return f"features-{name}"
 
     @property
-    def needs_source(self) -> bool:
-        """True if files of the data's source are read: only crops are."""
-        return False
-
-    @property
     def needs_detector(self) -> bool:
         """True if the teacher is the detector of the data set."""
         return isinstance(self.teacher, InPipe)
@@ -57,11 +52,6 @@ class FeaturePairs(Config):
     def encoded_by(self) -> dict[str, Any]:
         """Return the teacher, as it is recorded in the manifest of the features."""
         return dump(self.teacher)
-
-    @property
-    def splits(self) -> Splits:
-        """Return splits that keep all samples: the split of each is that of its image."""
-        return Splits(train=1, validation=0, test=0)
 
     def build(self, inputs: PairInputs) -> PairSet:
         """Return the set that makes the features. Raises ValueError for missing inputs."""

@@ -114,7 +114,7 @@ class TokensSystem(System):
         return TokenReading(causal=self.objective.causal, drops_labels=self.objective.label_drop_probability > 0)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.condition, False, experiment.section("pairs"))
+        check_pairs(self.condition, False, experiment)
         check_judged(experiment)
         check_kept(experiment, others)
         super().check(experiment, others)
@@ -162,7 +162,7 @@ class TokensSystem(System):
         # Without classes the network has no embedding table to look labels up in.
         cond = {"label": label} if spec.num_classes else {}
         if pairs is not None:
-            cond |= self.condition.training_conditions(pairs, streams)
+            cond |= self.condition.training_conditions(pairs, streams, spec)
         return Batch(stored.flatten(1).long(), cond, streams)
 
     def sampling(self) -> TokenSampling:

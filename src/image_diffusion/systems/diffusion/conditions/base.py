@@ -14,6 +14,7 @@ from torch import Tensor
 from image_diffusion.core.config.base import Config
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
+from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -64,21 +65,26 @@ class ConditionPart(Config, ABC):
         pairs, where it is known."""
         check_unused(section, settings, self.keys)
 
-    def check_pairs(self, pairs: Any) -> None:
-        """Raise ValueError where the section pairs does not fit."""
+    def check_pairs(self, pairs: Any, data: DataConfig) -> None:
+        """Raise ValueError where the section pairs does not fit the part or the data."""
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
         """Return the shapes that a network has to be built for."""
         return spec
 
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the conditions of stored samples other than the class, by name, from the shards beside them."""
+    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
+        """Return the conditions of stored samples other than the class, by name, from the shards beside them. spec: of
+        the network."""
         return {}
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source that images are made of beside the settings: "validation" for held-out images; None
         without one."""
         return None
+
+    def pictures(self, settings: SampleConfig) -> list[Path]:
+        """Return the files of images that the settings name. Raises ValueError where a folder holds none."""
+        return []
 
     @abstractmethod
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:

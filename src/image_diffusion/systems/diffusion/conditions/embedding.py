@@ -43,7 +43,7 @@ class EmbeddingCondition(ConditionPart):
         assert pairs is not None
         return spec.model_copy(update={"num_classes": 0, "conditions": {EMBEDDING: tuple(pairs.shape[-1:])}})
 
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
         """Return the image embedding of each image's pair [B, 2 + L, dim]."""
         return {EMBEDDING: stored[:, IMAGE].float()}
 

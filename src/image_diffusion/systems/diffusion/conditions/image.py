@@ -6,10 +6,13 @@ or reads it from a samples.npz, so that one experiment can enlarge the samples o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import sha256_file
 from image_diffusion.core.files.npz import read_arrays
 from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
@@ -30,17 +34,58 @@ from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 _KEY = "sample.small_images"
 
 
-class ImageCondition(Degradations, ConditionPart):
-    """Another image, whose channels the network reads behind those of its input."""
+class ImagePart(ConditionPart, ABC):
+    """Part that is another image, whose channels the network reads behind those of its input."""
 
     model_config = ConfigDict(serialize_by_alias=True)
+
+    keys: ClassVar[frozenset[str]] = frozenset({"small_images"})
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError for settings that do nothing."""
+        if settings.prompts is not None or settings.negative_prompt:
+            raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
+        if settings.labels != "balanced":
+            raise ValueError(f"{section}.labels is set, but the network takes images alone. Leave it out.")
+        super().check(section, settings, pairs)
+
+    @property
+    def picture(self) -> str:
+        """Return the name of the picture that compares it with the samples."""
+        return "paired"
+
+    def check_data(self, data: DataConfig) -> None:
+        """Raise ValueError where nothing can be made of the images."""
+
+    def derived(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is made of the images themselves, by name. spec: of these."""
+        return {}
+
+    def degraded(self, x: Tensor, streams: Streams) -> dict[str, Tensor]:
+        """Return the condition that is made of images [B, C, H, W] in [-1, 1], by name."""
+        return {}
+
+    @abstractmethod
+    def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
+        """Return the condition of images by number, float32 [B, C', h, w] in [-1, 1]. streams: of the samples."""
+
+    @abstractmethod
+    def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
+        """Return guesses at the images by a method without a network, by name, for comparison."""
+
+    @abstractmethod
+    def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the images that the section sample names; "validation" for what is made of held-out
+        images; None without one."""
+
+
+class ImageCondition(Degradations, ImagePart):
+    """An image that is made of the image itself."""
 
     type: Literal["image"] = "image"
     """An image."""
     source: Literal["self"] = Field(alias="from")
     """The image itself, of which it is made: by shrink, gray, hole or edges."""
-
-    keys: ClassVar[frozenset[str]] = frozenset({"small_images"})
 
     @model_validator(mode="after")
     def _is_made_in_one_way(self) -> Self:
@@ -55,16 +100,7 @@ class ImageCondition(Degradations, ConditionPart):
         """Return what makes the image."""
         return next(iter(self.degradations.values()))
 
-    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing."""
-        if settings.prompts is not None or settings.negative_prompt:
-            raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
-        if settings.labels != "balanced":
-            raise ValueError(f"{section}.labels is set, but the network takes images alone. Leave it out.")
-        super().check(section, settings, pairs)
-
     def check_data(self, data: DataConfig) -> None:
-        """Raise ValueError where nothing can be made of the images."""
         try:
             self.degradation.shape(data.num_channels, data.size)
         except ValueError as error:
@@ -72,15 +108,25 @@ class ImageCondition(Degradations, ConditionPart):
 
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
         """Return the shapes that a network has to be built for: no classes, an image of [C', h, w]."""
-        shape = self.degradation.shape(spec.channels, spec.size)
-        return spec.model_copy(update={"num_classes": 0, "conditions": {IMAGE: shape}})
+        return spec.model_copy(update={"num_classes": 0, "conditions": self.derived(spec)})
+
+    def derived(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
+        return {IMAGE: self.degradation.shape(spec.channels, spec.size)}
+
+    def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
+        return self.degradation(from_uint8(images.gather(rows)), streams)
+
+    def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
+        return self.degradation.baselines(made, size)
+
+    @property
+    def picture(self) -> str:
+        return self.degradation.picture
 
     def degraded(self, x: Tensor, streams: Streams) -> dict[str, Tensor]:
-        """Return the condition that is made of images [B, C, H, W] in [-1, 1]."""
         return {IMAGE: self.degradation(x, streams)}
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str:
-        """Return the source of the images: held-out images, where none is set."""
         return settings.small_images or "validation"
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
@@ -94,7 +140,7 @@ class ImageCondition(Degradations, ConditionPart):
             crops = image_source.source if isinstance(image_source.source, Shards) else _held_out(image_source)
             rows = (seeds % crops.num_samples).numpy()
             labels = torch.from_numpy(crops.labels[rows]) if crops.num_classes else None
-            image = self.degradation(from_uint8(crops.gather(rows)), image_streams(seeds, settings.seed))
+            image = self.of_held_out(crops, rows, image_streams(seeds, settings.seed))
             described |= {"split": "validation", "data": crops.digest}
         else:
             if image_source.source is None and isinstance(wanted, SamplesOf):

@@ -12,6 +12,7 @@ from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
+from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
@@ -47,12 +48,16 @@ class NumbersCondition(ConditionPart):
             if pairs is not None:
                 check_names(rows, pairs.columns, key)
 
+    def check_pairs(self, pairs: Any, data: DataConfig) -> None:
+        """Raise ValueError for numbers that the data do not have."""
+        pairs.check(data.source)
+
     def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
         """Return the shapes that a network has to be built for: no classes, numbers of [columns, 2]."""
         assert pairs is not None
         return spec.model_copy(update={"num_classes": 0, "conditions": {NUMBERS: tuple(pairs.shape)}})
 
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
         """Return the numbers of each image [B, columns, 2], as they are stored."""
         return {NUMBERS: stored.float()}
 

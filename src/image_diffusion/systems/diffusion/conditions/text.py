@@ -11,6 +11,7 @@ from torch import Tensor
 from image_diffusion.core.devices import best_device, to_device
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec
+from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
 from image_diffusion.systems.diffusion.generator import SampleConfig
@@ -51,7 +52,7 @@ class TextCondition(ConditionPart):
         if isinstance(settings.prompts, tuple):
             read_prompts(settings.prompts, f"{section}.prompts")
 
-    def check_pairs(self, pairs: Any) -> None:
+    def check_pairs(self, pairs: Any, data: DataConfig) -> None:
         """Raise ValueError where the captions of the section pairs do not fit."""
         self.check_captions(pairs.num_captions)
 
@@ -69,7 +70,7 @@ class TextCondition(ConditionPart):
         self.check_captions(pairs.shape[0])
         return spec.model_copy(update={"num_classes": 0, "conditions": {TEXT: tuple(pairs.shape[1:])}})
 
-    def training_conditions(self, stored: Tensor, streams: Streams) -> dict[str, Tensor]:
+    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
         """Return one of the captions of each image [B, captions, 1 + L, dim], drawn anew in every epoch."""
         has = stored[:, :, 0].any(dim=2)  # [B, K]
         weights = torch.ones_like(has, dtype=torch.float32)

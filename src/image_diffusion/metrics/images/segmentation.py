@@ -1,0 +1,172 @@
+"""Agreement of images with the masks that they were asked for: intersection over union with the masks that a segmenter
+finds in them. The segmenter is trained here, on real images and their masks: seconds to a minute of a CPU, the same
+bytes on the same machine. Its masks of real held-out images are the floor, which contains its own errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from image_diffusion.core.devices import best_device
+from image_diffusion.metrics.distances.jackknife import mean_estimate
+from image_diffusion.metrics.distances.moments import block_of_each
+from image_diffusion.metrics.features.classifier import convolved
+from image_diffusion.metrics.features.classifier_training import DetectorTraining, fit
+
+_SIDE = 64
+"""Longest side that the segmenter sees, in pixels: larger images and masks are made smaller."""
+_WIDTHS = (16, 32, 48)
+TRAINING = DetectorTraining(epochs=4, least_examples=8_000, most_examples=30_000, stop_accuracy=2)
+"""Training of the segmenter."""
+_AT_ONCE = 100
+_MOST_HELD_OUT = 200
+
+
+class MaskedImages(Protocol):
+    """Images with a mask each, such as joined shards."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def gather(self, indices: NDArray[np.int64], /) -> Tensor:
+        """Return images by number, uint8 [B, C, H, W]."""
+        ...
+
+    def gather_beside(self, indices: NDArray[np.int64], /) -> tuple[Tensor, ...]:
+        """Return their masks, the numbers of labels, uint8 [B, 1, H, W], alone in a tuple."""
+        ...
+
+
+class Segmenter(nn.Module):
+    """Images from 0 to 255 [B, C, H, W] -> maps, and a logit for each label and pixel, [B, labels, H, W]. Two halvings
+    and back, with the maps of each size beside those that come back (Ronneberger et al. 2015)."""
+
+    def __init__(self, channels: int, labels: int) -> None:
+        super().__init__()
+        fine, middle, coarse = _WIDTHS
+        self.fine, self.middle = convolved(channels, fine, 3, 1), convolved(fine, middle, 3, 2)
+        self.coarse = nn.Sequential(convolved(middle, coarse, 3, 2), convolved(coarse, coarse, 3, 1))
+        self.to_middle = convolved(coarse + middle, middle, 3, 1)
+        self.to_fine = convolved(middle + fine, fine, 3, 1)
+        self.head = nn.Conv2d(fine, labels, 1)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        fine = self.fine(images.to(torch.float32) / 127.5 - 1)  # [B, 16, H, W]
+        middle = self.middle(fine)  # [B, 32, H / 2, W / 2]
+        maps = self.coarse(middle)  # [B, 48, H / 4, W / 4]
+        for other, layer in ((middle, self.to_middle), (fine, self.to_fine)):
+            maps = layer(torch.cat([F.interpolate(maps, other.shape[2:], mode="nearest"), other], dim=1))
+        return maps, self.head(maps)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Training images and held-out ones, with the label of each pixel as the answer."""
+
+    train: MaskedImages
+    held_out: MaskedImages
+    num_labels: int
+    seed: int
+
+    @property
+    def train_indices(self) -> NDArray[np.int64]:
+        return np.arange(self.train.num_samples)
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return images and their masks, drawn by the step alone, half of them mirrored."""
+        draw = np.random.default_rng([self.seed, step])
+        images, masks = _reduced(self.train, draw.integers(0, self.train.num_samples, size))
+        flip = torch.from_numpy(draw.random(size) < 0.5)
+        images[flip], masks[flip] = images[flip].flip(-1), masks[flip].flip(-1)
+        return images.to(best_device()), masks.to(best_device())
+
+    def accuracy(self, network: nn.Module) -> float:
+        """Return the mean intersection over union on held-out images."""
+        network.eval()
+        rows = np.arange(min(self.held_out.num_samples, _MOST_HELD_OUT))
+        images, masks = _reduced(self.held_out, rows)
+        return float(intersection_over_union(_labels(network, images), masks, self.num_labels)[0].mean())
+
+
+def evaluate_masks(
+    samples: MaskedImages,
+    train: MaskedImages,
+    held_out: MaskedImages,
+    labels: Sequence[str],
+    settings: DetectorTraining = TRAINING,
+) -> dict[str, Any]:
+    """Return entries of metrics.json by name: "mask_iou", the mean over the labels of an image, then over the images,
+    and "mask_iou_LABEL" of each label, over the images that have or show it; each beside the value of held-out images.
+
+    samples: with the masks that they were asked for. train, held_out: real images. Raises ValueError without a training
+    image.
+    """
+    if not train.num_samples:
+        raise ValueError("No training image has a mask, so that no segmenter can be trained. Look at pairs.path.")
+    task = _Task(train, held_out, len(labels), settings.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        network = Segmenter(train.gather(np.array([0])).shape[1], len(labels)).to(best_device())
+    fit(network, task, settings, "segmenter")
+    network.eval()
+    of_samples, of_real = (_scores(network, images, len(labels)) for images in (samples, held_out))
+    names = ["mask_iou", *(f"mask_iou_{label}" for label in labels)]
+    return {
+        name: entry
+        for name, values, real in zip(names, of_samples.T, of_real.T, strict=True)
+        if (entry := _entry(values[~values.isnan()], real[~real.isnan()])) is not None
+    }
+
+
+def intersection_over_union(shown: Tensor, asked: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
+    """Return the intersection over union of masks [B, H, W], float64: mean over the labels of either [B], and of each
+    label [B, labels], nan where neither has it."""
+    labels = torch.arange(num_labels, device=shown.device).view(-1, 1, 1)
+    in_shown, in_asked = shown[:, None] == labels, asked[:, None] == labels  # [B, labels, H, W]
+    union = (in_shown | in_asked).sum((2, 3)).double()
+    of_each = (in_shown & in_asked).sum((2, 3)) / union  # 0 / 0 is nan
+    return of_each.nanmean(1), of_each
+
+
+def _scores(network: nn.Module, images: MaskedImages, num_labels: int) -> Tensor:
+    """Return the mean over the labels, and each label's intersection over union, float64 [N, 1 + labels]."""
+    scores = []
+    for start in range(0, images.num_samples, _AT_ONCE):
+        pixels, masks = _reduced(images, np.arange(start, min(start + _AT_ONCE, images.num_samples)))
+        mean, of_each = intersection_over_union(_labels(network, pixels), masks, num_labels)
+        scores.append(torch.cat([mean[:, None], of_each], dim=1))
+    return torch.cat(scores)
+
+
+@torch.inference_mode()
+def _labels(network: nn.Module, images: Tensor) -> Tensor:
+    """Return the most probable label of each pixel, int64 [B, H, W], on the CPU."""
+    labels: Tensor = network(images.to(best_device()))[1].argmax(1).cpu()
+    return labels
+
+
+def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Return images, float32 from 0 to 255 [B, C, h, w], and their masks, int64 [B, h, w], as the segmenter sees
+    them."""
+    pixels, (masks,) = images.gather(rows).float(), images.gather_beside(rows)
+    height, width = pixels.shape[2:]
+    if max(height, width) > _SIDE:
+        size = (max(1, height * _SIDE // max(height, width)), max(1, width * _SIDE // max(height, width)))
+        pixels = F.interpolate(pixels, size, mode="area")
+        masks = F.interpolate(masks, size, mode="nearest-exact")
+    return pixels, masks[:, 0].long()
+
+
+def _entry(values: Tensor, real: Tensor) -> dict[str, Any] | None:
+    if not len(values):
+        return None
+    entry = mean_estimate(values, block_of_each(len(values)), 0, 1).as_dict()
+    return entry | ({"floor": float(real.mean()), "floor_n": len(real)} if len(real) else {})

@@ -1,0 +1,145 @@
+"""Condition on the image that belongs to an image, such as its mask, which the stage `embed` has stored beside it.
+
+Sampling takes those of held-out images, so that the result can be compared, or reads a folder of images.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from image_diffusion.codecs.base import from_uint8
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.devices import to_device
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.core.random.streams import Streams
+from image_diffusion.core.resolution import Size
+from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.array_files import BadImage, Undecided
+from image_diffusion.data.crop.image import quiet_pillow
+from image_diffusion.data.shards.reader import Shards
+from image_diffusion.data.sources.base import read_image
+from image_diffusion.samplers.image_noise import image_streams
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
+from image_diffusion.systems.diffusion.conditions.image import ImagePart
+from image_diffusion.systems.diffusion.generator import SampleConfig
+from image_diffusion.systems.diffusion.image_embeddings import held_out
+from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.pairs.images import ImageCropper, files_in
+
+_KEY = "sample.small_images"
+
+
+class PairedImageCondition(ImagePart):
+    """An image of another folder (section pairs): a picture, or a mask, of which the network sees a channel a label."""
+
+    type: Literal["image"] = "image"
+    """An image."""
+    source: Literal["pairs"] = Field(alias="from")
+    """The image of the same name in the folder of the section pairs."""
+
+    reads: ClassVar[str] = "images"
+
+    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
+        """Raise ValueError for settings that do nothing, and for images that are no folder of files."""
+        super().check(section, settings, pairs)
+        named = settings.small_images
+        if named is not None and (isinstance(named, SamplesOf) or not Path(named).is_dir()):
+            raise ValueError(
+                f"{section}.small_images is {named if isinstance(named, str) else 'an experiment'}, but the network "
+                f"takes images like those of pairs.path. Name a folder of some, or leave it out for those of held-out "
+                f"images."
+            )
+
+    def check_pairs(self, pairs: Any, data: DataConfig) -> None:
+        """Raise ValueError for crops that the images cannot follow."""
+        pairs.check(data)
+
+    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
+        """Return the shapes that a network has to be built for: no classes, an image of [channels or labels, H, W]."""
+        assert pairs is not None
+        shape = (_channels(pairs), *pairs.shape[1:])
+        return spec.model_copy(update={"num_classes": 0, "conditions": {IMAGE: shape}})
+
+    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
+        """Return the image of each image [B, C, H, W], as the network sees it."""
+        return {IMAGE: as_seen(stored, spec.conditions[IMAGE][0])}
+
+    def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
+        """Return the source of the images: those of held-out images, where no others are set."""
+        return "validation" if settings.small_images is None else None
+
+    def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
+        assert images.beside is not None
+        (stored,) = images.gather_beside(rows)
+        return as_seen(stored, _channels(images.beside))
+
+    def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
+        return {}
+
+    def draws_images(self, settings: SampleConfig) -> None:
+        return None
+
+    def pictures(self, settings: SampleConfig) -> list[Path]:
+        """Return the images of the folder that is set. Raises ValueError where it holds none."""
+        return [] if settings.small_images is None else list(files_in(str(settings.small_images), _KEY).values())
+
+    def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
+        """Return the images of those to be made: of held-out ones with their classes, or of a folder, each in turn.
+        Raises ValueError for images that are missing or do not fit."""
+        if inputs.pairs is None or inputs.image_source is None:
+            raise ValueError("The model does not say which images it was trained on. Train it again.")
+        described: dict[str, Any] = {"condition": dump(self), "labels": list(inputs.pairs["labels"])}
+        labels, spec = None, inputs.image_source.spec
+        if inputs.settings.small_images is None:
+            images = inputs.source if isinstance(inputs.source, Shards) else held_out(inputs.source, "small_images")
+            rows = (inputs.seeds % images.num_samples).numpy()
+            image = self.of_held_out(images, rows, image_streams(inputs.seeds, inputs.settings.seed))
+            labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
+            described |= {"split": "validation", "data": images.digest}
+        else:
+            all_of_folder = _read(Path(str(inputs.settings.small_images)), ImageCropper.from_description(inputs.pairs))
+            image = as_seen(all_of_folder[inputs.seeds % len(all_of_folder)], spec.conditions[IMAGE][0])
+            described |= {"sha256": digest(all_of_folder.numpy().tobytes().hex())}
+        drawn = mask_picture(image) if described["labels"] else image
+        return SamplingRequest(conditions={IMAGE: image}, labels=labels, described={"image": described}, drawn=drawn)
+
+
+def _channels(pairs: Shards) -> int:
+    """Return the number of channels in which a network sees the images of a set."""
+    return len(pairs.manifest["pairs"]["labels"]) or pairs.shape[0]
+
+
+def as_seen(stored: Tensor, channels: int) -> Tensor:
+    """Return stored images uint8 [B, C, H, W] as a network sees them, float32 [B, channels, H, W] in [-1, 1]: the
+    numbers of labels as a channel for each, 1 where it is and -1 elsewhere."""
+    if stored.shape[1] == channels:
+        return from_uint8(stored)
+    labels = torch.arange(channels, device=stored.device).view(-1, 1, 1)
+    return (stored == labels).float() * 2 - 1  # F.one_hot would have a GPU wait to look for a number that is too large
+
+
+def mask_picture(mask: Tensor) -> Tensor:
+    """Return a mask as a network sees it [B, labels, H, W] in grey, float32 [B, 1, H, W] in [-1, 1]: the first label
+    black, the last one white."""
+    levels = to_device(torch.linspace(-1, 1, mask.shape[1]), mask.device)
+    return levels[mask.argmax(1)][:, None]
+
+
+def _read(folder: Path, crop: ImageCropper) -> Tensor:
+    """Return the images of a folder in the order of their names, cropped, uint8 [N, C, H, W]. Raises ValueError."""
+    images = list[NDArray[np.uint8]]()
+    with quiet_pillow():
+        for path in files_in(str(folder), _KEY).values():
+            try:
+                images += crop(read_image(path))[0][:1]
+            except (BadImage, Undecided, OSError) as error:
+                raise ValueError(f"{_KEY}: {path} cannot be read: {error}. Remove it, or replace it.") from None
+    return torch.from_numpy(np.stack(images))

@@ -1,0 +1,280 @@
+"""Images of another folder beside a set of crops, such as masks, for networks that are conditioned on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from image_diffusion.core.config.base import dump, parse
+from image_diffusion.core.files.atomic import digest
+from image_diffusion.data.config import DataConfig
+from image_diffusion.data.crop.array_files import BadImage, Undecided
+from image_diffusion.data.crop.image import READER, crop_image, quiet_pillow
+from image_diffusion.data.encoded.pairs import PairSet
+from image_diffusion.data.labels import LabelDecoder, Value
+from image_diffusion.data.shards.reader import open_shards
+from image_diffusion.data.shards.records import Quarantined, Sample, read_record
+from image_diffusion.data.sources import Source
+from image_diffusion.data.sources.base import read_image
+from image_diffusion.data.sources.folder import Folder
+from image_diffusion.systems.pairs.inputs import BesideCrops, PairInputs
+
+_MOST_LABELS = 256
+_Level = Annotated[int, Field(ge=0, le=255)]
+_Colour = tuple[_Level, _Level, _Level]
+_Number = Annotated[int, Field(ge=0, le=2**16 - 1)]
+_CROPPED_BY = ("resolution", "channels", "crop", "background", "range", "pages", "profile", "min_side", "max_pixels")
+"""Keys of the section data that decide how an image is cropped."""
+
+Read = Callable[[], bytes]
+"""Function that reads a file. Raises OSError."""
+
+
+class ImageFilePairs(BesideCrops):
+    """Images of another folder, cropped as those of the data set and stored next to them."""
+
+    kind: ClassVar[str] = "images"
+    """Kind of the shards."""
+    dtype: ClassVar[Literal["uint8"]] = "uint8"
+    """Data type of the stored images."""
+    type: Literal["images"] = "images"
+    """Images of a folder beside the data set's, such as masks; for system.condition image, from: pairs."""
+    path: str | None = Field(None, min_length=1)
+    """The folder. The image that belongs to one of the data set has its path, with any suffix, and its size. Unset:
+    they come with the images, from a source that has some, such as the masks of painted_digits."""
+    labels: int | dict[str, _Number | _Colour] | None = None
+    """Labels of masks. N: grey values, or numbers of a palette, from 0 to N - 1. {background: 0, cell: 255}: names,
+    each with its grey value, number of a palette, or colour [red, green, blue]. Masks are scaled to the nearest
+    neighbour, and a network sees a channel for each label. Bars of data.crop.type: pad have the first label. Unset:
+    pictures."""
+    channels: Literal[1, 2, 3, 4] | None = None
+    """Channels of pictures: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha. Unset: as data.channels."""
+
+    @field_validator("labels")
+    @classmethod
+    def _several_of_one_kind(cls, value: int | dict[str, Value] | None) -> int | dict[str, Value] | None:
+        if value is None:
+            return value
+        count = value if isinstance(value, int) else len(value)
+        if not 2 <= count <= _MOST_LABELS:
+            raise ValueError(f"{count} labels; expected 2 to {_MOST_LABELS}. Name each value of the masks.")
+        if isinstance(value, dict):
+            if len({type(level) for level in value.values()}) > 1:
+                raise ValueError("some labels are numbers and some are colours. Give all of them one form.")
+            if len({*value.values()}) < count:
+                raise ValueError("two labels have one value. Give each its own.")
+        return value
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """Return the value of each label by its name; empty for pictures."""
+        if isinstance(self.labels, int):
+            return {str(number): number for number in range(self.labels)}
+        return dict(self.labels or {})
+
+    @property
+    def name(self) -> str:
+        """Return the name of the folder of the images."""
+        return "images"
+
+    @property
+    def other_files(self) -> str | None:
+        """Return the folder that is read, if any."""
+        return self.path
+
+    @property
+    def needs_source(self) -> bool:
+        """True if files of the data's source are read."""
+        return self.path is None
+
+    @property
+    def needs_crop(self) -> bool:
+        """True if images are cropped as those of the data."""
+        return True
+
+    def check(self, data: DataConfig) -> None:
+        """Raise ValueError for crops that the images of another file cannot follow."""
+        if self.path is None and not isinstance(data.source, HasImages):
+            raise ValueError(
+                f"pairs.path is unset, but data.source.type: {data.source.type} has no images beside its own. Name a "
+                f"folder of some: pairs: {{type: images, path: FOLDER}}."
+            )
+        if self.labels is not None and self.channels is not None:
+            raise ValueError("pairs.channels is set beside pairs.labels: masks have a channel a label. Leave it out.")
+        if data.crop.type == "random_resized":
+            raise ValueError(
+                "pairs.type is images, but data.crop.type is random_resized, which draws its parts by the bytes of a "
+                "file: those of another image differ. Choose another crop."
+            )
+
+    def build(self, inputs: PairInputs) -> PairSet:
+        """Return the set of the images. Raises ValueError for missing inputs, and for a folder without images."""
+        if inputs.crops is None or inputs.data is None:
+            raise ValueError("Images are cropped as those of a data set: give --data.")
+        self.check(inputs.data)
+        channels = self.channels or inputs.data.num_channels
+        data = inputs.data.model_copy(update={"channels": 1 if self.labels is not None else channels})
+        return PairedImages(inputs.crops, self._images(inputs.source), ImageCropper(data, self.values))
+
+    def _images(self, source: Source | None) -> dict[str, Read]:
+        """Return the function that reads each image, by its name without the suffix."""
+        if self.path is not None:
+            return {stem: partial(read_image, path) for stem, path in files_in(self.path, "pairs.path").items()}
+        assert isinstance(source, HasImages)
+        return {_stem(name): read for name, read in source.images_beside().items()}
+
+
+@runtime_checkable
+class HasImages(Protocol):
+    """Source with an image beside each of its own."""
+
+    def images_beside(self) -> Mapping[str, Read]:
+        """Return the function that reads the image beside each of its images, by the name of that one."""
+        ...
+
+
+def files_in(folder: str, key: str) -> dict[str, Path]:
+    """Return the files of a folder by their path within it, without the suffix. key: that names it. Raises ValueError
+    for a folder that is missing or empty, and for two files of one name."""
+    try:
+        listing = Folder(path=folder, classes="none").listing()
+    except ValueError as error:
+        raise ValueError(f"{key}: {str(error).removeprefix('data.source.path: ')}") from None
+    files: dict[str, Path] = {}
+    for item in listing.items:
+        path = Path(folder, str(item.address[0]))
+        if (other := files.setdefault(_stem(item.name), path)) is not path:
+            raise ValueError(f"{key}: {other} and {path} differ in their suffix alone. Remove one of them.")
+    return files
+
+
+def _stem(name: str) -> str:
+    return str(PurePosixPath(name).with_suffix(""))
+
+
+class ImageCropper:
+    """Cropper of images of a folder, by the settings of a data set.
+
+    data: the section, with the channels of these images. labels: the value of each label by its name; empty for
+    pictures.
+    """
+
+    def __init__(self, data: DataConfig, labels: Mapping[str, Value]) -> None:
+        self._data, self._labels = data, labels
+        self._decode = LabelDecoder(list(labels.values())) if labels else None
+        self.shape = (data.num_channels, *data.size)
+        plain = dump(data)
+        values = {name: value if isinstance(value, int) else list(value) for name, value in labels.items()}
+        self.described: dict[str, Any] = {
+            "labels": values,
+            "crop": {key: plain[key] for key in _CROPPED_BY},
+            "reader": READER,
+        }
+
+    @classmethod
+    def from_description(cls, described: Mapping[str, Any]) -> ImageCropper:
+        """Return the cropper with this description (`described`), such as that in the manifest of a set."""
+        data = {"name": "images", "source": {"type": "folder", "path": "."}} | described["crop"]
+        labels = {
+            name: value if isinstance(value, int) else tuple(value) for name, value in described["labels"].items()
+        }
+        return cls(parse(DataConfig, data, "pairs"), labels)
+
+    def __call__(self, data: bytes) -> tuple[Sequence[NDArray[np.uint8]], tuple[int, int]]:
+        """Return the crops of a file, uint8 [C, H, W], and the (width, height) of its image. Raises BadImage, and
+        Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`."""
+        crop = crop_image(data, self._data, self._decode)
+        return crop.crops, crop.size
+
+
+class PairedImages:
+    """Images [C, H, W] that belong to the crops, one shard for each of theirs: pictures, or the numbers of labels in
+    one channel. A shard is cropped as a whole, and lies in memory until it is written."""
+
+    kind: ClassVar[Literal["images"]] = "images"
+    members: ClassVar = ("npy",)
+    parts: ClassVar = ()
+    carried: ClassVar = ()
+
+    def __init__(self, crops: Path, files: Mapping[str, Read], crop: ImageCropper) -> None:
+        shards = open_shards(crops, "all")
+        self.num_shards, self.num_rows = len(shards.manifest["shards"]), shards.num_samples
+        self._crops, self._files, self._crop = crops, files, crop
+        self.shape, self.identity = crop.shape, crop.described
+        self._hashed: tuple[int, list[Sample], list[str]] | None = None
+        self._cropped: tuple[int, list[Sample], list[Quarantined], list[NDArray[np.uint8]]] | None = None
+
+    def samples(self, shard: int) -> list[Sample]:
+        """Return the crops that have an image: their ids are the hashes of the data set's images."""
+        return self._read(shard)[1]
+
+    def missing(self, shard: int) -> list[Quarantined]:
+        """Return the crops without an image, or with one that does not fit."""
+        return self._read(shard)[2]
+
+    def made_from(self, shard: int) -> str:
+        """Return the digest of the images, and of the crops that they belong to."""
+        _, samples, hashes = self._hashes(shard)
+        crops = [[sample.path, sample.sha256, sample.view, list(sample.size)] for sample in samples]
+        return digest([crops, hashes])
+
+    def rows(self, shard: int, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return the images of some crops, uint8 [n, C, H, W]."""
+        return np.stack(self._read(shard)[3][start:stop])
+
+    def _hashes(self, shard: int) -> tuple[int, list[Sample], list[str]]:
+        """Return the crops of a shard, and the sha256 of the image of each; empty where it cannot be read."""
+        if self._hashed is None or self._hashed[0] != shard:
+            samples = read_record(self._crops, shard).samples
+            hashes = dict.fromkeys(_stem(sample.path) for sample in samples)
+            of_each = {stem: self._hash(stem) for stem in hashes}
+            self._hashed = shard, samples, [of_each[_stem(sample.path)] for sample in samples]
+        return self._hashed
+
+    def _hash(self, stem: str) -> str:
+        try:
+            return hashlib.sha256(self._files[stem]()).hexdigest()
+        except (KeyError, OSError):
+            return ""
+
+    def _read(self, shard: int) -> tuple[int, list[Sample], list[Quarantined], list[NDArray[np.uint8]]]:
+        if self._cropped is None or self._cropped[0] != shard:
+            samples, bad, images = list[Sample](), list[Quarantined](), list[NDArray[np.uint8]]()
+            _, of_shard, hashes = self._hashes(shard)
+            with quiet_pillow():
+                for sample, sha256 in zip(of_shard, hashes, strict=True):
+                    try:
+                        images.append(self._image(sample, sha256))
+                        samples.append(sample)
+                    except BadImage as error:
+                        bad.append(Quarantined(sample.path, str(error), sample.sha256))
+            self._cropped = shard, samples, bad, images
+        return self._cropped
+
+    def _image(self, sample: Sample, sha256: str) -> NDArray[np.uint8]:
+        """Return the image of a crop. Raises BadImage where there is none that fits."""
+        read = self._files.get(_stem(sample.path))
+        if read is None:
+            raise BadImage("it has no image of its name beside it")
+        try:
+            data = read()
+        except OSError as error:
+            raise BadImage(f"the image beside it cannot be read: {error.strerror or error}") from None
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ValueError(f"The image beside {sample.path} has changed while it was read. Run embed again.")
+        try:
+            crops, size = self._crop(data)
+        except (BadImage, Undecided) as error:
+            raise BadImage(f"the image beside it: {error}") from None
+        if size != sample.size:
+            raise BadImage(
+                f"the image beside it has {size[0]} x {size[1]} pixels, not {sample.size[0]} x {sample.size[1]}"
+            )
+        return crops[sample.view]
