@@ -99,6 +99,13 @@ def processes_in(folder: Path) -> set[int]:
     return found
 
 
+def signal_jobs(running: subprocess.Popen[bytes], folder: Path, number: int = signal.SIGKILL) -> None:
+    """Send a signal to the processes that Snakemake has started in a folder. Some end as soon as others have."""
+    for process in processes_in(folder) - {running.pid}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
 @pytest.fixture(scope="module")
 def of_many_batches(made: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A finished project whose samples are made one by one, in many steps."""

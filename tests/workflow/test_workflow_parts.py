@@ -9,7 +9,7 @@ import time
 
 import pytest
 from projects import Project
-from test_workflow_kills import processes_in, started
+from test_workflow_kills import signal_jobs, started
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,7 @@ def test_parts_that_fail_in_the_middle_go_on_and_give_the_crops_of_one_job(
         while not list((fresh / CROPS).glob("shard-*.tar")):
             assert running.poll() is None, "ended before anything was made"
             time.sleep(0.005)
-        for process in processes_in(fresh.folder) - {running.pid}:
-            os.kill(process, number)
+        signal_jobs(running, fresh.folder, number)
     fresh.run(*parts)
     assert not (fresh / CROPS / "manifest.json").exists()
     fresh.run(f"{CROPS}/manifest.json")

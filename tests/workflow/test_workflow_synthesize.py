@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from projects import Project, make_project
-from test_workflow_kills import processes_in, started
+from test_workflow_kills import signal_jobs, started
 
 from image_diffusion.core.files.atomic import read_checksums, sha256_file
 
@@ -133,15 +131,13 @@ def test_two_jobs_that_are_killed_make_the_set_of_one(selected: Project) -> None
         while not list(halfway.glob("*/*.npz")) and not list(halfway.glob("*.npz")):
             assert running.poll() is None, "ended before anything was made"
             time.sleep(0.005)
-        for process in processes_in(selected.folder) - {running.pid}:
-            os.kill(process, signal.SIGKILL)
+        signal_jobs(running, selected.folder)
     halfway = selected / "results/micro/.synthetic.halfway"
     with started(selected, TARGET) as running:
         while not list(halfway.rglob("*.npz")):
             assert running.poll() is None, "ended before anything was made"
             time.sleep(0.005)
-        for process in processes_in(selected.folder) - {running.pid}:
-            os.kill(process, signal.SIGKILL)
+        signal_jobs(running, selected.folder)
     selected.run(TARGET)
     after = files_of(selected / TARGET)
     assert after == before
