@@ -135,7 +135,8 @@ def _run(attempt: Attempt) -> Outcome:
             _child(attempt, rank, port)
     codes = _watch(attempt, children, started)
     operations = folder / "operations"
-    count = int(operations.read_text()) if operations.exists() else None
+    text = operations.read_text() if operations.exists() else ""  # a kill may come before the number is in it
+    count = int(text) if text else None
     operations.unlink(missing_ok=True)
     output = [(folder / f"output-{rank}").read_text() for rank in range(attempt.processes)]
     return Outcome(codes, time.monotonic() - started, count, output)
