@@ -17,21 +17,18 @@ from PIL import Image
 from image_diffusion.core.config.yaml12 import from_text
 from image_diffusion.data.quality.facts import Facts, look, source_of
 from image_diffusion.data.sources.folder import Folder
-from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
-from image_diffusion.experiments.proposal import (
+from image_diffusion.experiments.choices import (
     DESIGNS,
     Machine,
-    Proposal,
     Request,
     Speed,
     choices,
     classes_of,
-    least_steps,
     parsed,
-    propose,
     resolution_of,
-    seconds_of,
 )
+from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
+from image_diffusion.experiments.proposal import Proposal, least_steps, propose, seconds_of
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.tools.budget import measured
 

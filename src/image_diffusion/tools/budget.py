@@ -17,8 +17,9 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.quality.facts import Facts, look, source_of, spread
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.folder import Folder
+from image_diffusion.experiments.choices import Machine, Speed, classes_of
 from image_diffusion.experiments.experiment import Experiment
-from image_diffusion.experiments.proposal import Machine, Proposal, Speed, classes_of, propose, seconds_of
+from image_diffusion.experiments.proposal import Proposal, propose, seconds_of
 from image_diffusion.experiments.resolve import write_stages
 from image_diffusion.metrics.features.classifier_training import DetectorTraining, train_detector
 from image_diffusion.stages.train import prepare_training

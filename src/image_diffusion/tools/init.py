@@ -88,9 +88,8 @@ def main() -> None:
         begin(folder)
         print(f"Created {folder}. Run the demo with: cd {folder} && snakemake. See config/README.md for your own data.")
         return
-    from image_diffusion.tools.budget import (
-        propose_for,  # imports PyTorch, which a project without an experiment spares
-    )
+    # Here and not above: it imports PyTorch, which a project without an experiment spares.
+    from image_diffusion.tools.budget import propose_for
 
     proposal = propose_for(arguments.data, arguments.budget, arguments.cores)
     begin(folder, proposal.text)

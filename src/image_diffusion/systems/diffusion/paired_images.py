@@ -62,6 +62,8 @@ def evaluate_paired(
     row_of_each = (first_seed + np.arange(samples.num_samples)) % originals.num_samples
     rows = np.unique(row_of_each)
     several = len(rows) < samples.num_samples
+    if labels and train is not None:
+        rows = rows[:_SHOWN]  # for the picture alone
     parts: dict[str, list[Tensor]] = {}
     shown: Tensor | None = None
     for start in range(0, len(rows), AT_ONCE):

@@ -1,0 +1,367 @@
+"""Rules by which facts about the images, a machine and a design become the choices of an experiment, and its file.
+
+Each rule has its source here: a paper, or a measurement of this repository. Each choice has its reason, which stands
+behind it in the file.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.config.yaml12 import in_line
+from image_diffusion.core.resolution import height_width
+from image_diffusion.data.quality.facts import Facts
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
+
+_LEAST_PER_CLASS = 8
+"""Classes of fewer images than this, in the median, are no classes to learn."""
+_FEW = 5_000
+"""Images below which a user is warned of copies: five times as many as the samples that are compared with them."""
+MANY_PASSES = 100
+"""Passes over the images from which on copies are guarded against. CIFAR-10 is trained for 4,000 with augmentation
+(Karras et al. 2022, table 7)."""
+_SIDES = (16, 32, 48, 64, 96, 128, 192, 256)  # multiples of the largest grid
+_ENLARGED = 1.25
+"""Largest factor by which images are enlarged, so that 28 pixels become 32."""
+_LARGEST_SIDE = {"cpu": 64, "gpu": 256}
+PREVIEWS, VALIDATIONS, CHECKED = 4, 8, 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine. cores: those that are used. memory_gib: that a training may take, on each GPU or in all. start_s:
+    seconds in which a process starts and imports PyTorch."""
+
+    cores: int
+    gpus: int
+    memory_gib: float
+    start_s: float
+
+    @property
+    def kind(self) -> str:
+        """Return gpu or cpu."""
+        return "gpu" if self.gpus else "cpu"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured seconds. step_s: of a step of the training; pass_s: of one image in a pass of the network; crop_s: of
+    one image file; detector_s: of one example of the detector's training. memory_gib: of the training; seconds are 0
+    where that does not fit into the machine."""
+
+    step_s: float
+    pass_s: float
+    crop_s: float
+    detector_s: float
+    memory_gib: float
+
+
+class Design(NamedTuple):
+    """Size of a network and of its batch. grid: tokens along the shorter side of an image."""
+
+    depth: int
+    width: int
+    num_heads: int
+    grid: int
+    batch: int
+
+    @property
+    def parameters(self) -> int:
+        """Return the parameters of the blocks: 4 of attention, 8 of the MLP and 6 of adaLN, times width squared."""
+        return 18 * self.depth * self.width**2
+
+    @property
+    def operations(self) -> int:
+        """Return what an example takes, in units that compare designs."""
+        return self.parameters * self.grid**2
+
+
+DESIGNS = {
+    "cpu": (
+        Design(4, 128, 4, 4, 64),  # text_demo: 16 tokens
+        Design(4, 128, 4, 8, 64),  # cells_demo
+        Design(6, 256, 4, 8, 64),
+        Design(12, 384, 6, 8, 128),  # DiT-S
+    ),
+    "gpu": (
+        Design(4, 128, 4, 8, 128),
+        Design(6, 256, 4, 8, 256),
+        Design(12, 384, 6, 16, 256),  # DiT-S; 256 tokens as in JiT, whatever the resolution
+        Design(12, 768, 12, 16, 256),  # DiT-B
+        Design(24, 1024, 16, 16, 256),  # DiT-L
+    ),
+}
+"""Designs by device, the smallest first. Sizes are those of Peebles and Xie 2023 (table 1) and of the demos."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Images, the name of their data set, the machine, and the budget in seconds."""
+
+    facts: Facts
+    name: str
+    machine: Machine
+    budget_s: float
+
+
+class Choice(NamedTuple):
+    """Value of a key of the file, and the reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+def resolution_of(facts: Facts, machine: Machine, grid: int) -> int | tuple[int, int]:
+    """Return the side of the crops, or height and width of those of images that are all upright or all wide.
+
+    A fixed number of tokens makes the cost of a network independent of it (Li and He 2025, arXiv:2511.13720).
+    """
+    largest = min(facts.short_side * _ENLARGED, _LARGEST_SIDE[machine.kind])
+    side = max((side for side in _SIDES if side <= largest), default=_SIDES[0])
+    low, high = facts.aspect
+    ratio = min(2.0, max(0.5, math.sqrt(low * high)))
+    if low < 1.25 and high > 0.8:
+        return side
+    longer = side // grid * round(grid * max(ratio, 1 / ratio))
+    return (side, longer) if ratio > 1 else (longer, side)
+
+
+def classes_of(facts: Facts) -> tuple[int, ...]:
+    """Return the images of each class; empty where classes are too small to learn, or fewer than two."""
+    per_class = sorted(facts.per_class)
+    return facts.per_class if len(per_class) > 1 and per_class[len(per_class) // 2] >= _LEAST_PER_CLASS else ()
+
+
+def choices(
+    request: Request, design: Design, steps: int, num_samples: int, speed: Speed | None = None
+) -> dict[str, list[Choice]]:
+    """Return the choices by section. speed: unset where it is not measured yet."""
+    facts, machine = request.facts, request.machine
+    return {
+        "data": [*_data(facts, request.name, machine, design)],
+        "system": [*_system(facts, machine, design)],
+        "train": [*_train(facts, machine, design, steps)],
+        "preview": [
+            Choice("num_samples", 20, ""),
+            Choice("sampler", {"type": "heun", "num_steps": 8}, "coarse: only to follow the training"),
+        ],
+        "sample": [*_sample(facts, machine, num_samples)],
+        "evaluate": [*_evaluate(facts)],
+        "resources": [*_resources(machine, request.budget_s, speed)],
+    }
+
+
+def _data(facts: Facts, name: str, machine: Machine, design: Design) -> Iterator[Choice]:
+    source = {key: value for key, value in dump(facts.source).items() if value is not None}
+    if source["type"] == "folder":
+        source.pop("classes")
+    count = len(facts.per_class)
+    if facts.per_class and not classes_of(facts) and source["type"] == "folder":
+        source["classes"] = "none"
+        reason = (
+            "no classes: one folder" if count == 1 else f"no classes: {count:,} folders with too few images in each"
+        )
+    else:
+        limits = sorted({min(facts.per_class, default=0), max(facts.per_class, default=0)})
+        reason = f"{count:,} classes of {' to '.join(f'{limit:,}' for limit in limits)}" if count else "no classes"
+    yield Choice("name", name, "")
+    yield Choice("source", source, f"{facts.num_images:,} images, {reason}")
+    resolution = resolution_of(facts, machine, design.grid)
+    side = min(height_width(resolution))
+    limited = f"; at most {side} on {machine.kind.upper()}s" if side == _LARGEST_SIDE[machine.kind] else ""
+    yield Choice(
+        "resolution",
+        list(resolution) if isinstance(resolution, tuple) else resolution,
+        f"nine of ten images have a side of {facts.short_side} pixels or more{limited}",
+    )
+    if facts.dtype is not None:
+        yield Choice("dtype", facts.dtype, "arrays, which keep their numbers")
+        yield Choice("range", "measured", "from the least to the greatest number of each channel, but for outliers")
+    if facts.dtype is not None or facts.channels != 3:
+        channels = [*facts.names] if facts.names else facts.channels
+        yield Choice("channels", channels, "as in the files" if facts.dtype else "all images that were read are grey")
+    if facts.transparent:
+        yield Choice("background", [255, 255, 255], "white, as all images have an alpha channel")
+    if facts.deep:
+        yield Choice("range", "file", "some images have 16 bits, of which 65,535 is taken as white")
+    if facts.several_pages:
+        yield Choice("pages", "first", "some files hold several pages")
+    yield Choice(
+        "validation_fraction", _held_out(facts), "held out: the floor of the metrics, and the loss on unseen images"
+    )
+    yield Choice("num_shards", 4 if facts.num_images < 10_000 else 16, "")
+
+
+def _system(facts: Facts, machine: Machine, design: Design) -> Iterator[Choice]:
+    patch = min(height_width(resolution_of(facts, machine, design.grid))) // design.grid
+    numbers = patch**2 * facts.channels
+    network: dict[str, Any] = {
+        "depth": design.depth, "width": design.width, "num_heads": design.num_heads, "patch": patch,
+        "norm": "rms_norm", "qk_norm": True, "mlp": "swiglu", "rope": True,
+    }  # fmt: skip
+    if numbers > design.width:
+        network["patch_bottleneck"] = min(128, design.width // 2)
+    if classes_of(facts) and design.width < 384:
+        network["label_init_std"] = 0.5
+    yield Choice("type", "dit", "on pixels: latents need the weights of a published autoencoder, as codec")
+    yield Choice(
+        "network",
+        network,
+        f"the largest of {len(DESIGNS[machine.kind])} for which the budget has steps enough (exponents of Liang et al. "
+        f"2024); {design.grid} patches along a side; normalisation, MLP and positions of JiT (Li and He 2025)",
+    )
+    yield Choice("process", {"type": "flow", "times": {"type": "logit_normal"}, "time_scale": 1000}, "as SiT and JiT")
+    yield Choice(
+        "objective",
+        {
+            "type": "flow_matching", "prediction": "x0", "loss": "velocity",
+            "label_drop_probability": 0.1 if classes_of(facts) else 0.0,
+        },
+        "x0 is learnable where patches have more numbers than the network has channels (docs/recipes.md)",
+    )  # fmt: skip
+
+
+def _train(facts: Facts, machine: Machine, design: Design, steps: int) -> Iterator[Choice]:
+    batch = batch_of(facts, design)
+    passes = passes_of(facts, design, steps)
+    yield Choice("steps", steps, f"fills the budget; {passes:,.0f} passes over the training images")
+    full = batch == design.batch
+    reason = ("as the demos" if machine.kind == "cpu" else "as DiT") if full else "a quarter of the images at most"
+    yield Choice("global_batch", batch, reason)
+    if machine.kind == "gpu" and design.width >= 768:
+        yield Choice("microbatch", 64, "for memory: changes no result")
+    rate = float(f"{2e-3 * 128 / design.width:.2g}")
+    yield Choice(
+        "optimizer",
+        {"type": "adamw", "lr": rate, "betas": [0.9, 0.99]},
+        "0.002 at a width of 128 (docs/study_digits.md), inverse to the width (Yang et al. 2022, arXiv:2203.03466)",
+    )
+    warmup = min(1000, max(10, steps // 20))
+    yield Choice("schedule", {"type": "cosine", "warmup_steps": warmup}, "a twentieth to warm up; zero when time is up")
+    yield Choice("grad_clip", 1.0, "")
+    rate = math.pow(0.5, 1 / (0.05 * steps))
+    digits = max(2, 2 - math.floor(math.log10(1 - rate)))
+    yield Choice(
+        "ema",
+        {"type": "exponential", "rates": [min(0.9999, round(rate, digits))], "warmup": {"type": "ramp_up"}},
+        "a half-life of a twentieth of the steps (EDM: Karras et al. 2022), at most DiT's 0.9999",
+    )
+    yield Choice("flip_probability", 0.5, "0 for images that must not be mirrored, such as text")
+    if passes < MANY_PASSES:
+        yield Choice(
+            "augment", {"probability": 0}, "mirroring alone, of which the network is told, so that samples show none"
+        )
+    else:
+        yield Choice("augment", {}, f"more than {MANY_PASSES} passes: that of EDM, which samples do not show")
+        yield Choice("weights", "best", "those of the smallest loss on held-out images, before images are learnt")
+    yield Choice("validate_every_steps", max(1, math.ceil(steps / VALIDATIONS)), "")
+    yield Choice("validation_samples", CHECKED, "")
+    yield Choice("grid_every_steps", max(1, math.ceil(steps / PREVIEWS)), "")
+    yield Choice("log_every_steps", max(1, math.ceil(steps / 50)), "")
+    every = {"every_steps": max(1, math.ceil(steps / PREVIEWS)), "every_seconds": 600}
+    yield Choice("checkpoint", every, "a kill loses ten minutes at most")
+    if machine.kind == "gpu":
+        yield Choice("precision", "bf16", "")
+        if steps > 20_000:
+            yield Choice("compile", True, "takes a minute at the start")
+
+
+def _sample(facts: Facts, machine: Machine, num_samples: int) -> Iterator[Choice]:
+    need = "enough for an interval" if num_samples >= 960 else "fewer than the 960 of an interval of the distance"
+    yield Choice("num_samples", num_samples, f"a tenth of the budget at most; {need}")
+    steps = 15 if machine.kind == "cpu" else 18
+    yield Choice("sampler", {"type": "heun", "num_steps": steps}, "EDM draws CIFAR-10 in 18 steps of Heun's method")
+    if classes_of(facts):
+        yield Choice("guidance", {"guidance_scale": 1.5}, "as cells_demo; docs/sweep.md finds the best")
+    yield Choice("batch_size", 100, "")
+
+
+def _evaluate(facts: Facts) -> Iterator[Choice]:
+    yield Choice("detectors", ["inpipe"], "a classifier that is trained on these images: needs no weights of others")
+    yield Choice("two_sample", facts.num_images * _held_out(facts) >= 50, "needs 50 held-out images to say something")
+    yield Choice("copies", True, "the nearest training image of each sample")
+
+
+def _resources(machine: Machine, budget_s: float, speed: Speed | None) -> Iterator[Choice]:
+    if machine.kind == "cpu":
+        yield Choice("one_job", True, "on a cluster")
+        yield Choice("gpus_per_node", 0, "")
+        yield Choice("cpus_per_process", machine.cores, "")
+    else:
+        yield Choice("processes_per_node", machine.gpus, "")
+        yield Choice("gpus_per_node", machine.gpus, "")
+        yield Choice("cpus_per_process", max(1, machine.cores // machine.gpus), "")
+    memory = 8000 if speed is None or machine.kind == "gpu" else max(2000, round(1.5 * 1024 * speed.memory_gib, -3))
+    yield Choice("memory_mb", int(memory), "half as much again as was measured" if machine.kind == "cpu" else "")
+    yield Choice("runtime_min", max(10, math.ceil(budget_s * 1.2 / 60)), "a fifth more than the budget")
+
+
+def _held_out(facts: Facts) -> float:
+    """Return the share of images that is held out: more of few, for the metrics need some."""
+    return 0.2 if facts.num_images < 1000 else 0.1 if facts.num_images < 50_000 else 0.05
+
+
+def batch_of(facts: Facts, design: Design) -> int:
+    """Return the batch of a design, or the largest power of two that is a quarter of the images at most."""
+    return min(design.batch, 1 << int(math.log2(facts.num_images / 4)))
+
+
+def passes_of(facts: Facts, design: Design, steps: int) -> float:
+    """Return how often each training image is seen."""
+    return steps * batch_of(facts, design) / facts.num_images
+
+
+def warnings_of(facts: Facts, design: Design, steps: int) -> Iterator[str]:
+    """Yield a sentence for each property of the images that a user should know of."""
+    passes = passes_of(facts, design, steps)
+    if facts.num_images < _FEW:
+        yield (
+            f"{facts.num_images:,} images are few, and each is seen {passes:,.0f} times: samples may be copies of "
+            "them. See `copies` in metrics.json."
+        )
+    if facts.captions >= facts.num_images / 2:
+        yield f"{facts.captions:,} images have a caption, which is not used. docs/text.md adds captions to this file."
+    yield from facts.notices
+
+
+def images_in_words(facts: Facts) -> str:
+    """Return the images in words."""
+    pictures = "grey pictures" if facts.channels == 1 else "RGB pictures"
+    kind = f"arrays of {facts.dtype} with {facts.channels} channels" if facts.dtype else pictures
+    classes = f"{len(facts.per_class):,} classes" if facts.per_class else "no classes"
+    low, high = facts.aspect
+    shape = "squares" if low == high == 1 else f"width over height {low:g} to {high:g}"
+    return f"{facts.num_images:,} {kind}, {classes}, {facts.short_side} pixels, {shape}"
+
+
+def text_of(head: list[str], sections: dict[str, list[Choice]]) -> str:
+    """Return the file: comments at its top, and each choice with its reason."""
+    lines = [line for sentence in head for line in textwrap.wrap(sentence, 118)]
+    text = "".join(f"# {line}\n" for line in lines)
+    for section, rows in sections.items():
+        text += f"{section}:\n"
+        for key, value, reason in rows:
+            line = f"  {key}: {in_line(value)}"
+            if reason and len(line) + len(reason) + 4 <= 120:
+                text += f"{line}  # {reason}\n"
+            else:
+                text += "".join(f"  # {part}\n" for part in textwrap.wrap(reason, 116)) + f"{line}\n"
+    return text
+
+
+def parsed(sections: dict[str, list[Choice]]) -> Experiment:
+    return parse_experiment(
+        {section: {row.key: row.value for row in rows} for section, rows in sections.items()}, "the proposal"
+    )
+
+
+def machine_in_words(machine: Machine) -> str:
+    names = {"cpu": (machine.cores, "CPU core"), "gpu": (machine.gpus, "GPU")}
+    count, name = names[machine.kind]
+    return f"{count} {name}{'s' * (count != 1)}"
