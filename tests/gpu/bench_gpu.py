@@ -37,6 +37,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Network
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.nn.blocks import compile_by_block
+from image_diffusion.nn.linear import register_operations
 from image_diffusion.nn.precision import Precision, computing_in, tf32, use_tf32
 from image_diffusion.objectives.denoising import Denoising
 from image_diffusion.process.discrete import Discrete
@@ -152,10 +153,9 @@ def dit_parts(size: str, batch: int, **settings: Any) -> Trainer:
 def recipe_parts(name: str, spec: DataSpec, batch: int, **settings: Any) -> Trainer:
     """The system of a recipe, on pixels."""
     system: Any = parse(AnySystem, yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["system"], name)
-    labelled = getattr(system, "is_conditional", False)
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
-        return Batch(stored, {"label": label} if labelled else {}, streams)
+        return Batch(stored, {"label": label} if spec.num_classes else {}, streams)
 
     torch.manual_seed(0)
     data: Any = Stored((spec.channels, spec.resolution, spec.resolution), torch.float32, spec.num_classes)
@@ -196,10 +196,12 @@ def trained(what: str, parts: Trainer, precision: str, limits: Limits, count: in
 
 
 def bench_train(limits: Limits) -> Iterator[Row]:
-    compiled = {"tf32": True, "compile": True}
+    compiled, graphs = {"tf32": True, "compile": True}, {"compile": "cuda_graphs"}
     variants: list[tuple[str, str, int, dict[str, Any], float | None]] = [
         ("bf16, compiled, batch 256", "bf16", 256, {"precision": "bf16", **compiled}, 0.6),
         ("bf16, compiled, batch 32", "bf16", 32, {"precision": "bf16", **compiled}, None),
+        ("bf16, CUDA graphs, batch 256", "bf16", 256, {"precision": "bf16", "tf32": True, **graphs}, 0.6),
+        ("bf16, CUDA graphs, batch 32", "bf16", 32, {"precision": "bf16", "tf32": True, **graphs}, None),
         ("bf16, batch 256", "bf16", 256, {"precision": "bf16", "tf32": True}, None),
         ("tf32, compiled, 4 x 64", "tf32", 256, {"microbatch": 64, **compiled}, None),
         ("float32, batch 64", "float32", 64, {"tf32": False}, None),
@@ -237,12 +239,18 @@ def bench_recipes(limits: Limits) -> Iterator[Row]:
         "rin_imagenet64": (DataSpec(channels=3, resolution=64, num_classes=1000), 64),
         "iddpm_imagenet64": (DataSpec(channels=3, resolution=64), 64),
     }
+    modes: dict[str, dict[str, Any]] = {
+        "uncompiled": {},
+        "compiled": {"compile": True},
+        "CUDA graphs": {"compile": "cuda_graphs"},
+        "channels last": {"channels_last": True},
+    }
     for name, (spec, batch) in chosen.items():
-        for settings in ({}, {"compile": True}, {"channels_last": True}):
+        for mode, settings in modes.items():
             if "channels_last" in settings and not name.startswith("iddpm"):
                 continue
             parts = recipe_parts(name, spec, batch, precision="bf16", tf32=True, **settings)
-            what = ", ".join([f"`{name}`", "bf16", *settings, f"batch {batch}"])
+            what = f"`{name}`, bf16, {mode}, batch {batch}"
             yield from trained(what, parts, "bf16", limits, 10, None)
 
 
@@ -318,6 +326,7 @@ def bench_sample(limits: Limits) -> Iterator[Row]:
     network = dit(XL).to(GPU).eval()
     x, label = torch.randn(256, 4, 32, 32, device=GPU), torch.arange(256, device=GPU)
     t = torch.full((256,), 500.0, device=GPU)
+    register_operations()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(x[:1], t[:1], label=label[:1])
 

@@ -21,7 +21,9 @@ from image_diffusion.metrics.distances.precision_recall import manifold_estimate
 from image_diffusion.metrics.images import memorization
 from image_diffusion.metrics.images.memorization import copies_seen
 from image_diffusion.networks.autoencoder import AutoencoderConfig
-from image_diffusion.nn.precision import tf32
+from image_diffusion.nn.linear import plain_products
+from image_diffusion.nn.precision import Precision, computes_in, tf32
+from image_diffusion.nn.transformer import Mlp
 from image_diffusion.systems.diffusion.conditions.degradations import Edges, Gray, Hole, Small
 from image_diffusion.systems.diffusion.conditions.paired_image import as_seen
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
@@ -136,3 +138,21 @@ def test_conditions_are_made_without_waiting() -> None:
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(seen.argmax(1, keepdim=True), masks)
     torch.testing.assert_close(scaled.cpu(), scaling.x(embeddings.cpu()))
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_product_that_writes_its_gelu_is_the_product_and_its_gelu(precision: Precision, compiled: bool) -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp(96, 384).to(CUDA), 2 * torch.randn(4, 50, 96, device=CUDA)
+    with torch.no_grad(), computes_in("float32", CUDA), plain_products():
+        exact = mlp(x)
+        hidden = mlp.fc1(x)
+        expected = mlp.fc2(torch.nn.functional.gelu(hidden, approximate="tanh"))
+    torch.testing.assert_close(exact, expected)
+    if compiled:
+        mlp.compile(dynamic=False)
+    with torch.no_grad(), computes_in(precision, CUDA):
+        ours = mlp(x)
+    tolerance = {"float32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}[precision]
+    torch.testing.assert_close(ours.float(), exact, rtol=tolerance, atol=tolerance)

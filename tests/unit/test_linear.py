@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from image_diffusion.nn import linear as module
-from image_diffusion.nn.linear import Linear, linear
+from image_diffusion.nn.linear import Linear, linear, plain_products
+from image_diffusion.nn.transformer import Mlp
 
 
 @pytest.fixture(params=["oneDNN", "MKL"])
@@ -89,6 +93,28 @@ def test_a_gradient_that_is_not_wanted_is_not_made() -> None:
 def test_autocast_still_chooses_the_precision() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert Linear(64, 64)(torch.randn(4096, 64)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "gradient", "plain", "fused"),
+    [
+        ("cuda", False, False, True),
+        ("cuda", True, False, False),
+        ("cuda", False, True, False),
+        ("cpu", False, False, False),
+    ],
+)
+def test_a_gpu_writes_the_gelu_with_the_product_where_no_derivative_is_taken(
+    device: str, gradient: bool, plain: bool, fused: bool
+) -> None:
+    """With tensors that have no contents; `tests/gpu` compares the numbers."""
+    module.register_operations()
+    with FakeTensorMode(), torch.device(device), torch.set_grad_enabled(gradient):
+        mlp, x = Mlp(8, 32), torch.empty(2, 3, 8)
+        with FlopCounterMode(display=False) as counter, plain_products() if plain else nullcontext():
+            assert mlp(x).shape == (2, 3, 8)
+    assert counter.get_total_flops() == 2 * 2 * 6 * 8 * 32
+    assert (torch.ops.aten._addmm_activation in counter.get_flop_counts()["Global"]) == fused
 
 
 def test_a_stage_starts_without_a_compiler() -> None:

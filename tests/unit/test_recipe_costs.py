@@ -12,7 +12,10 @@ from image_diffusion.experiments.study import operations_of
 from recipes import FULL
 
 PEAK = 790e12
-"""Operations a second of a large bf16 product on an H200, measured (769 to 798)."""
+"""Operations a second of a large bf16 product on an H200, measured (757 to 798)."""
+RECORDED = {"cifar10", "dit_xl2_imagenet256", "sit_xl2_imagenet256", "speedrun_imagenet256"}
+"""Recipes with so little work for each GPU that it waits for launches: measured (docs/gpu.md), but for the last one, a
+smaller network than the one before with the same batch."""
 COST = re.compile(
     r"Cost: (?:.*, )?([\d,.]+) GFLOP an? (?:image|pair) in training.*? ([\d,]+) steps of ([\d,]+) (?:images|pairs) are "
     r"([\d.e]+) operations: ([\d,.]+) hours of one H200 at (\d+) % of its bf16 peak"
@@ -38,4 +41,6 @@ def test_a_recipe_costs_what_it_says(path: Path) -> None:
 @pytest.mark.parametrize("path", FULL, ids=lambda path: path.stem)
 def test_a_recipe_for_gpus_computes_as_gpus_do_best(path: Path) -> None:
     train = load_experiment(path).train
-    assert (train.precision, train.tf32, train.compile) == ("bf16", True, True)
+    waits_for_launches = path.stem in RECORDED
+    assert (train.precision, train.tf32) == ("bf16", True)
+    assert train.compile == ("cuda_graphs" if waits_for_launches else True)

@@ -61,6 +61,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return cast(Tensor, _Product.apply(x, weight, bias))
 
 
+def writes_gelu(x: Tensor) -> bool:
+    """True if a product of x may write the GELU of its sums in place of them: on a GPU, where no derivative is
+    taken."""
+    return x.is_cuda and not torch.is_grad_enabled() and not _plain
+
+
 def is_plain(x: Tensor) -> bool:
     """True if x is computed by PyTorch alone: elsewhere than in float32 on a CPU, in other precision, or where
     PyTorch's own operations are asked for."""
@@ -100,15 +106,21 @@ def _row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def register_operations() -> None:
-    """Register the operations of oneDNN's product with PyTorch's counter, whose import takes 0.2 s."""
+    """Register the operations of oneDNN's product, and of one that writes its GELU, with PyTorch's counter, whose
+    import takes 0.2 s."""
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     if torch.ops.mkldnn._linear_pointwise not in flop_registry:
         register_flop_formula(torch.ops.mkldnn._linear_pointwise)(_operations)
+        register_flop_formula(torch.ops.aten._addmm_activation)(_operations_with_gelu)
 
 
 def _operations(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * weight[0]
+
+
+def _operations_with_gelu(_bias: tuple[int, ...], x: tuple[int, ...], weight: tuple[int, ...], **__: Any) -> int:
+    return 2 * math.prod(x) * weight[1]
 
 
 class _Product(torch.autograd.Function):

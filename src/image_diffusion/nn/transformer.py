@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from image_diffusion.nn.blocks import of_parts
-from image_diffusion.nn.linear import Linear, is_plain
+from image_diffusion.nn.linear import Linear, is_plain, writes_gelu
 from image_diffusion.nn.positions import rotate
 
 
@@ -97,6 +97,20 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def gelu_of_product(layer: Linear, x: Tensor) -> Tensor:
+    """Return gelu(layer(x)), [..., in_features] -> [..., out_features].
+
+    On a GPU without gradients the product writes the GELU of its sums, from cuBLASLt's epilogue, so that they are not
+    written and read once more. (With gradients the backward pass needs the sums.)
+    """
+    if not writes_gelu(x):
+        return gelu(layer(x))
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    rows, weight, bias = x.reshape(-1, x.shape[-1]).to(dtype), layer.weight.to(dtype), layer.bias.to(dtype)
+    out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)  # in its tanh form on a GPU
+    return out.view(*x.shape[:-1], -1)
+
+
 class Mlp(nn.Module):
     """Linear, GELU (tanh form), Linear."""
 
@@ -107,7 +121,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        out: Tensor = self.fc2(gelu(self.fc1(x)))
+        out: Tensor = self.fc2(gelu_of_product(self.fc1, x))
         return out
 
 
