@@ -32,7 +32,7 @@ from image_diffusion.process.discrete import Discrete
 from image_diffusion.stages.doctor import tell_counted
 from image_diffusion.systems.codec.dvae import DVAESystem
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.forecast.flops import Counted, _nothing_moves, counted
+from image_diffusion.training.forecast.flops import Counted, _nothing_moves, counted, operations_per_example
 from image_diffusion.training.parallel.world import World
 from image_diffusion.training.trainer import Task, Trainer
 
@@ -101,6 +101,12 @@ def test_a_process_takes_its_share_in_microbatches() -> None:
     assert found("DiT-S/2", 4, global_batch=32).peak == alone.peak
     fewer = found("DiT-S/2", global_batch=8, microbatch=2)
     assert alone.fixed == fewer.fixed < fewer.peak < 0.8 * alone.peak
+
+
+def test_operations_are_counted_without_a_whole_step_too() -> None:
+    network = partial(DiTConfig(size="DiT-S/2").build, SPEC, learned_variance=True)
+    config = TrainConfig.model_validate({"steps": 1, "precision": "bf16", "global_batch": 8})
+    assert operations_per_example(network, task, config) == found("DiT-S/2", global_batch=8).operations
 
 
 def test_a_process_keeps_its_share_of_a_sharded_training() -> None:

@@ -24,7 +24,7 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.experiments.experiment import Experiment, load_experiment, parse_experiment
 from image_diffusion.systems.base import spec_of
-from image_diffusion.training.forecast.flops import counted
+from image_diffusion.training.forecast.flops import operations_per_example
 from image_diffusion.training.trainer import Task
 
 BASE = "base"
@@ -250,7 +250,7 @@ def operations_of(experiment: Experiment, codec: Experiment | None = None) -> in
         return Task(network, system.build_objective(spec), prepare, Stored())  # type: ignore[arg-type]
 
     one = experiment.train.model_copy(update={"global_batch": 1, "microbatch": None, "weights": "raw"})
-    return counted(lambda: system.build_network(spec), task, one, 1).operations
+    return operations_per_example(lambda: system.build_network(spec), task, one)
 
 
 def _never() -> Any:

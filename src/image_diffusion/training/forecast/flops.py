@@ -55,6 +55,36 @@ def counted(
     """Count a step of one of several processes. network: builds it; task: what is done with it. per_machine: how many
     of them are on each machine; unset: all."""
     share = -(-config.global_batch // processes)
+    with _without_contents(network, task, config, share) as (trainer, examples, memory):
+        memory.peak = memory.live
+        for step in (1, config.steps):
+            trainer.backward(examples, step)
+            trainer.clip_gradients()
+        peak = memory.peak
+        operations = _operations(trainer, examples)
+        fixed = memory.fixed
+    elsewhere = kept_elsewhere(trainer, config, processes, per_machine)
+    parameters = sum(parameter.numel() for parameter in trainer.flat.parameters.values())
+    return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
+
+
+def operations_per_example(
+    network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig
+) -> int:
+    """Return the `operations` of `counted` alone, in a third of its time."""
+    with _without_contents(network, task, config, 1) as (trainer, examples, _):
+        return _operations(trainer, examples)
+
+
+def _operations(trainer: Trainer, examples: Examples) -> int:
+    return flops_per_example(examples, partial(trainer.losses, 1 + trainer.config.steps // 2))
+
+
+@contextmanager
+def _without_contents(
+    network: Callable[[], nn.Module], task: Callable[[nn.Module], Task], config: TrainConfig, share: int
+) -> Iterator[tuple[Trainer, Examples, Memory]]:
+    """Build a trainer of one process and a batch of so many examples on fake tensors, which those made inside are."""
     plain = {"global_batch": share, "compile": False, "sharding": "none", "deterministic": "off"}
     fake, memory = FakeTensorMode(allow_non_fake_inputs=True), Memory()
     with fake, memory:
@@ -62,20 +92,11 @@ def counted(
     whole = task(built)
     with fake, memory, _nothing_moves():
         trainer = Trainer(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
-        fixed = memory.live
+        memory.fixed = memory.live
         ids = torch.zeros(share, dtype=torch.int64)
         sets = [whole.data, *([whole.data.beside] if whole.data.beside is not None else [])]
         stored, *beside = (torch.empty(share, *split.shape, dtype=split.dtype) for split in sets)
-        examples = Examples(stored, ids, ids, ids, tuple(beside))
-        memory.peak = memory.live
-        for step in (1, config.steps):
-            trainer.backward(examples, step)
-            trainer.clip_gradients()
-        peak = memory.peak
-        operations = flops_per_example(examples, partial(trainer.losses, 1 + config.steps // 2))
-    elsewhere = kept_elsewhere(trainer, config, processes, per_machine)
-    parameters = sum(parameter.numel() for parameter in trainer.flat.parameters.values())
-    return Counted(parameters, operations, fixed - elsewhere, peak - elsewhere)
+        yield trainer, Examples(stored, ids, ids, ids, tuple(beside)), memory
 
 
 def kept_elsewhere(trainer: Trainer, config: TrainConfig, processes: int, per_machine: int | None = None) -> int:
@@ -112,11 +133,12 @@ def _nothing_moves() -> Iterator[None]:
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of all tensors that were made inside the context and still live, and their maximum."""
+    """Bytes of all tensors that were made inside the context and still live, and their maximum. fixed: of those that
+    stay from step to step."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = self.peak = self.fixed = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
