@@ -45,7 +45,8 @@ from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
-from image_diffusion.systems.pairs.config import VectorPairs
+from image_diffusion.systems.pairs.config import SeveralVectorPairs
+from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
@@ -123,7 +124,7 @@ class DiffusionSystem(System):
         return Conditions.written_as(LabelCondition())
 
     @property
-    def reads_beside(self) -> str | None:
+    def reads_beside(self) -> tuple[str, ...]:
         return self.conditioning.reads
 
     def spec(self, data: Shards) -> DataSpec:
@@ -147,9 +148,9 @@ class DiffusionSystem(System):
         for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
             settings: SampleConfig = experiment.section(section)
             check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
-            condition.check(section, settings, experiment.section("pairs"))
+            condition.check(section, settings, sets_of(experiment.section("pairs")))
             check_classes_of_rows(section, settings.conditions, classes)
-        if condition.reads is not None and experiment.section("evaluate").likelihood is not None:
+        if condition.reads and experiment.section("evaluate").likelihood is not None:
             raise ValueError(
                 "evaluate.likelihood is set, but is not available with text or embedding conditions or numbers. "
                 "Remove it."
@@ -175,14 +176,19 @@ class DiffusionSystem(System):
         return objective.build(self.process.build(), spec)
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         x = codec.draw(stored, streams)
         cond = {"label": label} if spec.num_classes else {}
         if self.conditioning.image is not None:
             cond |= self.conditioning.image.degraded(x, streams)
-        if pairs is not None:
-            cond |= self.conditioning.training_conditions(pairs, streams, spec)
+        cond |= self.conditioning.training_conditions(beside or {}, streams, spec)
         return Batch(x, cond, streams)
 
     def sampling(self) -> DiffusionSampling:
@@ -201,7 +207,7 @@ class VectorConditioned(DiffusionSystem):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "pairs": Section(VectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
+        "pairs": Section(SeveralVectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
     }
 
     @model_serializer(mode="wrap")
@@ -216,5 +222,5 @@ class VectorConditioned(DiffusionSystem):
         return Conditions.written_as(self.condition)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, False, experiment)
+        check_pairs(self.conditioning, self.reads_beside, experiment)
         super().check(experiment, others)
