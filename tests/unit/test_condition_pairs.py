@@ -94,6 +94,10 @@ def experiment(folder: Path, system: str, *parts: str) -> dict[str, Any]:
         }
         sets += [written["pairs"] | located] if "pairs" in written else []
         sample |= written.get("sample", {})
+    alone = {name.split()[0]: 0.25 for name in parts} if len(parts) > 1 else {}
+    scales = {name.split()[0]: scale for name, scale in zip(reversed(parts), (2.0, 1.5), strict=False)}
+    guidance = {"scales": scales} if len(parts) > 1 else {"guidance_scale": 2.0}
+    objective = {"drop_probabilities": alone} if alone else {}
     class_tokens = {"class_tokens": 2} if system == "dit" and "label" in parts else {}
     process = {"process": {"type": "discrete", "num_timesteps": 20}} if system != "rin" else {}
     return {
@@ -103,7 +107,7 @@ def experiment(folder: Path, system: str, *parts: str) -> dict[str, Any]:
         },
         "system": {
             "type": system, "network": NETWORKS[system] | class_tokens, "condition": conditions, **process,
-            "objective": {"type": "denoising", "prediction": "v", "label_drop_probability": 0.5},
+            "objective": {"type": "denoising", "prediction": "v", "label_drop_probability": 0.25} | objective,
         },
         "train": {
             "steps": 2, "global_batch": 8, "checkpoint": {"every_steps": 1}, "validate_every_steps": 2,
@@ -111,7 +115,7 @@ def experiment(folder: Path, system: str, *parts: str) -> dict[str, Any]:
             "optimizer": {"type": "adamw", "lr": 0.05}, "schedule": {"type": "constant"},
         },
         "preview": sample | {"num_samples": 2},
-        "sample": sample | {"guidance": {"guidance_scale": 2}},
+        "sample": sample | {"guidance": guidance},
         "evaluate": {"detectors": ["inpipe"], "copies": False},
         **({"pairs": sets} if sets else {}),
         "export": {"format": "pipeline"},
@@ -213,7 +217,9 @@ class Made:
             command(image_diffusion.stages.export, "--config", config, "--weights", weights, "--output", folder)
         said, model = json.loads(samples.with_suffix(".json").read_text()), load_model(weights.parent)
         values = said.get("conditions", {}).get("values")
-        call: dict[str, Any] = {"seeds": list(range(8)), "sampler": SAMPLER, "guidance_scale": 2, "output_type": "np"}
+        call: dict[str, Any] = {"seeds": list(range(8)), "sampler": SAMPLER, "output_type": "np"}
+        guidance = experiment(self.folder, *case)["sample"]["guidance"]
+        call["guidance_scale"] = guidance.get("scales", guidance.get("guidance_scale"))
         if model.spec.num_classes:
             call["class_labels"] = np.load(samples)["arr_1"].tolist()
         if "prompts" in said:
@@ -245,9 +251,12 @@ def test_every_pair_of_kinds_trains_resumes_and_is_drawn_with_guidance(made: Mad
     model = load_model(made.trained(case).parent)
     kinds = [WRITTEN[name]["pairs"]["type"] for name in case[1:] if "pairs" in WRITTEN.get(name, {})]
     assert [{"hashed": "pairs"}.get(kind, kind) for kind in kinds] == list(model.pairs)
-    guided, plain = made.sampled(case), made.sampled(case, "sample.guidance.guidance_scale=1")
+    guided, plain = made.sampled(case), made.sampled(case, "sample.guidance={guidance_scale: 1, scales: null}")
     pixels = [np.load(path)["arr_0"] for path in (guided, plain)]
     assert pixels[0].shape == (8, 8, 8, 3) and not np.array_equal(*pixels)
+    if len(case) == 3:  # with a scale for each part, which is not one scale for both
+        together = np.load(made.sampled(case, "sample.guidance={guidance_scale: 2, scales: null}"))["arr_0"]
+        assert not np.array_equal(pixels[0], together) and not np.array_equal(pixels[1], together)
     if case[0] == "dit":
         files = made.plan(case)[1]
         judged, dataset = {"experiment": next(iter(files.plans.by_name))}, made.results / "datasets" / "x-8"
@@ -313,6 +322,14 @@ def test_a_list_of_one_set_is_the_set_alone(made: Made, tmp_path: Path) -> None:
 NUMBERS = {"type": "numbers", "columns": ["age"], "table": "numbers.csv"}
 
 
+def guided(objective: dict[str, Any], guidance: dict[str, Any], **sample: Any) -> dict[str, Any]:
+    """Return the sections of an experiment on words and numbers that are dropped and guided in this way."""
+    condition = [{"type": "text"}, {"type": "numbers"}]
+    system = {"type": "dit", "network": NETWORKS["dit"], "condition": condition, "objective": objective}
+    words = WRITTEN["text"]["sample"]
+    return {"system": system, "sample": words | {"guidance": guidance} | sample}
+
+
 @pytest.mark.parametrize(
     ("parts", "sections", "message"),
     [
@@ -340,8 +357,40 @@ NUMBERS = {"type": "numbers", "columns": ["age"], "table": "numbers.csv"}
             {"data": {"name": "x", "source": {"type": "digits"}, "resolution": 8}},
             "sample.embeddings is unset, so held-out images provide the embeddings, but data has no held-out images.",
         ),
+        (
+            ["text", "numbers"],
+            guided({"drop_probabilities": {"image": 0.1}}, {}),
+            "drop_probabilities names image, but system.condition.type is [text, numbers]. Leave it out.",
+        ),
+        (
+            ["text", "numbers"],
+            guided({"drop_probabilities": {"text": 0.1, "numbers": 0}}, {"scales": {"text": 2, "numbers": 3}}),
+            "sample.guidance.scales names numbers, but the network never learns to do without that alone. Known: text. "
+            "Leave it out, or train with system.objective.drop_probabilities: {numbers: 0.1}.",
+        ),
+        (
+            ["text", "numbers"],
+            guided({"drop_probabilities": {"text": 0.1}}, {"scales": {"text": 2}}, weaker_weights="weaker"),
+            "sample.guidance.scales is set, but sample.weaker_weights does not go with it. Leave one of the two out.",
+        ),
+        (
+            ["text", "numbers"],
+            guided({"drop_probabilities": {"text": 0.1}}, {"scales": {"text": 2}, "guidance_scale": 2}),
+            "guidance_scale is 2 and scales is set, each in place of the other. Leave one of the two out.",
+        ),
     ],
-    ids=["twice", "empty", "not read", "missing", "two sources", "none held out"],
+    ids=[
+        "twice",
+        "empty",
+        "not read",
+        "missing",
+        "two sources",
+        "none held out",
+        "no part",
+        "not alone",
+        "weaker",
+        "both",
+    ],
 )
 def test_sets_that_do_not_fit_are_told_in_one_line(
     made: Made, tmp_path: Path, parts: list[str], sections: dict[str, Any], message: str

@@ -39,7 +39,7 @@ class ExportedDiffusion(ExportedModel):
         given_numbers: list[dict[str, float | None]] | None,
         image: Tensor | None,
         num_steps: int | str | None,
-        guidance_scale: float | None,
+        guidance_scale: float | dict[str, float] | None,
         sampler: dict[str, Any] | None,
         settings: dict[str, Any],
     ) -> Tensor:
@@ -50,7 +50,8 @@ class ExportedDiffusion(ExportedModel):
         if num_steps is not None:
             chosen["sampler"]["num_steps"] = num_steps
         if guidance_scale is not None:
-            chosen["guidance"] = {**chosen["guidance"], "guidance_scale": guidance_scale}
+            key = "scales" if isinstance(guidance_scale, dict) else "guidance_scale"
+            chosen["guidance"] = {**chosen["guidance"], key: guidance_scale}
         classes, numbers = self.described["classes"], torch.tensor(seeds, dtype=torch.int64)
         conditions, null = self._conditions(prompts, negative_prompt, image_embeds, given_numbers, len(seeds))
         if labels is not None and not self.spec.num_classes:

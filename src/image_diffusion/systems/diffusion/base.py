@@ -29,6 +29,7 @@ from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.diffusion.checks import (
     check_classes_of_rows,
     check_condition,
+    check_drops,
     check_embeddings,
     check_objective,
     check_pairs,
@@ -109,6 +110,11 @@ class DiffusionSystem(System):
         return self.objective.variance in LEARNED_VARIANCES
 
     @property
+    def has_null_label(self) -> bool:
+        """True if the label is dropped in training, with the other parts of the condition or alone."""
+        return self.objective.label_drop_probability > 0 or self.objective.drop_probabilities.get("label", 0) > 0
+
+    @property
     def reading(self) -> Reading:
         """Return the properties of the system that sampling depends on."""
         return Reading(
@@ -116,6 +122,7 @@ class DiffusionSystem(System):
             prediction=self.objective.prediction,
             variance=self.objective.variance,
             drops_labels=self.objective.label_drop_probability > 0,
+            drops_alone=tuple(name for name, value in self.objective.drop_probabilities.items() if value > 0),
         )
 
     @property
@@ -140,6 +147,7 @@ class DiffusionSystem(System):
         classes = experiment.data.source.known_classes() if condition.takes_classes else None
         check_condition(condition, classes)
         check_objective(self.objective, self.process, train)
+        check_drops(self.objective, condition)
         if self.objective.learns_intervals and not self.takes_intervals:
             raise ValueError(
                 f"system.objective.type is {self.objective.type}, but the network of the system {self.type} takes no "

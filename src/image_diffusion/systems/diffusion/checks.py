@@ -19,7 +19,7 @@ from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
-from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_scales, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.interface import TrainSettings
 from image_diffusion.systems.pairs.inputs import sets_of
@@ -85,6 +85,18 @@ def check_objective(objective: Objective, process: Process, train: TrainSettings
     if getattr(objective, "direction", None) == "teacher" and train.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
+
+
+def check_drops(objective: Objective, condition: Conditions) -> None:
+    """Raise ValueError for parts to be dropped alone that the condition does not have, or that are its only one."""
+    types = [part.type for part in condition.parts]
+    named = next((name for name in objective.drop_probabilities if name not in types or len(types) < 2), None)
+    if named is not None:
+        advice = "Leave it out" if named not in types else "Use system.objective.label_drop_probability"
+        raise ValueError(
+            f"system.objective.drop_probabilities names {named}, but system.condition.type is {condition.type}. "
+            f"{advice}."
         )
 
 
@@ -219,6 +231,7 @@ def check_settings(
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
+    check_scales(section, settings, reading)
     if settings.decoder is not None:
         codec.check_decoder(f"{section}.decoder", settings.decoder)
     if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:

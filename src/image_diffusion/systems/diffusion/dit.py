@@ -83,9 +83,11 @@ class DiTSystem(DiffusionSystem):
                     "Leave one of the two out."
                 )
         super().check(experiment, others)
-        if self.conditioning.takes_classes and self.reading.drops_labels and not self.network.null_label:
+        if self.conditioning.takes_classes and self.has_null_label and not self.network.null_label:
+            probability = self.objective.label_drop_probability or self.objective.drop_probabilities["label"]
+            key = "label_drop_probability" if self.reading.drops_labels else "drop_probabilities.label"
             raise ValueError(
-                f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
+                f"system.objective.{key} is {probability:g}, but "
                 f"system.network.null_label is false: the network has no null label. "
                 f"Set null_label to true, or the probability to 0."
             )
