@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.samples import read_samples
 from image_diffusion.systems.diffusion.conditioning import Part, VectorCondition
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.training.load_model import load_model
 from image_diffusion.workflow.inputs import Files
@@ -162,6 +163,14 @@ class Made:
         write_stages(name, loaded, self.results)
         return name, Files(str(self.results), Plans.read(self.results, [name]))
 
+    def store(self) -> None:
+        """Crop the images, and train the detector of all experiments."""
+        (plan,) = self.plan(CASES[0])[1].plans.by_name.values()
+        dataset = self.results / "datasets" / plan.dataset
+        crops = dataset / "crops" / "manifest.json"
+        command(image_diffusion.stages.crop, "--config", plan.configs["crop"], "--output", crops, "--processes", 1)
+        command(image_diffusion.stages.detect, "--data", crops.parent, "--output", dataset / "detector")
+
     def trained(self, case: tuple[str, ...]) -> Path:
         """Train for two steps; return the weights, which a training that was stopped behind the first must give."""
         name, files = self.plan(case)
@@ -171,10 +180,6 @@ class Made:
             return weights
         dataset = self.results / "datasets" / plan.dataset
         crops = dataset / "crops" / "manifest.json"
-        if not crops.is_file():
-            command(image_diffusion.stages.crop, "--config", plan.configs["crop"], "--output", crops, "--processes", 1)
-            detector = ("--data", crops.parent, "--output", dataset / "detector")
-            command(image_diffusion.stages.detect, *detector)
         for pairs in plan.pairs:
             job = {"dataset": plan.dataset, "pairs": pairs}
             if not (dataset / pairs).exists():
@@ -243,7 +248,9 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("conditions"))
+    experiments = Made(tmp_path_factory.mktemp("conditions"))
+    experiments.store()
+    return experiments
 
 
 @pytest.mark.parametrize("case", CASES, ids="_".join)
@@ -282,6 +289,15 @@ def test_every_pair_of_kinds_is_drawn_where_the_package_cannot_be_imported(made:
         here = read_samples(Path(folder).parent / "samples" / "samples.npz").gather(np.arange(8)).movedim(1, -1)
         difference = np.abs(here.numpy().astype(int) - np.load(drawn).astype(int)).max()
         assert difference <= 1, (case, difference)
+
+
+def test_a_new_kind_joins_the_cases_by_itself() -> None:
+    class Another(LabelCondition):
+        type: Literal["another"] = "another"  # type: ignore[assignment]
+
+    cases = together(Part | Another)
+    assert ("another",) in cases and {(name, "another") for (name,) in together(Part)[:6]} <= set(cases)
+    assert experiment(Path(), "dit", "another")["system"]["condition"] == [{"type": "another"}]
 
 
 def test_an_image_that_lacks_one_of_the_sets_is_left_out_of_all(made: Made) -> None:
