@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.workflow.plans import Plan, Plans, plan_file
+from image_diffusion.workflow.plans import PairPlan, Plan, Plans, plan_file
 
 RESOURCES = {
     "nodes": 1,
@@ -41,9 +41,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "judged_on_encoded": False,
         "judged_on_pairs": False,
         "pairs_beside": False,
-        "pairs_of_images": False,
-        "pairs_of_source": False,
-        "pairs_of_detector": False,
+        "pairs": {},
         "detectors": ["inpipe"],
         "references": {"inpipe": "results/datasets/dots-16/config/reference-inpipe.yaml"},
         "headline": "inpipe_fd",
@@ -63,12 +61,16 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "embeddings_experiment",
         "start_experiment",
         "tokens",
-        "pairs",
-        "captions",
         "prompts",
         "synthesize_table",
     ]
     return Plan(**{**dict.fromkeys(nothing), **plan, **changes})
+
+
+def a_set(**changes: Any) -> PairPlan:
+    """One set of pairs, made from crops, with a few things changed."""
+    pairs: PairPlan = {"of_images": True, "of_source": False, "of_detector": False, "files": None}
+    return {**pairs, **changes}  # type: ignore[typeddict-item]
 
 
 def plans_of(*plans: Plan) -> Plans:

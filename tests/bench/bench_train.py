@@ -24,7 +24,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import bare_machine  # noqa: F401 - first: it stands in for what is not installed
 import numpy as np
@@ -63,7 +63,7 @@ class Latents:
         self.labels = np.arange(num_samples, dtype=np.int64) % 1000
         self.stored = torch.randn(num_samples, *self.shape, generator=torch.Generator().manual_seed(0))
 
-    beside = None
+    beside: ClassVar[dict[str, Any]] = {}
 
     def gather(self, indices: Any, flip: Any = None, out: Tensor | None = None) -> Tensor:
         rows = self.stored[torch.from_numpy(indices)]

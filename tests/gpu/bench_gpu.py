@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class Stored:
         self.labels = np.arange(num_samples, dtype=np.int64) % max(1, num_classes)
         self.stored = torch.randn(num_samples, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    beside = None
+    beside: ClassVar[dict[str, Any]] = {}
 
     def gather(self, indices: Any, flip: Any = None, out: Tensor | None = None) -> Tensor:
         rows = self.stored[torch.from_numpy(indices)]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -81,7 +81,7 @@ class Latents:
             stored[rows] = stored[rows].flip(-1)
         return stored
 
-    beside = None
+    beside: ClassVar[dict[str, Any]] = {}
 
     def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
         return ()
@@ -501,7 +501,7 @@ def _small(kind: str) -> Callable[[World], Task]:
         labelled = "sample" in system.sections and not told
         image = system.conditioning.image if isinstance(system, DiffusionSystem) else None
         if image is not None:
-            spec = system.conditioning.spec(spec, None)
+            spec = system.conditioning.spec(spec, {})
 
         def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
             cond = {"label": label} if labelled else {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from image_diffusion.core.config.base import dump, parse, to_yaml
+from image_diffusion.core.config.base import dump, parse, read_yaml, to_yaml
 from image_diffusion.core.files.weights import read_weights
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
@@ -28,6 +28,7 @@ from image_diffusion.objectives.alignment import PROJECTOR, Alignment, Projector
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.base import Others
 from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.pairs.captions import CaptionPairs
 from image_diffusion.systems.pairs.inputs import PairInputs
 from image_diffusion.systems.pairs.teacher_features import FeaturePairs, TeacherFeatures
 from image_diffusion.training.checkpoint.averaged_weights import weights_at
@@ -99,7 +100,7 @@ def training_of(folder: Path, sets: Path, steps: int, features: str | Path = "fe
         "encoder": None if plain else FeaturePairs().encoded_by,
     }
     (folder / "train.yaml").write_text(to_yaml(stage))
-    pairs = None if plain else sets / features / "manifest.json"
+    pairs = [] if plain else [sets / features / "manifest.json"]
     return prepare_training(folder / "train.yaml", sets / "crops" / "manifest.json", None, pairs)
 
 
@@ -234,6 +235,31 @@ def test_what_is_written_holds_no_projector(sets: Path, tmp_path: Path) -> None:
         trained(training_of(tmp_path, sets, 1, **changes), tmp_path / f"next-{len(changes)}", once)
 
 
+def test_features_lie_beside_the_words_of_a_condition(sets: Path, tmp_path: Path) -> None:
+    words = parse(CaptionPairs, {"encoder": {"type": "hashed", "dim": 8}, "num_tokens": 2}, "pairs")
+    made = words.build(PairInputs(sets / "crops", None, 3, None, torch.device("cpu")))
+    write_pairs(made, "x", words.splits, words.dtype, tmp_path / "captions")
+    training_of(tmp_path, sets, 1)
+    stage = read_yaml(tmp_path / "train.yaml")
+    stage["encoder"] = {"captions": words.encoded_by, "features": FeaturePairs().encoded_by}
+    stage["system"] |= {"condition": [{"type": "label"}, {"type": "text"}]}
+    (tmp_path / "train.yaml").write_text(to_yaml(stage))
+    folders = [sets / "features", tmp_path / "captions"]
+    manifests = [folder / "manifest.json" for folder in folders]
+    training = prepare_training(tmp_path / "train.yaml", sets / "crops" / "manifest.json", None, manifests)
+    assert training.spec.conditions == {"text": (3, 8)} and training.spec.features == (3, 2, 2)
+    weights = trained(training, tmp_path / "out")
+    assert list(load_model(tmp_path / "out").pairs) == ["captions", "features"]
+    stage["system"]["alignment"], stage["encoder"] = None, words.encoded_by
+    (tmp_path / "train.yaml").write_text(to_yaml(stage))
+    alone = prepare_training(tmp_path / "train.yaml", sets / "crops" / "manifest.json", None, manifests[1:])
+    assert trained(alone, tmp_path / "alone") != weights
+    with pytest.raises(ValueError, match=r"were encoded by .* but the experiment names"):
+        stage["encoder"] = {"type": "hashed"}
+        (tmp_path / "train.yaml").write_text(to_yaml(stage))
+        prepare_training(tmp_path / "train.yaml", sets / "crops" / "manifest.json", None, manifests[1:])
+
+
 def test_it_is_not_spread_over_processes(sets: Path, tmp_path: Path) -> None:
     training = training_of(tmp_path, sets, 1)
     two, settings = World(0, 2, torch.device("cpu")), training.stage.train.model_copy(update={"sharding": "full"})
@@ -253,7 +279,7 @@ FEATURES = {"type": "features"}
         (
             {"alignment": {"block": 1}, "condition": {"type": "text"}},
             FEATURES,
-            "training reads only one set next to the images",
+            r"but pairs\.type is features\. It needs captions: add {type: captions} to the list pairs",
         ),
         ({"alignment": {"block": 3}}, FEATURES, r"alignment\.block is 3, but the network has 2 blocks"),
         (

@@ -187,8 +187,8 @@ def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refuse
 
     model = load_model(output)
     settings = PriorSampleConfig(prompts=("a large upright one in red on white",), num_samples=2)
-    assert model.pairs is not None
-    assert text_encoder(model.pairs, None, output).identity == model.pairs["text"]
+    pairs = model.pairs["pairs"]
+    assert text_encoder(pairs, None, output).identity == pairs["text"]
     made = model.system.sampling().maker(SamplingInputs(model, settings, load_codec(model, None, CPU), load_model))
     assert made(slice(0, 2)).shape == (2, 128)
 
@@ -196,7 +196,7 @@ def test_the_text_tower_goes_with_the_weights_of_the_prior_and_another_is_refuse
     (output / FILE).write_bytes((tmp_path / "other" / FILE).read_bytes())
     assert damaged(output, json.loads((output / "model.json").read_text())["carried"]) == [FILE]
     with pytest.raises(ValueError, match="but the text encoder is now .* Train again"):
-        text_encoder(model.pairs, None, output)
+        text_encoder(pairs, None, output)
     (output / FILE).unlink()
     with pytest.raises(ValueError, match=f"{FILE} does not exist"):
-        text_encoder(model.pairs, None, output)
+        text_encoder(pairs, None, output)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import psutil
@@ -37,7 +37,7 @@ class Points:
     num_samples, shape, dtype = 40, (3,), torch.float32
     labels = np.zeros(40, dtype=np.int64)
 
-    beside = None
+    beside: ClassVar[dict[str, Any]] = {}
 
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         return torch.ones(len(indices), 3)

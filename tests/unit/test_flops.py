@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def size_of(value: Any) -> int:
 class Moments:
     num_samples, shape, dtype = 1, (2, 4, 32, 32), torch.float16
     labels = np.zeros(1, dtype=np.int64)
-    beside = None
+    beside: ClassVar[dict[str, Any]] = {}
 
 
 def prepare(stored: Tensor, label: Tensor, streams: Streams) -> Batch:
@@ -132,7 +132,7 @@ def test_a_discriminator_that_begins_later_is_counted() -> None:
             return Batch(stored.to(torch.float32), {}, streams)
 
         def task(network: nn.Module) -> Task:
-            images = SimpleNamespace(shape=(3, 64, 64), dtype=torch.uint8, beside=None)
+            images = SimpleNamespace(shape=(3, 64, 64), dtype=torch.uint8, beside={})
             return Task(network, system.build_objective(spec), prepare, images)  # type: ignore[arg-type]
 
         config = TrainConfig.model_validate({"steps": 1000, "global_batch": 4})

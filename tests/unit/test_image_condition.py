@@ -403,7 +403,7 @@ def test_an_image_goes_with_numbers(trained):
     rows = [{"age": 20, "label": "c"}, {"age": 40, "label": "a"}]
     settings = SampleConfig(num_samples=3, first_seed=1, conditions=rows)
     held_out = open_shards(trained / "datasets/digits-16/crops", "validation")
-    pairs = {"columns": ["age"], "ranges": [[20.0, 60.0]]}
+    pairs = {"numbers": {"columns": ["age"], "ranges": [[20.0, 60.0]]}}
     request = condition.sampling_request(ConditionInputs(settings, 3, pairs, image_source=ImageSource(SPEC, held_out)))
     assert {name: tuple(tensor.shape) for name, tensor in request.conditions.items()} == {
         "numbers": (3, 1, 2),

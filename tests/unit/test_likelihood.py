@@ -47,7 +47,7 @@ def system(**changes: Any) -> IddpmSystem:
 
 def randomly_initialised(described: IddpmSystem) -> nn.Module:
     torch.manual_seed(0)
-    network = described.build_network(described.conditioning.spec(SPEC, None)).eval()
+    network = described.build_network(described.conditioning.spec(SPEC, {})).eval()
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.05)
     return network

@@ -30,8 +30,9 @@ class Pictures:
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         return self.images[indices]
 
-    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        return (self.masks[indices],)
+    def gather_of(self, kind: str, indices: NDArray[np.int64]) -> Tensor:
+        assert kind == "images"
+        return self.masks[indices]
 
 
 def boxes(count: int, seed: int, side: int = 16) -> Pictures:

@@ -101,7 +101,7 @@ def trained(data: Path, system: dict[str, Any], output: Path, steps: int = 2, **
     }
     config = output.with_suffix(".yaml")
     config.write_text(to_yaml(stage))
-    beside = data / "numbers" / "manifest.json" if "condition" in system else None
+    beside = [data / "numbers" / "manifest.json"] if "condition" in system else []
     training = prepare_training(config, data / "crops" / "manifest.json", None, beside)
     run(training.build, training.stage.train, training.model, training.data, output, None)
     return (output / "weights.safetensors").read_bytes()
@@ -349,10 +349,10 @@ def test_numbers_with_and_without_a_class_are_accepted(tmp_path: Path, name: str
         (
             [{"type": "text"}, {"type": "numbers"}],
             {},
-            "text and numbers are both named, but training reads only one set next to the images: captions or numbers",
+            "pairs.type is numbers. It needs captions: add {type: captions} to the list pairs.",
         ),
         (BOTH, {"pairs": {"type": "captions"}}, "system.condition.type is [label, numbers], but pairs.type is"),
-        ({"type": "label"}, {}, "pairs is set, but system.condition.type is label: nothing reads it."),
+        ({"type": "label"}, {}, "pairs has numbers, but system.condition.type is label: nothing reads them."),
         (BOTH, {"sample": {"conditions": [{"years": 3}]}}, "sample.conditions names years, which is no column of"),
         (BOTH, {"sample": {"conditions": [{"age": "old"}]}}, "age of row 0: 'old' is no number. Give a number"),
         (BOTH, {"sample": {"conditions": {"age": 3}}}, "sample.conditions: expected rows, such as [{age: 40"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,9 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec, Losses
 from image_diffusion.objectives import Objective
 from image_diffusion.objectives.denoising import Denoising
+from image_diffusion.objectives.edm import EdmDenoising
 from image_diffusion.objectives.flow_matching import FlowMatching
+from image_diffusion.objectives.label_dropout import LabelDropout
 from image_diffusion.objectives.timestep_sampling import ImportanceSampled, LossSecondMoment
 from image_diffusion.objectives.weighting import MinSnrWeighting, P2Weighting, SnrWeighting, UniformWeighting
 from image_diffusion.process import Continuous, Discrete, Flow
@@ -193,6 +197,42 @@ def test_configurations_survive_being_written_down(config: Denoising, process: D
 def test_objective_and_process_must_go_together(config: Denoising, process: Flow, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.build(process.build(), SPEC)
+
+
+def test_each_part_is_dropped_alone_beside_all_at_once() -> None:
+    spec = DataSpec(channels=3, resolution=4, num_classes=5, conditions={"text": (2, 3), "numbers": (1, 2)})
+    ids = torch.arange(4000)
+    streams = Streams(0, torch.zeros_like(ids), ids)
+    cond = {"label": ids % 5, "text": torch.ones(4000, 2, 3), "numbers": torch.ones(4000, 1, 2)}
+    batch = Batch(torch.zeros(4000, 3, 4, 4), cond, streams)
+    network = torch.nn.Identity()
+    both = LabelDropout(0.1, spec, {"label": 0.2, "text": 0.4})(batch, network)
+    dropped = {
+        "label": both["label"] == 5,
+        "text": ~both["text"].any(2).any(1),
+        "numbers": ~both["numbers"].any(2)[:, 0],
+    }
+    at_once = streams.event("label_drop", 0.1)
+    assert torch.equal(dropped["numbers"], at_once), "it is not dropped alone"
+    for name, probability in (("label", 0.2), ("text", 0.4)):
+        assert dropped[name][at_once].all()
+        assert dropped[name][~at_once].float().mean() == pytest.approx(probability, abs=0.03)
+    kept = ~at_once
+    assert (dropped["label"] & dropped["text"])[kept].float().mean() == pytest.approx(0.08, abs=0.02), "independently"
+    assert torch.equal(both["label"][~dropped["label"]], cond["label"][~dropped["label"]])
+    without = LabelDropout(0.1, spec)(batch, network)
+    assert torch.equal(without["numbers"], both["numbers"]) and torch.equal(without["label"] == 5, at_once)
+    alone = LabelDropout(0.0, spec, {"text": 0.4})(batch, network)
+    assert alone["label"] is cond["label"] or torch.equal(alone["label"], cond["label"])
+    assert LabelDropout(0.1, spec, {"text": 0.4})(batch, network.eval())["text"] is cond["text"]
+
+
+@pytest.mark.parametrize("objective", [Denoising, FlowMatching, EdmDenoising])
+def test_probabilities_of_parts_that_are_not_set_are_not_written(objective: Any) -> None:
+    assert "drop_probabilities" not in objective().model_dump()
+    assert objective(drop_probabilities={"text": 0.1}).model_dump()["drop_probabilities"] == {"text": 0.1}
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        objective(drop_probabilities={"text": 1.1})
 
 
 def test_dropping_labels_needs_labels() -> None:

@@ -308,7 +308,7 @@ def trained(data: Path, output: Path, steps: int = 2, system: Any = None, **trai
     stage["preview"] = {"num_samples": 3, "sampler": SAMPLER}
     config = output.with_suffix(".yaml")
     config.write_text(to_yaml(stage))
-    beside = data / "images" / "manifest.json"
+    beside = [data / "images" / "manifest.json"]
     training = prepare_training(config, data / "crops" / "manifest.json", None, beside)
     run(training.build, training.stage.train, training.model, training.data, output, None)
     return (output / "weights.safetensors").read_bytes()
@@ -406,8 +406,8 @@ def mistake(folder: Path, condition: Any, **sections: Any) -> str:
         (PAIRED, {"pairs": None}, "pairs is missing. It needs images: add a section, such as pairs: {type: images"),
         (PAIRED, {"pairs": {"type": "images"}}, "pairs.path is unset, but data.source.type: digits has no images"),
         (PAIRED, {"pairs": {"type": "captions"}}, "but pairs.type is captions. It needs images"),
-        ({"type": "label"}, {}, "nothing reads it. Leave it out, or set the condition to image."),
-        ([PAIRED, {"type": "text"}], {}, "training reads only one set next to the images: images or captions"),
+        ({"type": "label"}, {}, "nothing reads them. Leave them out, or add {type: image} to system.condition."),
+        ([PAIRED, {"type": "text"}], {}, "pairs.type is images. It needs captions: add {type: captions} to the list"),
         ([PAIRED, {"type": "image", "from": "self", "gray": True}], {}, "image is named twice."),
         (PAIRED, {"codec": {"type": "stability_vae"}}, "system.condition has an image, but codec.type is stability"),
         (PAIRED, {"sample": {"small_images": {"experiment": "base"}}}, "takes images like those of pairs.path"),
@@ -440,12 +440,14 @@ def test_what_does_not_fit_is_told_in_one_line_before_any_work(
 def test_the_settings_of_the_crop_are_those_of_this_kind_of_pairs_alone(tmp_path: Path) -> None:
     assert mistake(tmp_path, PAIRED) == ""
     ((_, experiment),) = load_all([tmp_path / "mine.yaml"]).values()
-    assert dump(embed_stage(experiment))["data"] == dump(experiment.data)
+    assert dump(embed_stage(experiment, experiment.pairs))["data"] == dump(experiment.data)
     words = {"prompts": ["a"]}
     text = {"type": "captions", "captions": {"type": "table", "path": "captions.csv"}}
     assert mistake(tmp_path, {"type": "text"}, pairs=text, sample=words, preview=words) == ""
     ((_, experiment),) = load_all([tmp_path / "mine.yaml"]).values()
-    assert "data" not in dump(embed_stage(experiment)) and experiment.pairs.other_files == "captions.csv"
+    assert (
+        "data" not in dump(embed_stage(experiment, experiment.pairs)) and experiment.pairs.other_files == "captions.csv"
+    )
 
 
 def test_one_part_is_read_from_a_configuration_by_both_of_its_keys() -> None:

@@ -39,6 +39,64 @@ def inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return x, torch.full((3,), 0.5), {"label": torch.tensor([1, 2, 3]), "low_res": low_res}
 
 
+def told(x: Tensor, t: Tensor, /, text: Tensor, image: Tensor, label: Tensor) -> Tensor:
+    """A network whose parts of the condition change what one another do; its other channels tell the text alone."""
+    mean = t.view(-1, 1, 1, 1) * x + (text + 2 * image + 4 * text * image + 8 * label).view(-1, 1, 1, 1)
+    return torch.cat([mean, text.view(-1, 1, 1, 1).expand_as(x)], dim=1)
+
+
+@pytest.mark.parametrize("names", [("image", "text"), ("text", "image"), ("text",)])
+def test_each_part_has_a_scale_over_those_before_it(names: tuple[str, ...]) -> None:
+    """Against equation 3 of Brooks et al. 2023, call by call."""
+    generator = torch.Generator().manual_seed(0)
+    x, t, label = torch.randn(3, 3, 2, 2, generator=generator), torch.tensor([0.2, 0.5, 0.9]), torch.ones(3)
+    cond = {"text": torch.tensor([1.0, 2.0, 3.0]), "image": torch.tensor([0.5, -1.0, 2.0])}
+    null, scales = {name: torch.tensor(0.25) for name in cond}, dict(zip(names, (1.5, 7.5), strict=False))
+    calls = []
+
+    def network(x: Tensor, t: Tensor, /, **given: Tensor) -> Tensor:
+        calls.append(len(x))
+        return told(x, t, **given)
+
+    out = guided(network, scales, null)(x, t, **cond, label=label)
+    assert calls == [3 * (1 + len(names))]
+    kept = {name: value for name, value in cond.items() if name not in names} | {"label": label}
+    empty = {name: torch.full((3,), 0.25) for name in cond}
+    levels = [
+        told(x, t, **{name: (cond if name in names[:k] else empty)[name] for name in names}, **kept)[:, :3]
+        for k in range(len(names) + 1)
+    ]
+    expected = levels[0]
+    for scale, low, high in zip(scales.values(), levels[:-1], levels[1:], strict=True):
+        expected = expected + scale * (high - low)
+    torch.testing.assert_close(out[:, :3], expected)
+    assert torch.equal(out[:, 3:], told(x, t, **cond, label=label)[:, 3:])
+    ones = guided(told, dict.fromkeys(names, 1.0), null)(x, t, **cond, label=label)
+    torch.testing.assert_close(ones, told(x, t, **cond, label=label))
+
+
+def test_scales_rise_and_end_as_one_scale_does_and_cost_a_prediction_each() -> None:
+    grid = Flow().build().grid(8)
+    cond = {"text": torch.tensor([1.0]), "image": torch.tensor([0.5]), "label": torch.ones(1)}
+    null, x = {"image": torch.tensor(0.0)}, torch.linspace(-1, 1, 12).view(1, 3, 2, 2)
+    for more in ({"power": 2.0}, {"interval": (0.1, 1.0)}, {"channels": "first_three"}):
+        one = Guidance(guidance_scale=3, **more).build(told, null, grid)
+        of_part = Guidance(scales={"image": 3}, **more).build(told, null, grid)
+        for time in grid.time[:-1]:
+            t = time.view(1).float()
+            torch.testing.assert_close(of_part(x, t, **cond), one(x, t, **cond))
+        share = Guidance(guidance_scale=3, **more).share(grid)
+        assert Guidance(scales={"image": 3, "text": 1}, **more).share(grid) == 2 * share
+
+
+def test_scales_that_do_not_fit_are_told_and_unset_ones_are_not_written() -> None:
+    with pytest.raises(ValueError, match="guidance_scale is 2 and scales is set, each in place of the other"):
+        Guidance(guidance_scale=2, scales={"text": 2})
+    with pytest.raises(ValueError, match="a scale for 'text', which the network is not told. Known: label"):
+        guided(Recorder(), {"text": 2.0}, NULL)
+    assert "scales" not in Guidance().model_dump() and Guidance(scales={"a": 2}).model_dump()["scales"] == {"a": 2.0}
+
+
 def test_scale_one_is_the_network_itself() -> None:
     network = Recorder()
     assert guided(network, 1.0, NULL) is network

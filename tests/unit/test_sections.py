@@ -82,7 +82,7 @@ def told(folder: Path, sections: dict[str, Any]) -> str:
         (PRIOR | {"evaluate": {"detectors": ["inpipe"]}}, "evaluate is set, but a system of type prior"),
         (DIT | {"prediction": {"num_candidates": 1}}, "prediction is set, but a system of type dit has no use for it"),
         (DVAE | {"pairs": {"type": "hashed"}}, "pairs is set, but a system of type dvae has no use for it"),
-        (DIT | {"pairs": {"type": "captions"}}, "pairs is set, but system.condition.type is label: nothing reads"),
+        (DIT | {"pairs": {"type": "captions"}}, "has captions, but system.condition.type is label: nothing reads them"),
         (DIT | {"sample": {"prompts": ["a seven"]}}, "sample.prompts or sample.negative_prompt is set, but"),
         (
             DIT | {"system": SMALL_DIT | {"condition": {"type": "text"}}},

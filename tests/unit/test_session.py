@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ class Samples:
     num_samples, shape, dtype = 40, (3, 1, 1), torch.float32
     labels = np.zeros(40, dtype=np.int64)
 
-    beside = None
+    beside: ClassVar[dict[str, Any]] = {}
 
     def gather(self, indices: Any, flip: Any = None, out: Any = None) -> Tensor:
         x = torch.randn(40, 3, 1, 1, generator=torch.Generator().manual_seed(0))

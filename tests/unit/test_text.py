@@ -281,7 +281,7 @@ def stage(tmp_path: Path, steps: int, **changes: Any) -> Path:
 def trained(tmp_path: Path, steps: int, output: Path) -> bytes:
     """The weights that so many steps give."""
     config, data = stage(tmp_path, steps), tmp_path / "crops" / "manifest.json"
-    training = prepare_training(config, data, None, tmp_path / "captions" / "manifest.json")
+    training = prepare_training(config, data, None, [tmp_path / "captions" / "manifest.json"])
     run(training.build, training.stage.train, training.model, training.data, output, None)
     return (output / "weights.safetensors").read_bytes()
 
@@ -294,7 +294,11 @@ def test_a_training_resumes_to_the_same_bytes_and_draws_what_prompts_ask_for(tmp
     assert trained(tmp_path, 4, tmp_path / "twice") == whole
 
     model = load_model(tmp_path / "once")
-    assert model.pairs is not None and model.spec.num_classes == 0 and model.spec.conditions == {"text": (5, 128)}
+    assert (
+        list(model.pairs) == ["captions"]
+        and model.spec.num_classes == 0
+        and model.spec.conditions == {"text": (5, 128)}
+    )
 
     def images(**settings: Any) -> tuple[torch.Tensor, Any]:
         given = {"num_samples": 4, "sampler": {"type": "euler", "num_steps": 2}} | settings
@@ -323,15 +327,15 @@ def test_another_text_encoder_refuses_the_old_encodings(tmp_path):
     data, pairs = tmp_path / "crops" / "manifest.json", tmp_path / "captions" / "manifest.json"
     other = stage(tmp_path, 1, encoder={"type": "hashed", "dim": 64})
     with pytest.raises(ValueError, match="were encoded by .*'dim': 128.* but the experiment names .*'dim': 64"):
-        prepare_training(other, data, None, pairs)
+        prepare_training(other, data, None, [pairs])
     with pytest.raises(ValueError, match="reads captions beside its data. Name their manifest.json: --pairs"):
         prepare_training(stage(tmp_path, 1), data, None)
     with pytest.raises(ValueError, match="holds crops, not captions"):
-        prepare_training(stage(tmp_path, 1), data, None, data)
+        prepare_training(stage(tmp_path, 1), data, None, [data])
     trained(tmp_path, 1, tmp_path / "out")
     model = load_model(tmp_path / "out")
-    assert model.pairs is not None
-    changed = {**model.pairs, "text": {**model.pairs["text"], "version": 0}}
+    captions = model.pairs["captions"]
+    changed = {"captions": {**captions, "text": {**captions["text"], "version": 0}}}
     settings = parse(SampleConfig, {"prompts": ["a"]}, "sample")
     with pytest.raises(ValueError, match="Restore the one that encoded them, or train again"):
         model.system.conditioning.sampling_request(ConditionInputs(settings, 1, changed))  # type: ignore[attr-defined]

@@ -267,7 +267,10 @@ TOKENS = {"type": "tokens", "network": {"depth": 1, "width": 16, "num_heads": 2}
             "sweep.guidance_scale 2.guidance.guidance_scale is 2, but the network never",
         ),
         ({"system": TOKENS} | OF | {"sample": {"prompts": ["a seven"]}}, "takes classes, not words"),
-        ({"system": TOKENS} | OF | {"pairs": {"type": "captions"}}, "nothing reads it"),
+        (
+            {"system": TOKENS} | OF | {"pairs": {"type": "captions"}},
+            "pairs has captions, but system.condition.type is label: nothing reads them",
+        ),
         ({"system": TOKENS | {"condition": {"type": "text"}}} | OF, "needs captions"),
         (
             {"system": TOKENS | {"objective": {"label_drop_probability": 0}}}

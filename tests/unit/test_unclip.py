@@ -83,7 +83,7 @@ def trained(folder: Path, system: dict[str, Any], output: Path, steps: int = 2, 
         stage["preview"] = {"num_samples": 3, "sampler": SAMPLER}
     (folder / "train.yaml").write_text(to_yaml(stage))
     pairs = folder / "pairs" / "manifest.json"
-    given = (folder / "crops" / "manifest.json", None, pairs) if decodes else (pairs, None)
+    given = (folder / "crops" / "manifest.json", None, [pairs]) if decodes else (pairs, None)
     training = prepare_training(folder / "train.yaml", *given)
     run(training.build, training.stage.train, training.model, training.data, output, None)
     return (output / "weights.safetensors").read_bytes()
@@ -303,8 +303,8 @@ def test_embeddings_by_another_encoder_are_refused(data, prior, tmp_path):
 
 
 def test_prompts_are_embedded_as_the_captions_were(prior):
-    pairs = load_model(prior).pairs
-    assert pairs is not None and pairs["text"] == text_encoder(pairs, None).identity == HashingText(DIM, 3).identity
+    pairs = load_model(prior).pairs["pairs"]
+    assert pairs["text"] == text_encoder(pairs, None).identity == HashingText(DIM, 3).identity
     for unknown in (None, {"text": {"type": "files"}}):
         with pytest.raises(ValueError, match=r"does not record the encoder of its captions. Set sample.clip"):
             text_encoder(unknown, None)

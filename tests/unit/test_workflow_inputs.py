@@ -14,7 +14,7 @@ from image_diffusion.core.files.atomic import write_json
 from image_diffusion.workflow.inputs import Files
 from image_diffusion.workflow.parts import Parts
 from image_diffusion.workflow.plans import Plan, Plans
-from plans import a_plan, plans_of
+from plans import a_plan, a_set, plans_of
 
 DATA = "out/datasets/dots-16"
 
@@ -38,7 +38,7 @@ def test_a_plain_experiment_needs_crops_and_nothing_else() -> None:
     known = files(a_plan())
     assert known.training_data(ONE) == known.real_data(ONE) == f"{DATA}/crops/manifest.json"
     assert known.dataset_folder(ONE) == DATA
-    for name in ("codec", "start", "pairs", "reference", "small_images", "embeddings", "prompts", "pair_detector"):
+    for name in ("codec", "start", "pairs", "reference", "small_images", "embeddings", "prompts"):
         assert inputs(known, name) == option(known, name) == []
     parts = Parts("out", plans_of(a_plan()))
     assert parts.sampled_parts(ONE) == parts.made_option(ONE, SimpleNamespace(parts=[])) == []
@@ -168,10 +168,10 @@ def test_what_is_enlarged() -> None:
 
 
 def test_what_images_are_made_of(tmp_path: Path) -> None:
-    drawn = files(a_plan(embeddings_experiment="prior", pairs="hashed", pairs_beside=True))
+    drawn = files(a_plan(embeddings_experiment="prior", pairs={"hashed": a_set()}, pairs_beside=True))
     assert inputs(drawn, "embeddings") == ["out/prior/samples/embeddings.json"]
     assert option(drawn, "embeddings") == ["--embeddings", "out/prior/samples"]
-    held_out = files(a_plan(embeddings="validation", pairs="hashed", pairs_beside=True))
+    held_out = files(a_plan(embeddings="validation", pairs={"hashed": a_set()}, pairs_beside=True))
     assert inputs(held_out, "embeddings") == [f"{DATA}/hashed/manifest.json", f"{DATA}/crops/manifest.json"]
     assert option(held_out, "embeddings") == ["--embeddings", f"{DATA}/hashed", f"{DATA}/crops"]
     for name in ("img_emb/img_emb_0.npy", "metadata/metadata_0.parquet"):
@@ -231,14 +231,14 @@ def test_images_that_samples_are_made_of_are_inputs_and_cropped_as_the_data_set(
 
 
 def test_pairs_of_embeddings() -> None:
-    made = files(a_plan(pairs="hashed", pairs_of_images=True, pairs_of_detector=True, captions="captions.csv"))
+    made = files(a_plan(pairs={"hashed": a_set(of_detector=True, files="captions.csv")}))
     job = {"dataset": "dots-16", "pairs": "hashed"}
     assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", "captions.csv"]
-    assert inputs(made, "pair_detector", job) == [f"{DATA}/detector/detector.json"]
+    assert made.pair_detector(job) == [f"{DATA}/detector/detector.json"]
     assert made.pair_options(job) == ["--data", f"{DATA}/crops/manifest.json", "--detector", f"{DATA}/detector"]
     assert made.real_data(ONE) == made.training_data(ONE) == f"{DATA}/hashed/manifest.json"
     assert inputs(made, "detector") == []
-    given = files(a_plan(pairs="files", pairs_of_source=True))
+    given = files(a_plan(pairs={"files": a_set(of_images=False, of_source=True)}))
     assert given.pair_sources({"dataset": "dots-16", "pairs": "files"}) == [f"{DATA}/source.json"]
     assert given.pair_options({"dataset": "dots-16", "pairs": "files"}) == []
 
@@ -247,8 +247,8 @@ def test_a_changed_file_of_the_folder_that_pairs_are_read_from_changes_a_paramet
     (tmp_path / "a").mkdir()
     mask = tmp_path / "a" / "1.png"
     mask.write_bytes(b"1")
-    pairs = {"pairs": "images", "pairs_beside": True, "pairs_of_images": True, "judged_on_pairs": True}
-    made, job = files(a_plan(**pairs, captions=str(tmp_path))), {"dataset": "dots-16", "pairs": "images"}
+    pairs = {"pairs": {"images": a_set(files=str(tmp_path))}, "pairs_beside": True, "judged_on_pairs": True}
+    made, job = files(a_plan(**pairs)), {"dataset": "dots-16", "pairs": "images"}
     assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", str(tmp_path)]
     before = made.pair_files(job)
     assert before[:-1] == made.pair_options(job) == ["--data", f"{DATA}/crops/manifest.json"]
@@ -256,15 +256,15 @@ def test_a_changed_file_of_the_folder_that_pairs_are_read_from_changes_a_paramet
     mask.write_bytes(b"22")
     assert made.pair_files(job)[:-1] == before[:-1] and made.pair_files(job) != before
     assert option(made, "judged_pairs") == ["--pairs", f"{DATA}/images"]
-    of_table = files(a_plan(pairs="numbers", pairs_beside=True, pairs_of_images=True, captions="numbers.csv"))
+    of_table = files(a_plan(pairs={"numbers": a_set(files="numbers.csv")}, pairs_beside=True))
     of_numbers = {"dataset": "dots-16", "pairs": "numbers"}
     assert of_table.pair_files(of_numbers) == of_table.pair_options(of_numbers), "no other pairs are made again"
     assert option(of_table, "judged_pairs") == inputs(of_table, "judged_pairs") == []
 
 
 def test_captions_are_read_beside_the_data_and_follow_the_source() -> None:
-    captions = {"pairs": "captions-hashed", "pairs_beside": True, "pairs_of_images": True, "pairs_of_source": True}
-    made = files(a_plan(**captions, prompts="prompts.txt"))
+    captions = {"captions-hashed": a_set(of_source=True)}
+    made = files(a_plan(pairs=captions, pairs_beside=True, prompts="prompts.txt"))
     job = {"dataset": "dots-16", "pairs": "captions-hashed"}
     assert made.pair_sources(job) == [f"{DATA}/crops/manifest.json", f"{DATA}/source.json"]
     assert made.real_data(ONE) == made.training_data(ONE) == f"{DATA}/crops/manifest.json"
@@ -272,6 +272,24 @@ def test_captions_are_read_beside_the_data_and_follow_the_source() -> None:
     assert inputs(made, "detector") == [f"{DATA}/detector/detector.json"] and inputs(made, "prompts") == ["prompts.txt"]
     plain = files(a_plan())
     assert option(plain, "pairs") == inputs(plain, "pairs") == inputs(plain, "prompts") == []
+
+
+def test_several_sets_are_read_in_one_order_and_each_is_made_with_its_own_configuration() -> None:
+    names = ("images", "numbers")
+    sets = {"images": a_set(files="masks"), "numbers": a_set(files="numbers.csv")}
+    configs = {f"embed-{name}": f"embed-{name}.yaml" for name in names} | {"crop": "crop.yaml", "train": "train.yaml"}
+    plan = a_plan(pairs=sets, pairs_beside=True, judged_on_pairs=True, embeddings="validation", configs=configs)
+    made = files(plan)
+    manifests = [f"{DATA}/{name}/manifest.json" for name in names]
+    assert option(made, "pairs") == ["--pairs", *manifests] and inputs(made, "judged_pairs") == manifests
+    assert option(made, "judged_pairs") == ["--pairs", f"{DATA}/images", f"{DATA}/numbers"]
+    assert option(made, "embeddings") == ["--embeddings", f"{DATA}/images", f"{DATA}/numbers", f"{DATA}/crops"]
+    jobs = [{"dataset": "dots-16", "pairs": name} for name in names]
+    assert [made.pair_sources(job)[-1] for job in jobs] == ["masks", "numbers.csv"]
+    assert [made.pair_config(job) for job in jobs] == ["embed-images.yaml", "embed-numbers.yaml"]
+    assert made.configs_before("train")(ONE) == ["crop.yaml", "embed-images.yaml", "embed-numbers.yaml"]
+    assert set(manifests) <= set(made.everything({}))
+    assert plans_of(plan).pattern("pairs") == "images|numbers"
 
 
 def test_a_stage_reads_its_configuration_and_those_of_the_stages_before() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.workflow.plans import Plan, Plans, plan_file, read_plan
-from plans import a_plan, plans_of, write_plans
+from plans import a_plan, a_set, plans_of, write_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def test_two_that_are_compared_with_each_other_are_read_once(tmp_path: Path) -> 
 def test_a_job_finds_its_plan_by_what_it_is_about() -> None:
     plain = a_plan("plain")
     latent = a_plan("latent", codec="vae", codec_experiment="vae")
-    paired = a_plan("paired", dataset="faces-32", pairs="hashed")
+    paired = a_plan("paired", dataset="faces-32", pairs={"hashed": a_set()})
     plans = plans_of(plain, latent, paired)
     assert plans.plan_for({"experiment": "plain"}) is plain
     assert plans.plan_for({"dataset": "dots-16"}).dataset == "dots-16"

@@ -1,4 +1,4 @@
-"""One graph from a folder of masks beside the images to images of those masks, judged by a segmenter and exported."""
+"""One graph from masks and numbers beside the images to images of those, judged by a segmenter and exported."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def mask_of(path: Path) -> Image.Image:
         return image.convert("L").point(lambda level: 255 * (level > middle))
 
 
-def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
+def test_masks_of_a_folder_and_numbers_of_a_table_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
     paths = sorted((fresh / "images").rglob("*.png"))
     masks = [fresh / "masks" / path.relative_to(fresh / "images").with_suffix(".bmp") for path in paths]
     for path, mask in list(zip(paths, masks, strict=True))[:-1]:  # the last image has no mask
         mask.parent.mkdir(parents=True, exist_ok=True)
         mask_of(path).save(mask)
+    rows = [f"{path.relative_to(fresh / 'images')},{number}" for number, path in enumerate(paths)]
+    (fresh / "numbers.csv").write_text("\n".join(["path,age", *rows[1:]]))  # the first image has no number
 
     def masked(data: dict[str, Any]) -> None:
         data["data"]["max_bad_fraction"] = 0.1
-        data["pairs"] = {"type": "images", "path": "masks", "labels": {"dark": 0, "light": 255}}
-        data["system"]["condition"] = [{"type": "label"}, {"type": "image", "from": "pairs"}]
+        numbers = {"type": "numbers", "columns": ["age"], "table": "numbers.csv"}
+        data["pairs"] = [numbers, {"type": "images", "path": "masks", "labels": {"dark": 0, "light": 255}}]
+        data["system"]["condition"] = [{"type": "label"}, {"type": "image", "from": "pairs"}, {"type": "numbers"}]
         data["train"] |= {"grid_every_steps": 2, "steps": 2}
         data["preview"] = {"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 2}}
         data["sample"] |= {"guidance": {"guidance_scale": 2}}
@@ -45,8 +48,12 @@ def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project
     manifest = json.loads((fresh / "results/datasets/dots-16/images/manifest.json").read_text())
     assert (manifest["kind"], manifest["num_samples"], manifest["quarantined"]) == ("images", 63, 1)
     assert paths[-1].name in (fresh / "results/datasets/dots-16/images/quarantine.csv").read_text()
-    made = json.loads((fresh / "results/micro/samples/samples.json").read_text())["image"]
+    said = json.loads((fresh / "results/micro/samples/samples.json").read_text())
+    made = said["image"]
     assert (made["split"], made["labels"]) == ("validation", ["dark", "light"])
+    assert said["conditions"]["data"] == made["data"] and set(said["conditions"]["values"]) == {"age"}
+    model = json.loads((fresh / "results/micro/train/model.json").read_text())
+    assert list(model["pairs"]) == ["images", "numbers"]
     metrics = json.loads((fresh / "results/micro/metrics.json").read_text())["metrics"]
     judged = [metrics[name] for name in ("mask_iou", "mask_iou_dark", "mask_iou_light")]
     assert all(0 <= entry["value"] <= 1 and entry["floor_n"] for entry in judged)
@@ -57,8 +64,10 @@ def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project
 
     held_out = open_shards(fresh / "results/datasets/dots-16/crops", "validation")
     images = open_shards(fresh / "results/datasets/dots-16/images", "all")
-    count = held_out.join(images).num_samples
-    assert 0 < count < 63 and torch.equal(images.gather([0]).unique(), torch.tensor([0, 1], dtype=torch.uint8))
+    numbers = open_shards(fresh / "results/datasets/dots-16/numbers", "all")
+    count = held_out.join(images).join(numbers).num_samples
+    assert numbers.num_samples == images.num_samples == count < 63 == manifest["num_samples"]
+    assert count > 0 and torch.equal(images.gather([0]).unique(), torch.tensor([0, 1], dtype=torch.uint8))
 
     command = [warm_python(), "-m", "image_diffusion", "sample", "micro", "--num", "3", "--label", "light", "--set"]
     drawn = subprocess.run(
@@ -69,6 +78,7 @@ def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project
 
     mask_of(paths[0]).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(masks[0])
     assert {"embed", "train", "sample", "evaluate"} <= fresh.planned() and "crop" not in fresh.planned()
+    assert fresh.planned("results/datasets/dots-16/numbers/manifest.json") == set()
     before = [shard["sha256"] for shard in manifest["shards"]]
     fresh.run()
     after = json.loads((fresh / "results/datasets/dots-16/images/manifest.json").read_text())["shards"]

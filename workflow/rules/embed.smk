@@ -1,11 +1,11 @@
-# crops and captions, or the embeddings of others -> pairs of image and text embeddings, what a prior learns from
+# crops and captions, tables or folders, or the embeddings of others -> a set of the section pairs
 
 
 rule embed:
-    "Pairs of image and text embeddings: what a prior learns from."
+    "Pairs of embeddings, which a prior learns from, or what is read beside the images: one set of the section pairs."
     input:
-        **files.inputs("pair_detector"),
-        config=files.config("embed"),
+        detector=files.pair_detector,
+        config=files.pair_config,
         before=files.configs_before("embed"),
         data=files.pair_sources,
     output:

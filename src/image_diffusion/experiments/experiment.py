@@ -49,7 +49,8 @@ from image_diffusion.systems.base import (
     spec_of,
 )
 from image_diffusion.systems.interface import Section
-from image_diffusion.systems.pairs.config import PairsConfig
+from image_diffusion.systems.pairs.config import PairsConfig, SeveralPairs
+from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 from image_diffusion.systems.sampling import SampleSettings, SamplingSources
 from image_diffusion.training.config import TrainConfig
@@ -111,7 +112,7 @@ class Experiment(Config):
     """The space the network works in."""
     encode: EncodeConfig | None = None
     """Encoding of images as latents, or tokens."""
-    pairs: PairsConfig | None = None
+    pairs: SeveralPairs | None = None
     """Source of the pairs of image and text embeddings."""
     system: AnySystem
     """The network, the process and the objective."""
@@ -137,6 +138,11 @@ class Experiment(Config):
     def section(self, name: str) -> Any:
         """Return a section that the system has, by name."""
         return getattr(self, name)
+
+    @property
+    def pair_sets(self) -> tuple[PairsConfig, ...]:
+        """Return the sets of the section `pairs`."""
+        return sets_of(self.pairs)
 
     @property
     def samples(self) -> SampleSettings | None:
@@ -251,7 +257,8 @@ class ReferenceStage(Config):
 
 class TrainStage(Config):
     """Configuration of the stage `train`. preview: of a system that has such a section. encoder: of the captions or
-    features that the system reads beside its data, as `pairs.encoder` or `pairs.teacher` says it."""
+    features that the system reads beside its data, as `pairs.encoder` or `pairs.teacher` says it; by kind where it
+    reads several sets."""
 
     experiment: str
     codec: CodecConfig
@@ -419,8 +426,10 @@ def check_synthesize(experiment: Experiment) -> None:
         )
     config, sampling, columns = experiment.synthesize, experiment.system.sampling(), tuple[str, ...]()
     assert config is not None
-    if experiment.system.reads_beside == NumberPairs.kind and isinstance(experiment.pairs, NumberPairs):
-        columns = experiment.pairs.columns
+    if (
+        of_numbers := next((pairs for pairs in experiment.pair_sets if isinstance(pairs, NumberPairs)), None)
+    ) is not None:
+        columns = of_numbers.columns
     if taken := sorted(TAKEN.intersection(columns)):
         raise ValueError(
             f"pairs.columns names {taken[0]}, which is another column of the files of synthesize. Rename the column."

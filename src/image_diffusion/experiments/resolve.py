@@ -27,7 +27,9 @@ from image_diffusion.experiments.experiment import (
 )
 from image_diffusion.experiments.study import Expanded
 from image_diffusion.systems.base import Others, makes
-from image_diffusion.workflow.plans import Plan, plan_file
+from image_diffusion.systems.pairs.config import PairsConfig
+from image_diffusion.systems.pairs.inputs import written
+from image_diffusion.workflow.plans import PairPlan, Plan, plan_file
 
 CODEC, SMALL_IMAGES = "codec.experiment", "sample.small_images.experiment"
 AGAINST = "evaluate.against.experiment"
@@ -105,8 +107,8 @@ def _check_shared_data(experiments: dict[str, tuple[Path | str, Experiment]]) ->
             sections[f"{experiment.data.folder}/{tokens_of(name)}"] = tokens
         if experiment.codec.name is not None:
             sections[f"{experiment.data.folder}/{experiment.codec.name}"] = encode_stage(experiment)
-        if experiment.pairs is not None:
-            sections[f"{experiment.data.folder}/{experiment.pairs.name}"] = embed_stage(experiment)
+        for pairs in experiment.pair_sets:
+            sections[f"{experiment.data.folder}/{pairs.name}"] = embed_stage(experiment, pairs)
         for folder, section in sections.items():
             other_path, other = described.setdefault(folder, (path, section))
             if other != section:
@@ -147,13 +149,14 @@ def own_tokens(name: str, experiment: Experiment) -> EncodeStage | None:
 
 def train_stage(name: str, experiment: Experiment) -> TrainStage:
     """Return the configuration of `train`, for the experiment of that name."""
+    encoders = {pairs.kind: pairs.encoded_by for pairs in experiment.pair_sets if pairs.encoded_by is not None}
     return TrainStage(
         experiment=name,
         codec=experiment.codec,
         system=experiment.system,
         train=experiment.train,
         preview=experiment.preview,
-        encoder=experiment.pairs.encoded_by if experiment.pairs is not None else None,
+        encoder=written(encoders, [pairs.kind for pairs in experiment.pair_sets]),
     )
 
 
@@ -172,19 +175,35 @@ def reference_stages(experiment: Experiment) -> dict[str, ReferenceStage]:
     return stages
 
 
-def embed_stage(experiment: Experiment) -> EmbedStage:
-    """Return the configuration of `embed`, for an experiment that has pairs."""
-    assert experiment.pairs is not None
+def embed_stage(experiment: Experiment, pairs: PairsConfig) -> EmbedStage:
+    """Return the configuration of `embed`, for one of the sets of an experiment's section pairs."""
     data = experiment.data
-    source = data.source if experiment.pairs.needs_source else None
+    source = data.source if pairs.needs_source else None
     return EmbedStage(
         name=data.name,
         num_shards=data.num_shards,
-        pairs=experiment.pairs,
+        pairs=pairs,
         source=source,
         max_bad_fraction=data.max_bad_fraction,
-        data=data if experiment.pairs.needs_crop else None,
+        data=data if pairs.needs_crop else None,
     )
+
+
+def pair_plans(experiment: Experiment) -> dict[str, PairPlan]:
+    """Return the facts about the sets of an experiment's section pairs, by the folder of each, in the order in which
+    training reads them."""
+    kinds = experiment.system.reads_beside
+    sets = sorted(experiment.pair_sets, key=lambda pairs: kinds.index(pairs.kind) if kinds else 0)
+    of_images = not isinstance(experiment.data.source, Embeddings)
+    return {
+        pairs.name: {
+            "of_images": of_images,
+            "of_source": pairs.needs_source,
+            "of_detector": pairs.needs_detector,
+            "files": pairs.other_files,
+        }
+        for pairs in sets
+    }
 
 
 def replaced(experiments: Mapping[str, Experiment], results: Path) -> list[str]:
@@ -242,9 +261,9 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
     tokens = tokens_of(name) if own_codec is not None else None
     if own_codec is not None:
         stages["tokens"] = (dataset / "config" / f"encode-{tokens}.yaml", dump(own_codec))
-    pairs = experiment.pairs
-    if pairs is not None:
-        stages["embed"] = (dataset / "config" / f"embed-{pairs.name}.yaml", dump(embed_stage(experiment)))
+    for pairs in experiment.pair_sets:
+        stage_name = f"embed-{pairs.name}"
+        stages[stage_name] = (dataset / "config" / f"{stage_name}.yaml", dump(embed_stage(experiment, pairs)))
     references = {
         detector_name: (dataset / "config" / f"reference-{detector_name}.yaml", dump(stage))
         for detector_name, stage in reference_stages(experiment).items()
@@ -275,12 +294,8 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         tokens=tokens,
         judged_on_encoded=evaluation.reads_encoded,
         judged_on_pairs=evaluation.reads_pairs,
-        pairs=pairs.name if pairs is not None else None,
-        pairs_beside=system.reads_beside is not None,
-        pairs_of_images=pairs is not None and not isinstance(experiment.data.source, Embeddings),
-        pairs_of_source=pairs is not None and pairs.needs_source,
-        pairs_of_detector=pairs is not None and pairs.needs_detector,
-        captions=pairs.other_files if pairs is not None else None,
+        pairs=pair_plans(experiment),
+        pairs_beside=bool(system.reads_beside),
         prompts=prompt_file(experiment),
         pictures=system.sampling().pictures(experiment.sample) if makes(experiment, "images") else [],
         makes_samples=makes(experiment, "images"),

@@ -230,7 +230,7 @@ def operations_of(experiment: Experiment, codec: Experiment | None = None) -> in
     system: Any = experiment.system
 
     class Stored:
-        num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), None
+        num_samples, labels, beside = 1, np.zeros(1, dtype=np.int64), dict[str, Any]()
         shape = (
             (2, 768)
             if is_pairs

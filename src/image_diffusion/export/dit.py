@@ -22,7 +22,7 @@ _CODE = 'pipeline = DiTPipeline.from_pretrained(".")\nimage = pipeline(class_lab
 def check_dit(system: DiTSystem, experiment: Sections, others: Others) -> None:
     """Raise ValueError for settings that diffusers' DiTPipeline does not support."""
     codec = experiment.codec
-    if system.conditioning.reads is not None or system.conditioning.image is not None:
+    if system.conditioning.reads or system.conditioning.image is not None:
         raise ValueError(
             "Diffusers' DiTPipeline takes classes, but this network takes words, embeddings or images. Set "
             "export.format to pipeline."

@@ -85,7 +85,7 @@ def read_iddpm(content: Mapping[str, Any], path: Path, codec: str, described: De
         system = IddpmSystem(**parts)
     else:
         system = experiment.system
-        num_classes = max(num_label_rows(content) - system.reading.drops_labels, 0)
+        num_classes = max(num_label_rows(content) - system.has_null_label, 0)
         data = experiment.data
         images = DataSpec(channels=data.num_channels, resolution=data.resolution, num_classes=num_classes)
         spec = images.model_copy(update={"conditions": system.sampling().derived_conditions(images)})

@@ -244,8 +244,12 @@ class DiT(nn.Module):
             caption, words = self.text_embedder(text.to(tokens.dtype))  # [B, D], [B, L, D]
             c, mask = c + caption, present(text, tokens.shape[1])
         if embedding is not None:
-            seen, words = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
+            seen, of_image = self.image_embedder(embedding.to(tokens.dtype))  # [B, D], [B, M, D]
             c = c + seen
+            if mask is not None and of_image is not None:
+                mask = F.pad(mask, (of_image.shape[1], 0), value=True)  # [B, M + L + N]
+            both = [some for some in (of_image, words) if some is not None]
+            words = torch.cat(both, 1) if both else None  # [B, M + L, D]
         c = with_augmentation(self, with_numbers(self, c, numbers), augment)
         angles = self._angles(tokens) if self.config.rope else None
         recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
@@ -254,6 +258,7 @@ class DiT(nn.Module):
             if num_class_tokens and number == self.config.class_tokens_from:
                 tokens = torch.cat([y[:, None, :] + self.class_tokens, tokens], 1)  # [B, M + N, D]
                 angles = None if angles is None else F.pad(angles, (0, 0, num_class_tokens, 0))  # these do not turn
+                mask = None if mask is None else F.pad(mask, (0, num_class_tokens), value=True)
             inputs = (words, mask, angles)
             tokens = (
                 checkpoint(block, tokens, c, *inputs, use_reentrant=False, preserve_rng_state=False)

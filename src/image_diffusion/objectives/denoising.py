@@ -13,9 +13,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.objectives.label_dropout import DropsParts, LabelDropout
 from image_diffusion.objectives.timestep_sampling import AtTimes, TimestepSampling, UniformTimesteps
 from image_diffusion.objectives.weighting import UniformWeighting, Weighting
 from image_diffusion.process.base import NoiseProcess, broadcast
@@ -35,7 +34,7 @@ from image_diffusion.process.parameterization import (
 Loss = Literal["simple", "hybrid", "rescaled_hybrid", "kl", "rescaled_kl"]
 
 
-class Denoising(Config):
+class Denoising(DropsParts):
     """Predict eps, x0, v or previous_x."""
 
     type: Literal["denoising"] = "denoising"
@@ -98,7 +97,7 @@ class DenoisingObjective(AtTimes):
                 "Use loss simple and prediction eps, x0 or v with this one."
             )
         self._config, self._process = config, process
-        self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw a time for each sample and measure there (`at_times`)."""

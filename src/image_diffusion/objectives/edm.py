@@ -14,15 +14,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.objectives.label_dropout import DropsParts, LabelDropout
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.edm import EdmProcess
 from image_diffusion.process.parameterization import Prediction, Variance
 
 
-class EdmDenoising(Config):
+class EdmDenoising(DropsParts):
     """Denoise inside the frame of the edm process."""
 
     type: Literal["edm"] = "edm"
@@ -50,7 +49,7 @@ class EdmObjective(Objective):
 
     def __init__(self, config: EdmDenoising, process: EdmProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
-        self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw a sigma and noise for each sample."""

@@ -13,9 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec, Losses, Network, Objective
-from image_diffusion.objectives.label_dropout import LabelDropout
+from image_diffusion.objectives.label_dropout import DropsParts, LabelDropout
 from image_diffusion.process.base import NoiseProcess, broadcast
 from image_diffusion.process.flow import FlowProcess
 from image_diffusion.process.parameterization import Variance, split_output, target
@@ -23,7 +22,7 @@ from image_diffusion.process.parameterization import Variance, split_output, tar
 Said = Literal["velocity", "x0", "eps", "v"]
 
 
-class FlowMatching(Config):
+class FlowMatching(DropsParts):
     """Predict the velocity, or a quantity that determines it."""
 
     type: Literal["flow_matching"] = "flow_matching"
@@ -67,7 +66,7 @@ class FlowMatchingObjective(Objective):
     def __init__(self, config: FlowMatching, process: FlowProcess, spec: DataSpec) -> None:
         self._config, self._process = config, process
         self.pairs_samples = config.contrastive > 0
-        self._drop_labels = LabelDropout(config.label_drop_probability, spec)
+        self._drop_labels = LabelDropout(config.label_drop_probability, spec, config.drop_probabilities)
 
     def __call__(self, network: Network, batch: Batch) -> Losses:
         """Draw a time and noise for each sample. Raises ValueError where the network's channels do not fit."""

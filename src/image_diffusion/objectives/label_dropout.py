@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from image_diffusion.core.config.base import Config
 from image_diffusion.core.types import Batch, DataSpec
+
+
+class DropsParts(Config):
+    """Base of the objectives that can drop each part of a condition alone."""
+
+    drop_probabilities: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
+    """Probability that a part of the condition is dropped alone, by its type, beside label_drop_probability, which
+    drops all at once: for guidance with a scale for each part (sample.guidance.scales)."""
+
+    @model_serializer(mode="wrap")
+    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out probabilities that are not set: experiments without any keep their fingerprints."""
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name != "drop_probabilities" or value}
 
 
 class LabelDropout:
     """Replace a sample's class by the null label, num_classes, with some probability, each sample on its own; and the
-    other conditions of the network, such as the image's caption, by zeros."""
+    other conditions of the network, such as the image's caption, by zeros. Each condition may also be dropped alone
+    (Brooks et al. 2023, "InstructPix2Pix", section 3.2.1)."""
 
-    def __init__(self, probability: float, spec: DataSpec) -> None:
-        """Raises ValueError for data without classes or captions, unless the probability is 0."""
+    def __init__(self, probability: float, spec: DataSpec, alone: Mapping[str, float] | None = None) -> None:
+        """alone: the probability of each condition to be dropped alone, by name. Raises ValueError for data without
+        classes or captions, unless the probability is 0."""
         if probability > 0 and spec.num_classes == 0 and not spec.conditions:
             raise ValueError(
                 f"label_drop_probability is {probability} but the data have no classes. "
                 "Set it to 0, or use labelled data."
             )
-        self._probability = probability
+        self._probability, self._alone = probability, dict(alone or {})
         self._names = ({"label": spec.num_classes} if spec.num_classes else {}) | dict.fromkeys(spec.conditions, 0)
 
     def __call__(self, batch: Batch, network: Any) -> dict[str, torch.Tensor]:
         """Return the batch's cond, with some of the labels [B] dropped while the network is trained; validation keeps
         all."""
-        if self._probability == 0 or not getattr(network, "training", True):
+        if (self._probability == 0 and not self._alone) or not getattr(network, "training", True):
             return batch.cond
-        dropped, cond, null = self.dropped(batch, network), dict(batch.cond), self.null(batch.cond)
+        all_dropped, cond, null = self.dropped(batch, network), dict(batch.cond), self.null(batch.cond)
         for name in self._names:
+            dropped = all_dropped
+            if name in self._alone:
+                dropped = dropped | batch.streams.event(f"{name}_drop_alone", self._alone[name])
             cond[name] = torch.where(dropped.view(-1, *[1] * (cond[name].ndim - 1)), null[name], cond[name])
         return cond
 

@@ -10,6 +10,7 @@ arXiv:2506.14603, where consistency distillation is the case r = 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from typing import ClassVar, Literal
 
@@ -49,6 +50,8 @@ class MeanFlow(Config):
     """Quantity that the network predicts; without an interval, the instantaneous velocity."""
     variance: ClassVar[Variance] = "fixed_small"
     """No variance is learned."""
+    drop_probabilities: ClassVar[Mapping[str, float]] = {}
+    """No part of the condition is dropped alone."""
     learns_intervals: ClassVar[bool] = True
     """True if the network is conditioned on intervals."""
 

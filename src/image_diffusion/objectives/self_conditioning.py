@@ -55,7 +55,7 @@ class SelfConditionedObjective(AtTimes):
     def __init__(self, config: SelfConditioning, denoising: Denoising, process: NoiseProcess, spec: DataSpec) -> None:
         self._config, self._prediction, self._process = config, denoising.prediction, process
         self._denoising = DenoisingObjective(denoising, process, spec)
-        self._drop_labels = LabelDropout(denoising.label_drop_probability, spec)
+        self._drop_labels = LabelDropout(denoising.label_drop_probability, spec, denoising.drop_probabilities)
 
     def __call__(self, network: Any, batch: Batch) -> Losses:
         """Draw a time for each sample and measure there (`at_times`)."""

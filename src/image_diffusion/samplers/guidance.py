@@ -3,6 +3,7 @@
 Classifier-free guidance: Ho & Salimans 2022, "Classifier-free diffusion guidance", with w = guidance_scale - 1.
 Guidance interval: Kynkäänniemi et al. 2024, "Applying guidance in a limited interval improves sample quality".
 Autoguidance: Karras et al. 2024, "Guiding a diffusion model with a bad version of itself".
+Scales of parts: Brooks et al. 2023, "InstructPix2Pix: Learning to follow image editing instructions", equation 3.
 Power-cosine scale: Gao et al. 2023, "MDTv2: Masked diffusion transformer is a strong image synthesizer", its code.
 """
 
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
@@ -36,6 +37,26 @@ class Guidance(Config):
     """Guide the less, the earlier: at time t, 1 where sampling begins, the scale is 1 + (guidance_scale - 1) times
     (1 - cos(pi (1 - t)^power)) / 2. Unset: the same scale throughout."""
 
+    scales: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(None, min_length=1)
+    """Scale of each part of the condition, by its type, in place of guidance_scale: in this order, each part leads away
+    from the prediction without it and those after it. A part that is left out stays in all predictions. One more
+    prediction for each; for parts that were dropped alone (system.objective.drop_probabilities)."""
+
+    @model_serializer(mode="wrap")
+    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out scales that are not set: files of experiments without any keep their bytes."""
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name != "scales" or value is not None}
+
+    @model_validator(mode="after")
+    def _scales_stand_alone(self) -> Guidance:
+        if self.scales is not None and self.guidance_scale != 1:
+            raise ValueError(
+                f"guidance_scale is {self.guidance_scale:g} and scales is set, each in place of the other. Leave one "
+                f"of the two out."
+            )
+        return self
+
     @model_validator(mode="after")
     def _interval_is_ordered(self) -> Guidance:
         if self.interval is not None and not 0 <= self.interval[0] < self.interval[1]:
@@ -44,53 +65,65 @@ class Guidance(Config):
         return self
 
     def share(self, grid: Grid) -> float:
-        """Return the share of a grid's points with a second prediction, from 0 to 1."""
-        if self.guidance_scale == 1:
+        """Return the predictions beyond the first at a point of a grid, on average over its points."""
+        if self.guidance_scale == 1 and self.scales is None:
             return 0.0
+        count = float(len(self.scales or "1"))
         if self.interval is None:
-            return 1.0
+            return count
         low, high = times_between(grid, *self.interval)
-        return float(((grid.time >= low) & (grid.time <= high)).double().mean())
+        return count * float(((grid.time >= low) & (grid.time <= high)).double().mean())
 
     def build(
         self, network: Network, null_cond: Mapping[str, Tensor], grid: Grid, negative: Network | None = None
     ) -> Network:
         """Return the guided network, to be sampled on `grid`. See `guided`."""
         times = None if self.interval is None else times_between(grid, *self.interval)
-        scale_at = None if self.power is None else self._rising(self.power, grid.time[0].item())
-        return guided(network, self.guidance_scale, null_cond, self.channels, times, negative, scale_at)
+        rise_at = None if self.power is None else _rising(self.power, grid.time[0].item())
+        scale = self.guidance_scale if self.scales is None else self.scales
+        return guided(network, scale, null_cond, self.channels, times, negative, rise_at)
 
-    def _rising(self, power: float, first: float) -> Callable[[Tensor], Tensor]:
-        def scale_at(t: Tensor) -> Tensor:
-            return 1 + (self.guidance_scale - 1) * (1 - torch.cos(math.pi * (1 - t / first) ** power)) / 2
 
-        return scale_at
+def _rising(power: float, first: float) -> Callable[[Tensor], Tensor]:
+    def rise_at(t: Tensor) -> Tensor:
+        return (1 - torch.cos(math.pi * (1 - t / first) ** power)) / 2
+
+    return rise_at
 
 
 def guided(
     network: Network,
-    guidance_scale: float,
+    guidance_scale: float | Mapping[str, float],
     null_cond: Mapping[str, Tensor],
     channels: Channels = "all",
     times: tuple[float, float] | None = None,
     negative: Network | None = None,
-    scale_at: Callable[[Tensor], Tensor] | None = None,
+    rise_at: Callable[[Tensor], Tensor] | None = None,
 ) -> Network:
     """Return a network that computes negative + guidance_scale * (positive - negative), where positive = network(x, t,
-    **cond).
+    **cond). With a scale s_k for each of n parts of the condition it computes e_0 + sum of s_k * (e_k - e_{k-1}), where
+    e_k has the first k of them, so that e_n is positive.
 
     null_cond: by name, what replaces the condition in the negative prediction; broadcast over the batch. A condition
     it does not name is kept. negative: the network of the negative prediction, for autoguidance a weaker one, with an
     empty null_cond; none: `network` itself, called once with [positive; negative] as one batch. times: guide only at
     t in [low, high], in the network's own time; elsewhere, and with guidance_scale 1, there is one plain call.
-    scale_at: the scale at times t [B], where it is not the same at all of them. What the network returns beyond the
-    guided channels of x (a learned variance) is the positive prediction's.
+    rise_at: the share of the way from 1 to the scale at times t [B], where it is not the same at all of them. What the
+    network returns beyond the guided channels of x (a learned variance) is the positive prediction's.
 
-    Raises ValueError for nothing to differ between the two predictions, a null for an absent condition, or
-    first_three on fewer than three channels.
+    Raises ValueError for nothing to differ between the two predictions, a null for an absent condition, a scale of one,
+    or first_three on fewer than three channels.
     """
     if guidance_scale == 1:
         return network
+    if isinstance(guidance_scale, Mapping):
+        names, scales = list(guidance_scale), list(guidance_scale.values())
+        if unknown := next((name for name in names if name not in null_cond), None):
+            known = ", ".join(null_cond) or "none"
+            raise ValueError(f"Guidance has a scale for '{unknown}', which the network is not told. Known: {known}.")
+        nulls = [{name: null_cond[name] for name in names[k:]} for k in range(len(names))]  # of e_0, e_1, …
+    else:
+        scales, nulls = [guidance_scale], [dict(null_cond)]
     if not null_cond and negative is None:
         raise ValueError(
             f"guidance_scale is {guidance_scale}, but the network has no condition to leave out. Use guidance_scale 1, "
@@ -101,16 +134,21 @@ def guided(
         inside = None if times is None else (t >= times[0]) & (t <= times[1])  # [B]
         if inside is not None and not bool(inside.any()):
             return network(x, t, **cond)
-        null = cond | {name: _null(name, value, cond) for name, value in null_cond.items()}
+        conds = [cond | {name: _null(name, value, cond) for name, value in null.items()} for null in reversed(nulls)]
         if negative is None:
-            both = {name: torch.cat([cond[name], null[name]]) for name in cond}
-            out_positive, out_negative = network(torch.cat([x, x]), torch.cat([t, t]), **both).chunk(2)
+            times_as_many = 1 + len(conds)
+            together = {name: torch.cat([cond[name], *(some[name] for some in conds)]) for name in cond}
+            out = network(torch.cat([x] * times_as_many), torch.cat([t] * times_as_many), **together)
+            predictions = list(out.chunk(times_as_many))
         else:
-            out_positive, out_negative = network(x, t, **cond), negative(x, t, **null)
-        count = _num_guided(channels, x.shape[1])
-        first, base = out_positive[:, :count], out_negative[:, :count]
-        scale = guidance_scale if scale_at is None else scale_at(t).view(-1, *[1] * (x.ndim - 1)).to(base)
-        mixed = base + scale * (first - base)
+            predictions = [network(x, t, **cond), negative(x, t, **conds[0])]
+        out_positive, count = predictions[0], _num_guided(channels, x.shape[1])
+        parts = [prediction[:, :count] for prediction in reversed(predictions)]  # e_0, e_1, …
+        mixed, first = parts[0], parts[-1]
+        rise = None if rise_at is None else rise_at(t).view(-1, *[1] * (x.ndim - 1))
+        for scale, before, after in zip(scales, parts[:-1], parts[1:], strict=True):
+            factor = scale if rise is None else (1 + (scale - 1) * rise).to(mixed)
+            mixed = mixed + factor * (after - before)
         if inside is not None:
             mixed = torch.where(inside.view(-1, *[1] * (x.ndim - 1)), mixed, first)
         return torch.cat([mixed, out_positive[:, count:]], dim=1)

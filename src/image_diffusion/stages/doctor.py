@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_config("the configuration of the stage train, YAML")
     parser.add_argument("--data", type=place, required=True, help="manifest.json of the crops or latents: path or URL")
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
-    parser.add_argument("--pairs", type=place, help="manifest.json of the pairs that the system reads with its data")
+    parser.add_argument(
+        "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read beside the data"
+    )
     parser.add_argument("--sample", type=Path, help="configuration of the stage sample, to include its time")
     parser.add_argument("--sample-jobs", type=int, default=1, help="number of jobs that sample at once (default: 1)")
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (default: 1)")

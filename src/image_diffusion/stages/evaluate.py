@@ -55,7 +55,9 @@ def main() -> None:
     parser.add_argument("--embeddings", type=Path, nargs="+", default=[], help="with --making: as for sample")
     parser.add_argument("--data", type=place, required=True, help="folder of crops, or of a prior's pairs: path or URL")
     parser.add_argument("--encoded", type=Path, help="folder of what the codec made of --data; for a model of tokens")
-    parser.add_argument("--pairs", type=Path, help="folder of the images that those of --data belong to, such as masks")
+    parser.add_argument(
+        "--pairs", type=Path, nargs="+", default=[], help="folders of what lies beside the images of --data, as masks"
+    )
     parser.add_argument("--detector", type=Path, help="folder that detect wrote; needed for the inpipe detector")
     parser.add_argument(
         "--references", type=Path, nargs="+", default=[], help="folders that reference wrote, one a detector"
@@ -114,7 +116,7 @@ def evaluate(
     identity = [tags, settings, *([model.sha256, dump(model.system), model.codec] if model is not None else [])]
     samples = inputs.samples
     files = [*files, samples, samples and samples.with_suffix(".json"), inputs.encoded]
-    files += [inputs.detector, inputs.reference, inputs.previews, inputs.pairs]
+    files += [inputs.detector, inputs.reference, inputs.previews, *inputs.pairs]
     journal = open_journal(journal_folder, "evaluate", tags=tags)
     with resumable(output, identity, files, writes), journal:
         journal.params(settings)

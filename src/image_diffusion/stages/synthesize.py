@@ -42,6 +42,7 @@ from image_diffusion.synthesis.scorecard import Numbers, faults, measure_set, nu
 from image_diffusion.synthesis.selection import chosen, reasons_to_reject, select
 from image_diffusion.synthesis.set_folder import ScoredSet, write_set
 from image_diffusion.systems.interface import Section
+from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.sampling import Maker, SamplingInputs
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
@@ -57,7 +58,9 @@ def main() -> None:
     parser.add_argument("--trained-by", type=Path, help="train.yaml: refuse weights of any other training")
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
     parser.add_argument("--data", type=Path, required=True, help="manifest.json of the crops of its training")
-    parser.add_argument("--pairs", type=Path, help="manifest.json of the numbers beside the crops")
+    parser.add_argument(
+        "--pairs", type=Path, nargs="+", default=[], help="manifest.json of each set beside the crops, as numbers"
+    )
     parser.add_argument("--detector", type=Path, required=True, help="detector.json that detect wrote")
     parser.add_argument("--references", type=Path, nargs="+", default=[], help="folder that reference wrote")
     parser.add_argument(
@@ -73,11 +76,12 @@ def main() -> None:
     model = load_model(arguments.weights.parent)
     train, held_out = (open_shards(arguments.data.parent, name) for name in SPLITS)
     with_numbers, columns = [train, held_out], None
-    if arguments.pairs is not None:
-        columns = NumberColumns.described(model.pairs or {})
+    if NumberPairs.kind in model.pairs:
+        columns = NumberColumns.described(model.pairs[NumberPairs.kind])
         with_numbers = [open_shards(arguments.data.parent, name) for name in SPLITS]
         for split in with_numbers:  # leaves out the images that have none
-            split.join(open_shards(arguments.pairs.parent, "all"))
+            for manifest in arguments.pairs:
+                split.join(open_shards(manifest.parent, "all"))
     request = requested(config, with_numbers[0], columns)
     sample = load_sections(arguments.sample, ["sample"], model.system.sections)["sample"]
     settings = sample.model_copy(update=request.drawn(config.reject.drawn if config.reject else 1))
@@ -162,7 +166,9 @@ def compared_numbers(
     if columns is None:
         return None
     rows = [dict(zip(numbers, cells, strict=True)) for cells in zip(*numbers.values(), strict=True)]
-    of_real = (images.gather_beside(np.arange(images.num_samples))[0].float() for images in (train, held_out))
+    of_real = (
+        images.gather_of(NumberPairs.kind, np.arange(images.num_samples)).float() for images in (train, held_out)
+    )
     return Numbers(RealImages(train, held_out), columns.scaled(rows), *of_real)
 
 

@@ -28,6 +28,7 @@ from image_diffusion.data.shards.remote import folder_of, place
 from image_diffusion.data.shards.staging import begin_staging
 from image_diffusion.experiments.experiment import TrainStage
 from image_diffusion.systems.base import check_flips
+from image_diffusion.systems.pairs.inputs import by_kind, written
 from image_diffusion.systems.sampling import PreviewInputs
 from image_diffusion.training.parallel.world import HANG_S, World, place_on_node
 from image_diffusion.training.session import run
@@ -42,7 +43,9 @@ def main() -> None:
     )
     parser.add_argument("--codec-weights", type=Path, help="weights.safetensors of the trained codec")
     parser.add_argument("--init-from", type=Path, help="weights.safetensors of the experiment in train.init_from")
-    parser.add_argument("--pairs", type=place, help="manifest.json of the pairs that the system reads with its data")
+    parser.add_argument(
+        "--pairs", type=place, nargs="+", default=[], help="manifest.json of each set that is read beside the data"
+    )
     parser.add_argument("--stage-to", default="", help="folder on a disk of this node, to copy the data to")
     parser.add_argument(
         "--hang-s", type=float, default=HANG_S, help="seconds that a process waits for another (default: %(default)s)"
@@ -96,10 +99,10 @@ def prepare_training(
     config: Path,
     data: Path | str,
     codec_weights: Path | None,
-    pairs: Path | str | None = None,
+    pairs: Sequence[Path | str] = (),
     changes: Sequence[str] = (),
 ) -> Training:
-    """Put together what the stage of a file trains on the data of a manifest. pairs: the manifest of what the system
+    """Put together what the stage of a file trains on the data of a manifest. pairs: the manifests of what the system
     reads beside them. changes: what is to be another value than the file says.
 
     Raises ValueError if configuration, data, pairs and codec do not fit one another.
@@ -139,7 +142,7 @@ def prepare_training(
         return codec
 
     def prepare(stored: Tensor, label: Tensor, streams: Streams, *beside: Tensor) -> Batch:
-        return system.batch(stored, label, streams, spec, codec, *beside)
+        return system.batch(stored, label, streams, spec, codec, dict(zip(training.beside, beside, strict=True)))
 
     inputs = PreviewInputs(spec, decoder, stage.preview, training, validation, stage.train.validation_samples)
     preview = system.sampling().preview(inputs) if stage.train.grid_every_steps is not None else None
@@ -161,35 +164,42 @@ def prepare_training(
         model["untrained"] = untrained
         some = ", ".join(untrained[:8]) + (", …" if len(untrained) > 8 else "")
         log_line(f"train: {len(untrained):,} classes have no training image, and are drawn only by name: {some}.")
-    if (pairs := (training.beside or training).manifest.get("pairs")) is not None:
-        model["pairs"] = pairs
+    read = training.beside or {kind: training}
+    described = {of_kind: shards.manifest["pairs"] for of_kind, shards in read.items() if "pairs" in shards.manifest}
+    if described:
+        model["pairs"] = written(described, system.reads_beside)
     if carried:
         model["carried"] = training.manifest["carried"]
-    sets = tuple(data for split in (training, validation) for data in (split, split.beside) if data is not None)
+    sets = tuple(shards for split in (training, validation) for shards in (split, *split.beside.values()))
     return Training(stage, spec, decoder, task, sets, model, {"digest": training.digest})
 
 
-def join_pairs(stage: TrainStage, data: Shards, pairs: Path | str | None) -> None:
-    """Join to the data what the system reads beside them. Raises ValueError if that is missing or another."""
-    kind = stage.system.reads_beside
-    if (kind is None) != (pairs is None):
+def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> None:
+    """Join to the data what the system reads beside them, in its order. Raises ValueError if that is missing or
+    another."""
+    kinds = stage.system.reads_beside
+    if bool(kinds) != bool(pairs):
         raise ValueError(
             f"A {stage.system.type} reads nothing beside its data. Leave --pairs out."
-            if kind is None
-            else f"The {stage.system.type} reads {kind} beside its data. Name their manifest.json: --pairs."
+            if not kinds
+            else f"The {stage.system.type} reads {' and '.join(kinds)} beside its data. Name their manifest.json: "
+            f"--pairs."
         )
-    if kind is None or pairs is None:
-        return
-    joined = open_shards(folder_of(pairs), "all", in_background=True)
-    if joined.manifest["kind"] != kind:
-        raise ValueError(f"{folder_of(pairs)} holds {joined.manifest['kind']}, not {kind}. Name the {kind}: --pairs.")
-    wanted, written = stage.encoder, joined.manifest["pairs"].get("encoder")
-    if wanted is not None and wanted != written:
-        raise ValueError(
-            f"The {kind} in {folder_of(pairs)} were encoded by {written}, but the experiment names {wanted}. Run embed "
-            f"again, or let the section pairs name the one that encoded them."
-        )
-    data.join(joined)
+    opened = {folder_of(manifest): open_shards(folder_of(manifest), "all", in_background=True) for manifest in pairs}
+    of_kind = {shards.manifest["kind"]: folder for folder, shards in opened.items()}
+    wanted = by_kind(stage.encoder, kinds)
+    for kind in kinds:
+        if kind not in of_kind:
+            folder, other = next((folder, other) for other, folder in of_kind.items())
+            raise ValueError(f"{folder} holds {other}, not {kind}. Name the {kind}: --pairs.")
+        joined = opened[of_kind[kind]]
+        encoder = joined.manifest["pairs"].get("encoder")
+        if kind in wanted and wanted[kind] != encoder:
+            raise ValueError(
+                f"The {kind} in {of_kind[kind]} were encoded by {encoder}, but the experiment names {wanted[kind]}. "
+                f"Run embed again, or let the section pairs name the one that encoded them."
+            )
+        data.join(joined)
 
 
 def codec_of(stage: TrainStage, scale: Any, data: Shards, weights: Path | None) -> Codec:

@@ -13,7 +13,7 @@ from image_diffusion.core.number_columns import NumberColumns
 from image_diffusion.data.shards.reader import Shards
 from image_diffusion.synthesis.config import SynthesizeConfig
 from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
-from image_diffusion.systems.pairs.numbers import LABEL
+from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
 
 COUNT = "count"
 """Column of a table that says how many images of a row are asked for."""
@@ -98,7 +98,7 @@ def _like(train: Shards, columns: NumberColumns | None) -> Request:
     labels = [train.classes[label] for label in train.labels.tolist()] if train.classes else []
     if columns is None:
         return _request({"labels": labels or "balanced"}, train.labels.astype(np.int64))
-    (scaled,) = train.gather_beside(np.arange(train.num_samples))
+    scaled = train.gather_of(NumberPairs.kind, np.arange(train.num_samples))
     rows: list[Mapping[str, Any]] = [
         row | ({LABEL: labels[place]} if labels else {}) for place, row in enumerate(columns.values(scaled))
     ]

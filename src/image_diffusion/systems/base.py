@@ -98,10 +98,10 @@ class System(Adaptable, ABC):
             self.build_network(spec)
 
     @property
-    def reads_beside(self) -> str | None:
-        """Return the kind of shards of the section `pairs` that training reads next to its data; None: it reads none,
-        or the pairs are its data."""
-        return None
+    def reads_beside(self) -> tuple[str, ...]:
+        """Return the kinds of shards of the section `pairs` that training reads next to its data; none where the pairs
+        are its data."""
+        return ()
 
     @property
     def latents(self) -> LatentShape | None:
@@ -124,10 +124,16 @@ class System(Adaptable, ABC):
         """Build the objective. Raises ValueError where it does not fit the data."""
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         """Return the input of the objective from stored samples [B, …], labels int64 [B] and their random numbers.
-        pairs: the entries of the shards of `reads_beside` for the same samples, [B, …]."""
+        beside: the entries of the shards of `reads_beside` for the same samples, [B, …], by kind."""
         return Batch(codec.draw(stored, streams), {}, streams)
 
     def sampling(self) -> Sampling:

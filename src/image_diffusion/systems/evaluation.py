@@ -31,7 +31,7 @@ class EvaluationInputs:
     reference: what is compared with in place of a split; references: folders of what detectors have seen in the splits;
     previews: those that training kept, in a folder for each fingerprint of a run; report: a folder for pictures.
     encoded: the folder of what the codec makes of the crops, where `Evaluation.reads_encoded` says so. pairs: the
-    folder of the pairs beside the crops, where `Evaluation.reads_pairs` says so. raw: loads the
+    folders of the sets beside the crops, where `Evaluation.reads_pairs` says so. raw: loads the
     network with the weights that were not averaged, where they were kept. read: what `samples` names -> the images,
     with these classes
     and levels.
@@ -47,7 +47,7 @@ class EvaluationInputs:
     previews: Path | None = None
     report: Path | None = None
     encoded: Path | None = None
-    pairs: Path | None = None
+    pairs: Sequence[Path] = ()
     raw: Callable[[], nn.Module | None] = lambda: None
     read: Callable[[Path, list[str], Levels | None], Samples] = read_samples
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -72,8 +73,8 @@ class TrainedNetwork:
     network: in evaluation mode, on the CPU. spec: of the data it was trained on. classes: their names by number.
     codec: {"config", "identity", "scale"}. step, examples_seen: of the weights. sha256: of the weights. num_steps: of
     the whole training. fingerprint: of its run, empty for weights from elsewhere. pairs: what the manifest says of the
-    pairs that it learnt from, or of what lay beside its training data; None where there was neither. folder: the
-    weights folder; None for a model that was never in one. untrained: names of classes without a training image.
+    pairs that it learnt from, or of each set that lay beside its training data, by kind. folder: the weights folder;
+    None for a model that was never in one. untrained: names of classes without a training image.
     """
 
     network: nn.Module
@@ -85,6 +86,6 @@ class TrainedNetwork:
     sha256: str
     num_steps: int
     fingerprint: str
-    pairs: dict[str, Any] | None = None
+    pairs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     folder: Path | None = None
     untrained: tuple[str, ...] = ()

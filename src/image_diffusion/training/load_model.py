@@ -13,6 +13,7 @@ from image_diffusion.core.files.weights import read_weights
 from image_diffusion.core.types import DataSpec
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import Model, System
+from image_diffusion.systems.pairs.inputs import by_kind
 
 
 def load_model(folder: Path) -> Model:
@@ -38,7 +39,7 @@ def load_model(folder: Path) -> Model:
         sha256=model["sha256"],
         num_steps=model["train"]["steps"] if "train" in model else model["step"],
         fingerprint=model.get("fingerprint", ""),
-        pairs=model.get("pairs"),
+        pairs=by_kind(model.get("pairs"), system.reads_beside or ("pairs",)),
         folder=folder,
     )
 

@@ -89,9 +89,11 @@ class Files:
     def _data(self, plan: Plan) -> list[str]:
         """Return the files that a data set is read through. Snakemake makes a missing one only if it is asked for by
         name."""
-        parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, plan.pairs]
+        parts = [*(["crops"] if _has_crops(plan) else []), plan.codec, *plan.pairs]
         manifests = [f"{self._dataset(plan)}/{part}/manifest.json" for part in parts if part]
-        has_detector = plan.pairs_of_detector or plan.synthesizes or _has_detector(plan)
+        has_detector = (
+            any(pairs["of_detector"] for pairs in plan.pairs.values()) or plan.synthesizes or _has_detector(plan)
+        )
         detector = [f"{self._dataset(plan)}/detector/detector.json"] if has_detector else []
         return [*manifests, *detector, *self._references(plan)]
 
@@ -123,6 +125,7 @@ class Files:
         """Return what an experiment may read beside what all read, by name."""
         dataset, small = self._dataset(plan), plan.small_images
         detector = [f"{dataset}/detector/detector.json"]
+        beside = [f"{dataset}/{name}/manifest.json" for name in plan.pairs if plan.pairs_beside]
 
         def outputs_of(experiment: str | None, *paths: str) -> list[str]:
             return [f"{self.results}/{experiment}/{path}" for path in paths] if experiment else []
@@ -134,7 +137,7 @@ class Files:
         return {
             "codec": Optional("--codec-weights", outputs_of(plan.codec_experiment, "train/weights.safetensors")),
             "start": Optional("--init-from", outputs_of(plan.start_experiment, "train/weights.safetensors")),
-            "pairs": Optional("--pairs", [f"{dataset}/{plan.pairs}/manifest.json"] if plan.pairs_beside else []),
+            "pairs": Optional("--pairs", beside),
             "small_images": Optional(
                 "--small-images",
                 outputs_of(plan.small_images_experiment, "samples/samples.npz") or enlarged,
@@ -157,9 +160,7 @@ class Files:
             ),
             "grid": Optional("--grid", outputs_of(sampled, "samples/grid.png")),
             "encoded": Optional("--encoded", [self._trained_on(plan)] if plan.judged_on_encoded else [], _folders),
-            "judged_pairs": Optional(
-                "--pairs", [f"{dataset}/{plan.pairs}/manifest.json"] if plan.judged_on_pairs else [], _folders
-            ),
+            "judged_pairs": Optional("--pairs", beside if plan.judged_on_pairs else [], _folders),
             "reference": Optional(
                 "--reference", outputs_of(plan.against_experiment, "samples/samples.npz") or _listed(plan.against)
             ),
@@ -170,7 +171,6 @@ class Files:
                 _folders,
             ),
             "detector": Optional("--detector", detector if _has_detector(plan) else [], _folders),
-            "pair_detector": Optional("--detector", detector if plan.pairs_of_detector else [], _folders),
         }
 
     def _embeddings(self, plan: Plan) -> list[str]:
@@ -178,7 +178,7 @@ class Files:
         if plan.embeddings_experiment:
             return [f"{self.results}/{plan.embeddings_experiment}/samples/embeddings.json"]
         if plan.embeddings == "validation":
-            return [f"{self._dataset(plan)}/{part}/manifest.json" for part in (plan.pairs, "crops")]
+            return [f"{self._dataset(plan)}/{part}/manifest.json" for part in (*plan.pairs, "crops")]
         if plan.embeddings is None:
             return []
         files = sorted(str(path) for path in Path(plan.embeddings).glob("*/*_*"))
@@ -210,15 +210,27 @@ class Files:
         embedded. The note is also included for captions that come with the images: one may change where no image
         does."""
         plan = self.plans.plan_for(wildcards)
-        crops = [f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
-        note = [f"{self._dataset(plan)}/source.json"] if plan.pairs_of_source else []
-        return [*crops, *note, *_listed(plan.captions)]
+        pairs = plan.pairs[wildcards["pairs"]]
+        crops = [f"{self._dataset(plan)}/crops/manifest.json"] if pairs["of_images"] else []
+        note = [f"{self._dataset(plan)}/source.json"] if pairs["of_source"] else []
+        return [*crops, *note, *_listed(pairs["files"])]
+
+    def pair_detector(self, wildcards: Wildcards) -> list[str]:
+        """Return the detector that looks at pairs, where it does."""
+        plan = self.plans.plan_for(wildcards)
+        of_detector = plan.pairs[wildcards["pairs"]]["of_detector"]
+        return [f"{self._dataset(plan)}/detector/detector.json"] if of_detector else []
+
+    def pair_config(self, wildcards: Wildcards) -> str:
+        """Return the configuration that pairs are made with."""
+        return self.plans.plan_for(wildcards).configs[f"embed-{wildcards['pairs']}"]
 
     def pair_files(self, wildcards: Wildcards) -> list[str]:
         """Return the options of `embed`, and of a folder that pairs are read from a stamp that changes with each of its
         files: the time of a folder is not that of its files. Without a folder Snakemake finds what it knows already, so
         that no other pairs are made again."""
-        folder, options = self.plans.plan_for(wildcards).captions, self.pair_options(wildcards)
+        folder = self.plans.plan_for(wildcards).pairs[wildcards["pairs"]]["files"]
+        options = self.pair_options(wildcards)
         if folder is None or not Path(folder).is_dir():
             return options
         groups = sorted((group.folder, group.digest()) for group in Walk(folder).file_groups())
@@ -227,8 +239,9 @@ class Files:
     def pair_options(self, wildcards: Wildcards) -> list[str]:
         """Return the options of `embed` that name the sources of pairs."""
         plan = self.plans.plan_for(wildcards)
-        crops = ["--data", f"{self._dataset(plan)}/crops/manifest.json"] if plan.pairs_of_images else []
-        return [*crops, *self._optional(plan)["pair_detector"].words]
+        of_images = plan.pairs[wildcards["pairs"]]["of_images"]
+        crops = ["--data", f"{self._dataset(plan)}/crops/manifest.json"] if of_images else []
+        return [*crops, *option_of("--detector", _folders(self.pair_detector(wildcards)))]
 
     def reference_detector(self, wildcards: Wildcards) -> list[str]:
         """Return the detector that looks at a data set, if it is made from the data set itself."""
@@ -265,7 +278,7 @@ class Files:
                 others += [(base, name) for base in bases for name in ("train", "sample")]
             if stage == "train":
                 others.append((plan.start_experiment, "train"))
-            own = [plan.configs[name] for name in before if name in plan.configs]
+            own = [plan.configs[key] for name in before for key in plan.configs if key.split("-")[0] == name]
             return own + [self.plans.by_name[base].configs[name] for base, name in others if base]
 
         return configs
@@ -342,7 +355,7 @@ def has(wildcards: Wildcards, name: str) -> bool:
 
 
 def _has_crops(plan: Plan) -> bool:
-    return plan.has_images and (plan.pairs is None or plan.pairs_of_images)
+    return plan.has_images and all(pairs["of_images"] for pairs in plan.pairs.values())
 
 
 def _has_detector(plan: Plan) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.workflow.studies import StudyPlan, read_studies
@@ -22,6 +22,19 @@ class Wildcards(Protocol):
     def __getitem__(self, name: str, /) -> str: ...
 
     def keys(self) -> Collection[str]: ...
+
+
+class PairPlan(TypedDict):
+    """One set of the section pairs of an experiment."""
+
+    of_images: bool
+    """True if it is made from crops."""
+    of_source: bool
+    """True if files of the data's source are read for it."""
+    of_detector: bool
+    """True if the detector of the data set looks at it."""
+    files: str | None
+    """The table or the folder that captions, numbers or images are read from."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +81,10 @@ class Plan:
     """True if `evaluate` also looks at what its codec encodes the data set to."""
     judged_on_pairs: bool
     """True if `evaluate` also looks at the pairs beside its images."""
-    pairs: str | None
-    """The folder of its pairs of embeddings."""
+    pairs: dict[str, PairPlan]
+    """The sets of its pairs, by folder, in the order in which they are read."""
     pairs_beside: bool
     """True if its pairs are read beside its data, False if in place of them."""
-    pairs_of_images: bool
-    """True if its pairs are made from crops."""
-    pairs_of_source: bool
-    """True if files of the data's source are read for its pairs."""
-    pairs_of_detector: bool
-    """True if the detector of the data set looks at its pairs."""
-    captions: str | None
-    """The table or the folder that captions, numbers or images are read from."""
     prompts: str | None
     """The file that prompts or rows of numbers are read from."""
     pictures: list[str]
@@ -113,7 +118,7 @@ class Plan:
     resources: dict[str, int | str | None]
     """Resources that it asks a machine for: its section resources."""
     configs: dict[str, str]
-    """The resolved configuration of each stage it goes through."""
+    """The resolved configuration of each stage it goes through; of `embed` one for each set of pairs, embed-FOLDER."""
     beyond_defaults: list[str]
     """The dotted keys in which it differs from what its system does by itself, for its page."""
 
@@ -130,7 +135,7 @@ class Plan:
     @property
     def learns_from_pairs(self) -> str | None:
         """The folder of its pairs, where it learns from those alone."""
-        return None if self.pairs_beside else self.pairs
+        return None if self.pairs_beside else next(iter(self.pairs), None)
 
     @property
     def builds_on(self) -> list[str]:
@@ -198,8 +203,8 @@ class Plans:
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str], Plan]:
-        """A plan that learns from pairs of embeddings, by data set and name of the pairs."""
-        return {(plan.dataset, plan.pairs): plan for plan in self.by_name.values() if plan.pairs}
+        """A plan that reads a set of pairs, by data set and name of the set."""
+        return {(plan.dataset, name): plan for plan in self.by_name.values() for name in plan.pairs}
 
     @cached_property
     def references(self) -> dict[tuple[str, str], str]:

@@ -160,7 +160,13 @@ class GaussianSystem(System):
         return Nats()
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         return Batch(codec.draw(stored, streams), {"kind": label}, streams)
 

@@ -21,7 +21,7 @@ class Examples:
 
     stored: [B, *shape]. label: int64 [B], 0 without classes. epoch: int64 [B], in which pass over the data, or with
     balanced classes over its class. sample: int64 [B], the sample's number in its split; with the epoch it keys all its
-    random numbers. beside: what a set that was joined holds of them, [B, …]; nothing without one.
+    random numbers. beside: what each set that was joined holds of them, [B, …].
     """
 
     stored: Tensor

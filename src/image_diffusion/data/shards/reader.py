@@ -46,8 +46,8 @@ class Shards:
 
     num_samples. labels: int64 [N], 0 without classes. classes: names by number. num_classes: 0 without classes.
     shape, dtype: of one stored sample. levels: of crops that are arrays; None of all else. manifest: the set's
-    manifest. digest: changes when any sample, its order or its split does. beside: another set that has been joined to
-    it, sample by sample. renders: see `open_shards`.
+    manifest. digest: changes when any sample, its order or its split does. beside: other sets that have been joined to
+    it, sample by sample, by their kind. renders: see `open_shards`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Shards:
         self.manifest, self._inspection, self._renders = manifest, inspection, renders
         self.levels = Levels(**manifest["levels"]) if manifest.get("levels") else None
         self.digest = content_digest(manifest)
-        self.beside: Shards | None = None
+        self.beside: dict[str, Shards] = {}
         self.shape = tuple(manifest["shape"])
         self.dtype = _DTYPES[manifest["dtype"]]
         self.classes: list[str] = manifest["classes"]
@@ -146,24 +146,31 @@ class Shards:
         return kept[self._chosen]
 
     def gather_beside(self, indices: NDArray[np.int64], flip: NDArray[np.bool_] | None = None) -> tuple[Tensor, ...]:
-        """Return what the set that was joined holds of these samples; nothing without one. Where `flip` [B] is true, of
-        the mirrored image, unless the set holds data without a mirror image, such as words."""
-        if self.beside is None:
-            return ()
-        return (self.beside.gather(indices, flip if self.beside.has_mirror_images else None),)
+        """Return what each set that was joined holds of these samples, in the order in which they were. Where `flip`
+        [B] is true, of the mirrored image, unless the set holds data without a mirror image, such as words."""
+        return tuple(other.gather(indices, flip if other.has_mirror_images else None) for other in self.beside.values())
+
+    def gather_of(self, kind: str, indices: NDArray[np.int64]) -> Tensor:
+        """Return what the joined set of a kind holds of these samples, [B, …]."""
+        return self.beside[kind].gather(indices)
 
     def join(self, other: Shards) -> Shards:
-        """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each. Returns
-        itself. Both hold the samples of a shard in one order. Raises ValueError where they have none in common."""
+        """Keep the samples that both sets have, by shard and id, and let `other` hold its part beside each, as the sets
+        that were joined before do. Returns itself. All hold the samples of a shard in one order. Raises ValueError
+        where they have none in common, and for another set of the same kind."""
+        if other.manifest["kind"] in self.beside:
+            raise ValueError(f"Two sets hold {other.manifest['kind']}. Name one set of each kind.")
         mine, theirs = _common(self, other)
         if self.num_samples and not len(mine):
             raise ValueError(
                 f"The {other.manifest['kind']} are of other images than the {self.manifest['kind']}: they have none in "
                 f"common. Make both from the same crops."
             )
-        self._take(mine)
+        for joined in (self, *self.beside.values()):
+            joined._take(mine)
         other._take(theirs)
-        self.beside, self.digest = other, digest([self.digest, other.digest])
+        self.beside[other.manifest["kind"]] = other
+        self.digest = digest([self.digest, other.digest])
         return self
 
     def _take(self, rows: NDArray[np.int64]) -> None:

@@ -39,7 +39,7 @@ class ExportedDiffusion(ExportedModel):
         given_numbers: list[dict[str, float | None]] | None,
         image: Tensor | None,
         num_steps: int | str | None,
-        guidance_scale: float | None,
+        guidance_scale: float | dict[str, float] | None,
         sampler: dict[str, Any] | None,
         settings: dict[str, Any],
     ) -> Tensor:
@@ -50,7 +50,8 @@ class ExportedDiffusion(ExportedModel):
         if num_steps is not None:
             chosen["sampler"]["num_steps"] = num_steps
         if guidance_scale is not None:
-            chosen["guidance"] = {**chosen["guidance"], "guidance_scale": guidance_scale}
+            key = "scales" if isinstance(guidance_scale, dict) else "guidance_scale"
+            chosen["guidance"] = {**chosen["guidance"], key: guidance_scale}
         classes, numbers = self.described["classes"], torch.tensor(seeds, dtype=torch.int64)
         conditions, null = self._conditions(prompts, negative_prompt, image_embeds, given_numbers, len(seeds))
         if labels is not None and not self.spec.num_classes:
@@ -123,22 +124,23 @@ class ExportedDiffusion(ExportedModel):
             raise ValueError(
                 "numbers are given, but the model takes none. Leave them out."
                 if rows
-                else f"numbers is missing: the model takes rows of {', '.join(pairs['columns'])}, such as "
-                f"numbers=[{{{pairs['columns'][0]!r}: {pairs['ranges'][0][0]:g}}}]."
+                else f"numbers is missing: the model takes rows of {', '.join(pairs['numbers']['columns'])}, such as "
+                f"numbers=[{{{pairs['numbers']['columns'][0]!r}: {pairs['numbers']['ranges'][0][0]:g}}}]."
             )
+        if (prompts or negative_prompt) and TEXT not in self.spec.conditions:
+            raise ValueError("A prompt is given, but the model takes no prompts. Leave it out.")
+        if not prompts and TEXT in self.spec.conditions:
+            raise ValueError('prompt is missing: the model takes prompts, such as prompt="a photo of a dog".')
+        numbers, conditions, null = torch.arange(count), dict[str, Tensor](), dict[str, Tensor]()
+        if image_embeds is not None:
+            conditions[EMBEDDING] = image_embeds.float()[numbers % len(image_embeds)]
         if rows:
-            columns = NumberColumns.described(pairs)
+            columns = NumberColumns.described(pairs["numbers"])
             if unknown := next((name for row in rows for name in row if name not in columns.names), None):
                 raise ValueError(f"numbers names {unknown}. The model takes {', '.join(columns.names)}.")
-            return {NUMBERS: columns.scaled(rows)[torch.arange(count) % len(rows)]}, {}
-        if TEXT not in self.spec.conditions:
-            if prompts or negative_prompt:
-                raise ValueError("A prompt is given, but the model takes no prompts. Leave it out.")
-            if image_embeds is None:
-                return {}, {}
-            return {EMBEDDING: image_embeds.float()[torch.arange(count) % len(image_embeds)]}, {}
-        if not prompts:
-            raise ValueError('prompt is missing: the model takes prompts, such as prompt="a photo of a dog".')
-        encoded = encode_captions(encoder_of(pairs, self.device), [*prompts, negative_prompt])
-        null = {TEXT: encoded[-1]} if negative_prompt else {}
-        return {TEXT: encoded[torch.arange(count) % len(prompts)]}, null
+            conditions[NUMBERS] = columns.scaled(rows)[numbers % len(rows)]
+        if prompts:
+            encoded = encode_captions(encoder_of(pairs["captions"], self.device), [*prompts, negative_prompt])
+            conditions[TEXT] = encoded[numbers % len(prompts)]
+            null = {TEXT: encoded[-1]} if negative_prompt else {}
+        return conditions, null

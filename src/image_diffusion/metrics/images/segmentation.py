@@ -40,8 +40,8 @@ class MaskedImages(Protocol):
         """Return images by number, uint8 [B, C, H, W]."""
         ...
 
-    def gather_beside(self, indices: NDArray[np.int64], /) -> tuple[Tensor, ...]:
-        """Return their masks, the numbers of labels, uint8 [B, 1, H, W], alone in a tuple."""
+    def gather_of(self, kind: str, indices: NDArray[np.int64], /) -> Tensor:
+        """Return what they have beside them: of the kind "images" masks, numbers of labels, uint8 [B, 1, H, W]."""
         ...
 
 
@@ -156,7 +156,7 @@ def _labels(network: nn.Module, images: Tensor) -> Tensor:
 def _reduced(images: MaskedImages, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Return images, float32 from 0 to 255 [B, C, h, w], and their masks, int64 [B, h, w], as the segmenter sees
     them."""
-    pixels, (masks,) = images.gather(rows).float(), images.gather_beside(rows)
+    pixels, masks = images.gather(rows).float(), images.gather_of("images", rows)
     height, width = pixels.shape[2:]
     if max(height, width) > _SIDE:
         size = (max(1, height * _SIDE // max(height, width)), max(1, width * _SIDE // max(height, width)))

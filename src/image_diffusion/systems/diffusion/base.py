@@ -29,6 +29,7 @@ from image_diffusion.systems.base import Others, Sections, System
 from image_diffusion.systems.diffusion.checks import (
     check_classes_of_rows,
     check_condition,
+    check_drops,
     check_embeddings,
     check_objective,
     check_pairs,
@@ -45,7 +46,8 @@ from image_diffusion.systems.diffusion.generator import Generator, SampleConfig
 from image_diffusion.systems.diffusion.image_generation import ImageSampling
 from image_diffusion.systems.diffusion.sweep import SweepConfig, check_sweep
 from image_diffusion.systems.interface import Section, all_but
-from image_diffusion.systems.pairs.config import VectorPairs
+from image_diffusion.systems.pairs.config import SeveralVectorPairs
+from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import Pictures
 
 _IN_WORDS = ("prompts", "negative_prompt", "embeddings")
@@ -108,6 +110,11 @@ class DiffusionSystem(System):
         return self.objective.variance in LEARNED_VARIANCES
 
     @property
+    def has_null_label(self) -> bool:
+        """True if the label is dropped in training, with the other parts of the condition or alone."""
+        return self.objective.label_drop_probability > 0 or self.objective.drop_probabilities.get("label", 0) > 0
+
+    @property
     def reading(self) -> Reading:
         """Return the properties of the system that sampling depends on."""
         return Reading(
@@ -115,6 +122,7 @@ class DiffusionSystem(System):
             prediction=self.objective.prediction,
             variance=self.objective.variance,
             drops_labels=self.objective.label_drop_probability > 0,
+            drops_alone=tuple(name for name, value in self.objective.drop_probabilities.items() if value > 0),
         )
 
     @property
@@ -123,7 +131,7 @@ class DiffusionSystem(System):
         return Conditions.written_as(LabelCondition())
 
     @property
-    def reads_beside(self) -> str | None:
+    def reads_beside(self) -> tuple[str, ...]:
         return self.conditioning.reads
 
     def spec(self, data: Shards) -> DataSpec:
@@ -139,6 +147,7 @@ class DiffusionSystem(System):
         classes = experiment.data.source.known_classes() if condition.takes_classes else None
         check_condition(condition, classes)
         check_objective(self.objective, self.process, train)
+        check_drops(self.objective, condition)
         if self.objective.learns_intervals and not self.takes_intervals:
             raise ValueError(
                 f"system.objective.type is {self.objective.type}, but the network of the system {self.type} takes no "
@@ -147,9 +156,9 @@ class DiffusionSystem(System):
         for section in ("sample", "preview") if train.grid_every_steps is not None else ("sample",):
             settings: SampleConfig = experiment.section(section)
             check_settings(section, settings, reading, self.objective.learns_intervals, experiment.codec, classes)
-            condition.check(section, settings, experiment.section("pairs"))
+            condition.check(section, settings, sets_of(experiment.section("pairs")))
             check_classes_of_rows(section, settings.conditions, classes)
-        if condition.reads is not None and experiment.section("evaluate").likelihood is not None:
+        if condition.reads and experiment.section("evaluate").likelihood is not None:
             raise ValueError(
                 "evaluate.likelihood is set, but is not available with text or embedding conditions or numbers. "
                 "Remove it."
@@ -175,14 +184,19 @@ class DiffusionSystem(System):
         return objective.build(self.process.build(), spec)
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         x = codec.draw(stored, streams)
         cond = {"label": label} if spec.num_classes else {}
         if self.conditioning.image is not None:
             cond |= self.conditioning.image.degraded(x, streams)
-        if pairs is not None:
-            cond |= self.conditioning.training_conditions(pairs, streams, spec)
+        cond |= self.conditioning.training_conditions(beside or {}, streams, spec)
         return Batch(x, cond, streams)
 
     def sampling(self) -> DiffusionSampling:
@@ -201,7 +215,7 @@ class VectorConditioned(DiffusionSystem):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "pairs": Section(VectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
+        "pairs": Section(SeveralVectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
     }
 
     @model_serializer(mode="wrap")
@@ -216,5 +230,5 @@ class VectorConditioned(DiffusionSystem):
         return Conditions.written_as(self.condition)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, False, experiment)
+        check_pairs(self.conditioning, self.reads_beside, experiment)
         super().check(experiment, others)

@@ -14,14 +14,15 @@ from image_diffusion.nn.inputs import size_of
 from image_diffusion.objectives import Objective
 from image_diffusion.process import Process
 from image_diffusion.systems.base import Others, Sections, makes
-from image_diffusion.systems.diffusion.conditioning import Conditions, Part
+from image_diffusion.systems.diffusion.conditioning import Conditions
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
 from image_diffusion.systems.diffusion.conditions.rows import labels_of, read_rows
 from image_diffusion.systems.diffusion.denoiser_spec import Reading
 from image_diffusion.systems.diffusion.evaluation import check_likelihood
-from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes
+from image_diffusion.systems.diffusion.generator import SampleConfig, check_scales, chosen_classes
 from image_diffusion.systems.diffusion.prompts import check_judged
 from image_diffusion.systems.interface import TrainSettings
+from image_diffusion.systems.pairs.inputs import sets_of
 from image_diffusion.systems.pictures import check_crop, listed
 
 _CONDITIONS = {"captions": "text", "numbers": "numbers", "images": "image", "pairs": "embedding"}
@@ -39,40 +40,32 @@ _OTHERS = {
 """Advice by the key of the section sample that is unset where no image is held out."""
 
 
-def check_pairs(condition: Conditions | Part, aligned: bool, experiment: Sections) -> None:
-    """Raise ValueError unless the section pairs provides exactly what training reads next to the images. aligned:
-    whether training reads the features of a teacher.
-    """
-    pairs = experiment.section("pairs")
-    if aligned and condition.reads is not None:
-        raise ValueError(
-            f"system.condition.type is {condition.type} and system.alignment is set, but training reads only one set "
-            f"next to the images: {condition.reads} or features. Remove one of the two."
-        )
-    kind = "features" if aligned else condition.reads
-    if kind is None and pairs is not None and pairs.kind == "features":
+def check_pairs(condition: Conditions, kinds: Sequence[str], experiment: Sections) -> None:
+    """Raise ValueError unless the section pairs provides exactly what training reads next to the images: sets of these
+    kinds."""
+    sets = {of_kind.kind: of_kind for of_kind in sets_of(experiment.section("pairs"))}
+    if missing := next((kind for kind in kinds if kind not in sets), None):
+        reader = "system.alignment is set" if missing == "features" else f"system.condition.type is {condition.type}"
+        types = ", ".join(of_kind.type for of_kind in sets.values())
+        mistake = f"pairs.type is {types}" if sets else "pairs is missing"
+        example = _EXAMPLES.get(missing, f"{{type: {missing}}}")
+        advice = f"add a section, such as pairs: {example}" if not sets else f"add {example} to the list pairs"
+        raise ValueError(f"{reader}, but {mistake}. It needs {missing}: {advice}.")
+    if unread := next((kind for kind in sets if kind not in kinds), None):
         raise ValueError(
             "pairs is set, but system.alignment is not: nothing reads it. Leave it out, or add system.alignment, such "
             "as {block: 1}."
+            if unread == "features"
+            else f"pairs has {unread}, but system.condition.type is {condition.type}: nothing reads them. Leave them "
+            f"out, or add {{type: {_CONDITIONS[unread]}}} to system.condition."
         )
-    if kind is None and pairs is not None:
-        raise ValueError(
-            "pairs is set, but system.condition.type is label: nothing reads it. Leave it out, or set the condition to "
-            f"{_CONDITIONS[pairs.kind]}."
-        )
-    if kind is not None and (pairs is None or pairs.kind != kind):
-        reader = "system.alignment is set" if aligned else f"system.condition.type is {condition.type}"
-        mistake = "pairs is missing" if pairs is None else f"pairs.type is {pairs.type}"
-        example = _EXAMPLES.get(kind, f"{{type: {kind}}}")
-        raise ValueError(f"{reader}, but {mistake}. It needs {kind}: add a section, such as pairs: {example}.")
-    if condition.reads is not None:
-        condition.check_pairs(pairs, experiment.data)
+    condition.check_pairs(list(sets.values()), experiment.data)
 
 
 def check_condition(condition: Conditions, classes: Sequence[str] | None) -> None:
     """Raise ValueError where the data lack the classes that the network is conditioned on beside others. classes: of
     the data; None if unknown or unused."""
-    if condition.reads is not None and classes is not None and not classes:
+    if condition.reads and classes is not None and not classes:
         raise ValueError(
             f"system.condition is {condition.type}, but the data have no classes. Leave out {{type: label}}."
         )
@@ -92,6 +85,18 @@ def check_objective(objective: Objective, process: Process, train: TrainSettings
     if getattr(objective, "direction", None) == "teacher" and train.init_from is None:
         raise ValueError(
             "system.objective.direction is teacher, but the network begins with random weights. Set train.init_from."
+        )
+
+
+def check_drops(objective: Objective, condition: Conditions) -> None:
+    """Raise ValueError for parts to be dropped alone that the condition does not have, or that are its only one."""
+    types = [part.type for part in condition.parts]
+    named = next((name for name in objective.drop_probabilities if name not in types or len(types) < 2), None)
+    if named is not None:
+        advice = "Leave it out" if named not in types else "Use system.objective.label_drop_probability"
+        raise ValueError(
+            f"system.objective.drop_probabilities names {named}, but system.condition.type is {condition.type}. "
+            f"{advice}."
         )
 
 
@@ -226,6 +231,7 @@ def check_settings(
             f"{section}.guidance.guidance_scale is {scale:g}, but the network never learns to do without a label. Use "
             f"1, or train with system.objective.label_drop_probability above 0."
         )
+    check_scales(section, settings, reading)
     if settings.decoder is not None:
         codec.check_decoder(f"{section}.decoder", settings.decoder)
     if scale != 1 and classes is not None and not classes and settings.weaker_weights is None:
@@ -257,8 +263,7 @@ def check_embeddings(condition: Conditions, experiment: Sections, prior: Section
     """Raise ValueError if there are no embeddings, numbers or images to sample from, or if the prior learned from other
     pairs."""
     if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
-        assert condition.reading is not None
-        (key,) = condition.reading.keys
+        key = next(iter(condition.drawing(experiment.section("sample"))))
         advice = _OTHERS[key]
         raise ValueError(
             f"sample.{key} is unset, so held-out images provide the {key}, but data has no held-out images. Set "
@@ -272,8 +277,12 @@ def check_embeddings(condition: Conditions, experiment: Sections, prior: Section
             "sample: {prompts: [a photo of a dog]}."
         )
     own, of_prior = (
-        (pairs.type, getattr(pairs, "clip", None))
-        for pairs in (sections.section("pairs") for sections in (experiment, prior))
+        next(
+            (pairs.type, getattr(pairs, "clip", None))
+            for pairs in sets_of(sections.section("pairs"))
+            if pairs.kind == "pairs"
+        )
+        for sections in (experiment, prior)
     )
     if own != of_prior and of_prior[0] != "files":  # whose encoder is unknown
         raise ValueError(

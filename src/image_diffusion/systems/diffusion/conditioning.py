@@ -3,13 +3,15 @@ or another image."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from torch import Tensor
 
+from image_diffusion.core.config.several import alone, form
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
@@ -30,49 +32,32 @@ AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator=
 Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | AnyImage
 
 
-def _alone(value: Any) -> Any:
-    """Return the part of a list of one; anything else as it is. Raises ValueError for an empty list."""
-    if isinstance(value, list | tuple) and len(value) < 2:
-        if not value:
-            raise ValueError("the list is empty. Name a part, such as {type: label}, or leave the key out.")
-        return value[0]
-    return value
-
-
 def _fitting(value: Any) -> Any:
     """Return the parts. Raises ValueError for those that do not go together."""
     parts = value if isinstance(value, tuple) else (value,)
     types = [part.type for part in parts]
     if twice := next((name for name in types if types.count(name) > 1), None):
         raise ValueError(f"{twice} is named twice. Name each part once.")
-    reading = [part for part in parts if part.reads is not None]
-    if len(reading) > 1:
-        raise ValueError(
-            f"{' and '.join(part.type for part in reading)} are both named, but training reads only one set next to "
-            f"the images: {' or '.join(part.reads for part in reading)}. Remove one of the two."
-        )
     return value
 
 
-def _form(value: Any) -> str:
-    return "(several)" if isinstance(value, list | tuple) else "(one)"
-
+_EXAMPLE = "a part, such as {type: label}"
 
 OnePart = Annotated[Part, Field(discriminator="type")]
 OneVector = Annotated[LabelCondition | NumbersCondition | AnyImage, Field(discriminator="type")]
 
 AnyCondition = Annotated[
     Annotated[OnePart, Tag("(one)")] | Annotated[tuple[OnePart, ...], Tag("(several)")],
-    Discriminator(_form),
-    BeforeValidator(_alone),
+    Discriminator(form),
+    alone(_EXAMPLE),
     AfterValidator(_fitting),
 ]
 """One part, or a list of parts that all hold. A list of one is the part alone."""
 
 VectorCondition = Annotated[
     Annotated[OneVector, Tag("(one)")] | Annotated[tuple[OneVector, ...], Tag("(several)")],
-    Discriminator(_form),
-    BeforeValidator(_alone),
+    Discriminator(form),
+    alone(_EXAMPLE),
     AfterValidator(_fitting),
 ]
 """One part or a list of those that every network takes: added to the embedding of the time, or to the input."""
@@ -80,7 +65,7 @@ VectorCondition = Annotated[
 
 @dataclass(frozen=True)
 class Conditions:
-    """Condition of parts that all hold. At most one of them reads shards beside the images."""
+    """Condition of parts that all hold, each of which may read a set of shards beside the images."""
 
     parts: tuple[Part, ...]
 
@@ -106,24 +91,20 @@ class Conditions:
         return frozenset().union(*(part.keys for part in self.parts))
 
     @property
-    def reads(self) -> str | None:
-        """Return the kind of the shards beside the images."""
-        return None if self.reading is None else self.reading.reads
-
-    @property
-    def reading(self) -> Part | None:
-        """Return the part that reads shards beside the images."""
-        return next((part for part in self.parts if part.reads is not None), None)
+    def reads(self) -> tuple[str, ...]:
+        """Return the kinds of the shards beside the images, in the order of the parts."""
+        return tuple(part.reads for part in self.parts if part.reads is not None)
 
     @property
     def image(self) -> ImagePart | None:
         """Return the part that is an image."""
         return next((part for part in self.parts if isinstance(part, ImagePart)), None)
 
-    def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes."""
+    def check(self, section: str, settings: SampleConfig, pairs: Sequence[Any] = ()) -> None:
+        """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes. pairs:
+        the sets of the section pairs."""
         for part in self.parts:
-            part.check(section, self._seen_by(part, settings), pairs)
+            part.check(section, self._seen_by(part, settings), _read_by(part, pairs))
         rows = settings.conditions
         if rows is not None and not isinstance(rows, str):
             names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
@@ -139,26 +120,43 @@ class Conditions:
         if names_classes and settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, and {section}.conditions names a label. Leave one of them out.")
 
-    def check_pairs(self, pairs: Any, data: DataConfig) -> None:
-        """Raise ValueError where the section pairs does not fit the parts or the data."""
-        if self.reading is not None:
-            self.reading.check_pairs(pairs, data)
+    def check_pairs(self, pairs: Sequence[Any], data: DataConfig) -> None:
+        """Raise ValueError where the sets of the section pairs do not fit the parts or the data."""
+        for part in self.parts:
+            part.check_pairs(_read_by(part, pairs), data)
 
-    def spec(self, spec: DataSpec, pairs: Shards | None) -> DataSpec:
-        """Return the shapes that a network has to be built for: those of every part."""
-        specs = [part.spec(spec, pairs) for part in self.parts]
+    def spec(self, spec: DataSpec, beside: Mapping[str, Shards]) -> DataSpec:
+        """Return the shapes that a network has to be built for: those of every part. beside: the sets beside the
+        images, by kind."""
+        specs = [part.spec(spec, beside.get(part.reads or "")) for part in self.parts]
         classes = max(of_part.num_classes for of_part in specs)
         conditions = {name: shape for of_part in specs for name, shape in of_part.conditions.items()}
         return spec.model_copy(update={"num_classes": classes, "conditions": conditions})
 
-    def training_conditions(self, stored: Tensor, streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
-        """Return the conditions of stored samples other than the class, by name. spec: of the network."""
-        assert self.reading is not None
-        return self.reading.training_conditions(stored, streams, spec)
+    def training_conditions(self, stored: Mapping[str, Tensor], streams: Streams, spec: DataSpec) -> dict[str, Tensor]:
+        """Return the conditions of samples other than the class, by name. stored: the entries of the shards beside
+        them, by kind. spec: of the network."""
+        conditions = dict[str, Tensor]()
+        for part in self.parts:
+            if part.reads is not None:
+                conditions |= part.training_conditions(stored[part.reads], streams, spec)
+        return conditions
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
-        """Return the source that images are made of beside the settings."""
-        return next((source for part in self.parts if (source := part.draws(settings)) is not None), None)
+        """Return the source that images are made of beside the settings. Raises ValueError for two sources."""
+        drawing = self.drawing(settings)
+        if len(set(map(str, drawing.values()))) > 1:
+            unset = next(key for key, source in drawing.items() if source == "validation")
+            named = next(key for key, source in drawing.items() if source != "validation")
+            raise ValueError(
+                f"sample.{unset} is unset, so held-out images provide the {unset}, but sample.{named} names others. "
+                f"Set both, or none."
+            )
+        return next(iter(drawing.values()), None)
+
+    def drawing(self, settings: SampleConfig) -> dict[str, SamplesOf | str]:
+        """Return the sources that images are made of beside the settings, by the key that names or leaves out each."""
+        return {next(iter(part.keys)): source for part in self.parts if (source := part.draws(settings)) is not None}
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source of the images of the part that is one."""
@@ -172,7 +170,10 @@ class Conditions:
         """Return the conditions of the images to be made: those of every part."""
         settings = inputs.settings
         check_unused("sample", settings, self.keys)
-        seen = (replace(inputs, settings=self._seen_by(part, settings)) for part in self.parts)
+        seen = (
+            replace(inputs, settings=self._seen_by(part, settings), pairs=(inputs.pairs or {}).get(part.reads or ""))
+            for part in self.parts
+        )
         request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
         self._check_classes("sample", settings, bool(request.classes))
         return request
@@ -181,3 +182,8 @@ class Conditions:
         """Return the settings with the defaults of the keys of other parts, of which a part knows nothing."""
         hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
         return settings.model_copy(update=hidden)
+
+
+def _read_by(part: Part, pairs: Sequence[Any]) -> Any:
+    """Return the set of the section pairs that a part reads; None without one."""
+    return next((of_kind for of_kind in pairs if of_kind.kind == part.reads), None)

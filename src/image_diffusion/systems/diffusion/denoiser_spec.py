@@ -26,6 +26,8 @@ class Reading(Config):
     """Parametrization of the variance."""
     drops_labels: bool
     """True if labels were dropped in training, so that guidance is possible."""
+    drops_alone: tuple[str, ...] = ()
+    """Parts of the condition that were dropped alone, so that guidance can have a scale for each."""
     estimates: Literal["none", "clamped", "free"] = "none"
     """Self-conditioning on the network's own earlier x0: none, held to [-1, 1], or as it is."""
 

@@ -33,7 +33,7 @@ from image_diffusion.systems.diffusion.conditioning import AnyCondition, Conditi
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import Section, all_but
-from image_diffusion.systems.pairs.config import ImagePairs
+from image_diffusion.systems.pairs.config import SeveralImagePairs
 from image_diffusion.systems.warm_start import WarmStart
 
 
@@ -55,7 +55,7 @@ class DiTSystem(DiffusionSystem):
 
     sections: ClassVar[Mapping[str, Section]] = {
         **DiffusionSystem.sections,
-        "pairs": Section(ImagePairs, None, example="{type: captions}", optional=True),
+        "pairs": Section(SeveralImagePairs, None, example="{type: captions}", optional=True),
         "preview": Section(SampleConfig, SampleConfig(), all_but(SampleConfig, "embeddings", *NOT_IN_PREVIEWS)),
         "sample": Section(SampleConfig, SampleConfig(sampler=Ddpm(num_steps=250))),
     }
@@ -66,15 +66,15 @@ class DiTSystem(DiffusionSystem):
     )
 
     @property
-    def reads_beside(self) -> str | None:
-        return super().reads_beside if self.alignment is None else "features"
+    def reads_beside(self) -> tuple[str, ...]:
+        return (*super().reads_beside, *(() if self.alignment is None else ("features",)))
 
     @property
     def conditioning(self) -> Conditions:
         return Conditions.written_as(self.condition)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.conditioning, self.alignment is not None, experiment)
+        check_pairs(self.conditioning, self.reads_beside, experiment)
         if self.alignment is not None:
             self.alignment.check(self.network.shape.depth, self.objective)
             if experiment.train.augment is not None:
@@ -83,9 +83,11 @@ class DiTSystem(DiffusionSystem):
                     "Leave one of the two out."
                 )
         super().check(experiment, others)
-        if self.conditioning.takes_classes and self.reading.drops_labels and not self.network.null_label:
+        if self.conditioning.takes_classes and self.has_null_label and not self.network.null_label:
+            probability = self.objective.label_drop_probability or self.objective.drop_probabilities["label"]
+            key = "label_drop_probability" if self.reading.drops_labels else "drop_probabilities.label"
             raise ValueError(
-                f"system.objective.label_drop_probability is {self.objective.label_drop_probability:g}, but "
+                f"system.objective.{key} is {probability:g}, but "
                 f"system.network.null_label is false: the network has no null label. "
                 f"Set null_label to true, or the probability to 0."
             )
@@ -94,15 +96,19 @@ class DiTSystem(DiffusionSystem):
         spec = super().spec(data)
         if self.alignment is None:
             return spec
-        assert data.beside is not None
-        return spec.model_copy(update={"features": data.beside.shape})
+        return spec.model_copy(update={"features": data.beside["features"].shape})
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
-        if self.alignment is None:
-            return super().batch(stored, label, streams, spec, codec, pairs)
-        return replace(super().batch(stored, label, streams, spec, codec), features=pairs)
+        batch = super().batch(stored, label, streams, spec, codec, beside)
+        return replace(batch, features=(beside or {}).get("features"))
 
     @property
     def build_options(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -116,10 +117,12 @@ def real_images(folder: Path | str) -> RealImages:
     return RealImages(none, none)
 
 
-def joined(folder: Path | str, split: Split, pairs: Path | None) -> Shards:
-    """Return a split of a folder of crops, with the pairs beside them where there is a folder of those."""
+def joined(folder: Path | str, split: Split, pairs: Sequence[Path]) -> Shards:
+    """Return a split of a folder of crops, with the sets beside them. pairs: the folders of those."""
     images = open_shards(folder, split, renders=True)
-    return images if pairs is None else images.join(open_shards(pairs, "all"))
+    for other in pairs:
+        images.join(open_shards(other, "all"))
+    return images
 
 
 def _likelihood(

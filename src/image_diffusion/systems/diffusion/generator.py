@@ -181,6 +181,7 @@ class Generator:
                 f"sample.guidance.guidance_scale is {scale}, but no labels were dropped in training. Use 1, or "
                 f"train with system.objective.label_drop_probability above 0."
             )
+        check_scales("sample", settings, reading)
         self._device = next(network.parameters()).device
         if settings.decoder is not None:
             codec = codec.with_decoder(settings.decoder, self._device)
@@ -270,6 +271,23 @@ class Generator:
             self._reading.denoiser(self._network, self._grid, cond, self._guide) for _ in range(self._tiles.number)
         ]
         return self._tiles.joined(denoisers, size), noise, streams
+
+
+def check_scales(section: str, settings: SampleConfig, reading: Reading) -> None:
+    """Raise ValueError for scales of parts that were not dropped alone, or that a sampler or another network does not
+    allow. section: the name of the settings."""
+    scales, key = settings.guidance.scales, f"{section}.guidance.scales"
+    if scales is None:
+        return
+    if unknown := next((name for name in scales if name not in reading.drops_alone), None):
+        known = ", ".join(reading.drops_alone) or "none"
+        raise ValueError(
+            f"{key} names {unknown}, but the network never learns to do without that alone. Known: {known}. Leave it "
+            f"out, or train with system.objective.drop_probabilities: {{{unknown}: 0.1}}."
+        )
+    if settings.weaker_weights is not None or settings.sampler.asks_intervals:
+        other = "weaker_weights" if settings.weaker_weights is not None else f"sampler.type {settings.sampler.type}"
+        raise ValueError(f"{key} is set, but {section}.{other} does not go with it. Leave one of the two out.")
 
 
 def requested_labels(

@@ -54,7 +54,7 @@ class IddpmSystem(VectorConditioned):
 
     @property
     def build_options(self) -> dict[str, Any]:
-        return {"learned_variance": self.learns_variance, "null_label": self.objective.label_drop_probability > 0}
+        return {"learned_variance": self.learns_variance, "null_label": self.has_null_label}
 
     def build_network(self, spec: DataSpec) -> UNet:
         """Build the randomly initialised network, with a label for none where labels are dropped.

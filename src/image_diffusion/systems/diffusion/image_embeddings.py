@@ -22,25 +22,27 @@ _DESCRIBED = "embeddings.json"
 
 
 def held_out(folders: Sequence[Path], key: str = "embeddings") -> Shards:
-    """Return held-out images with their pairs. folders: of the pairs, and of the crops. key: that of the section sample
-    which is unset. Raises ValueError for other folders, and without held-out images."""
-    if len(folders) != 2:
+    """Return held-out images with what lies beside them. folders: of each set beside them, and of the crops. key: that
+    of the section sample which is unset. Raises ValueError for too few folders, and without held-out images."""
+    if len(folders) < 2:
         raise ValueError(
             f"sample.{key} is not set, so held-out images provide the {key}. Name the folders of their pairs and of "
             f"their crops: --embeddings PAIRS CROPS."
         )
-    pairs, crops = open_shards(folders[0], "all"), open_shards(folders[1], "validation")
+    crops = open_shards(folders[-1], "validation")
     if not crops.num_samples:
         raise ValueError(
-            f"{folders[1]} has no held-out images to provide the {key}. Set data.validation_fraction, or sample.{key}."
+            f"{folders[-1]} has no held-out images to provide the {key}. Set data.validation_fraction, or sample.{key}."
         )
-    return crops.join(pairs)
+    for folder in folders[:-1]:
+        crops.join(open_shards(folder, "all"))
+    return crops
 
 
 def of_held_out(images: Shards, seeds: Tensor) -> SamplingRequest:
     """Return the embeddings of held-out images for some seeds, int64 [N]: seed s has image s modulo their number."""
     rows = (seeds % images.num_samples).numpy()
-    (pairs,) = images.gather_beside(rows)
+    pairs = images.gather_of("pairs", rows)
     labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
     source = {"split": "validation", "data": images.digest}
     described = {"embeddings": source}

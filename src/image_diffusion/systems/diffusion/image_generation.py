@@ -142,8 +142,7 @@ class ImageSampling(Sampling, ABC):
         exist."""
         settings, classes = inputs.settings, inputs.training.classes
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
-        pair_shards = inputs.training.beside
-        pairs = pair_shards.manifest["pairs"] if pair_shards is not None else None
+        pairs = {kind: shards.manifest["pairs"] for kind, shards in inputs.training.beside.items()}
         image_source = ImageSource(inputs.spec, inputs.held_out)
         request = self.condition.sampling_request(
             ConditionInputs(settings, len(seeds), pairs, inputs.held_out, image_source)
@@ -249,8 +248,10 @@ def _labels(
 ) -> Tensor | None:
     """Return the class that each image should show, int64 [N]; None if unknown. For text or embedding conditions it is
     only used by the evaluation: the class that every prompt names, or the class of the embedded image. The
-    conditions of held-out images come with their classes, unless the settings choose some."""
-    if request.labels is not None and settings.labels == "balanced":
+    conditions of held-out images come with their classes, unless the settings choose some, or the network is told
+    words and no class."""
+    told_words = "prompts" in request.described and not spec.num_classes
+    if request.labels is not None and settings.labels == "balanced" and not told_words:
         return request.labels
     if not spec.num_classes:
         return classes_named(request.described.get("prompts", []), classes)

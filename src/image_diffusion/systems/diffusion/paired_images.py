@@ -118,5 +118,5 @@ class _AskedMasks:
     def gather(self, indices: NDArray[np.int64]) -> Tensor:
         return self.samples.gather(indices)
 
-    def gather_beside(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        return self.held_out.gather_beside(self.rows[indices])
+    def gather_of(self, kind: str, indices: NDArray[np.int64]) -> Tensor:
+        return self.held_out.gather_of(kind, self.rows[indices])

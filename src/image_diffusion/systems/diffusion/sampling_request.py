@@ -41,7 +41,7 @@ def joined(requests: Iterable[SamplingRequest]) -> SamplingRequest:
     parts = list(requests)
     classes = next((part.classes for part in parts if part.classes), [])
     return SamplingRequest(
-        titles=next((part.titles for part in parts if part.titles), []),
+        titles=[", ".join(of_image) for of_image in zip(*(part.titles for part in parts if part.titles), strict=True)],
         conditions={name: tensor for part in parts for name, tensor in part.conditions.items()},
         null={name: tensor for part in parts for name, tensor in part.null.items()},
         labels=None if classes else next((part.labels for part in parts if part.labels is not None), None),

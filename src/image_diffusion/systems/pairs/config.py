@@ -14,11 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from torch import Tensor
 from torch.nn import functional as F
 
 from image_diffusion.core.config.base import dump
+from image_diffusion.core.config.several import alone, form
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.encoded.captions import CaptionedCrops, Captions, ClassCaptions
 from image_diffusion.data.encoded.pairs import TOKENS, PairSet, Splits
@@ -29,7 +30,7 @@ from image_diffusion.metrics.features.classifier import FEATURES, load_detector
 from image_diffusion.systems.pairs.captions import CaptionPairs, MadeOfCrops
 from image_diffusion.systems.pairs.contrastive import ContrastiveTraining, trained_towers
 from image_diffusion.systems.pairs.images import ImageFilePairs
-from image_diffusion.systems.pairs.inputs import PairInputs, PairSettings
+from image_diffusion.systems.pairs.inputs import PairInputs, PairSettings, sets_of
 from image_diffusion.systems.pairs.numbers import NumberPairs
 from image_diffusion.systems.pairs.teacher_features import FeaturePairs
 from image_diffusion.text_encoders.base import TextEncoder
@@ -184,6 +185,37 @@ VectorPairs = Annotated[NumberPairs | ImageFilePairs, Field(discriminator="type"
 PairsConfig = Annotated[
     HashedPairs | ContrastivePairs | ClipPairs | FilePairs | CaptionPairs | NumberPairs | ImageFilePairs | FeaturePairs,
     Field(discriminator="type"),
+]
+
+
+def _of_different_kinds(value: Any) -> Any:
+    """Return the sets. Raises ValueError for two of one kind."""
+    kinds = [pairs.kind for pairs in sets_of(value)]
+    if twice := next((kind for kind in kinds if kinds.count(kind) > 1), None):
+        raise ValueError(f"two sets hold {twice}. Name one set of each kind.")
+    return value
+
+
+_EXAMPLE = "a set, such as {type: captions}"
+
+SeveralImagePairs = Annotated[
+    Annotated[ImagePairs, Tag("(one)")] | Annotated[tuple[ImagePairs, ...], Tag("(several)")],
+    Discriminator(form),
+    alone(_EXAMPLE),
+    AfterValidator(_of_different_kinds),
+]
+"""One set or a list of those that an image network reads next to the images. A list of one is the set alone."""
+
+SeveralVectorPairs = Annotated[
+    Annotated[VectorPairs, Tag("(one)")] | Annotated[tuple[VectorPairs, ...], Tag("(several)")],
+    Discriminator(form),
+    alone(_EXAMPLE),
+    AfterValidator(_of_different_kinds),
+]
+"""One set or a list of those that every image network can read next to the images."""
+
+SeveralPairs = Annotated[
+    Annotated[PairsConfig, Tag("(one)")] | Annotated[tuple[PairsConfig, ...], Tag("(several)")], Discriminator(form)
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,28 @@ class PairSettings(Config):
     def encoded_by(self) -> dict[str, Any] | None:
         """Return the encoder that the manifest must name; None: there is none."""
         return None
+
+
+def sets_of(pairs: Any) -> tuple[Any, ...]:
+    """Return the sets of a section `pairs`: of none, of one, or of a list."""
+    if pairs is None:
+        return ()
+    return pairs if isinstance(pairs, tuple) else (pairs,)
+
+
+def written(described: Mapping[str, Any], kinds: Sequence[str]) -> Any:
+    """Return what files say of the sets that are read, by kind: of a single set what it is alone; None where nothing is
+    said."""
+    if len(kinds) < 2:
+        return next(iter(described.values()), None)
+    return dict(described)
+
+
+def by_kind(said: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return what files say of the sets that are read, as `written` wrote it, by kind."""
+    if said is None:
+        return {}
+    return {kinds[0]: said} if len(kinds) == 1 else dict(said)
 
 
 class BesideCrops(PairSettings):

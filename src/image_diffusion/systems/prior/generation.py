@@ -94,7 +94,7 @@ class CaptionEmbedder:
     ) -> None:
         self.generator = EmbeddingGenerator(on_best_device(model), reading, model.spec, settings)
         self._token_encodings, self._dim = token_encodings, model.spec.channels
-        self._text = text_encoder(model.pairs, settings.clip, model.folder)
+        self._text = text_encoder(model.pairs.get("pairs"), settings.clip, model.folder)
 
     def __call__(self, captions: Sequence[str], seeds: Tensor) -> Tensor:
         """Return float16 [N, dim], of seeds int64 [N]."""
@@ -195,7 +195,7 @@ class EmbeddingFiles:
                 np.save(file, rows.numpy())
             _write_table(table, samples.maker.titles[start:stop], settings.first_seed, start)
             written, start = [*written, image, table], stop
-        how = {"pairs": samples.model.pairs, "files": describe(folder, written)}
+        how = {"pairs": samples.model.pairs.get("pairs"), "files": describe(folder, written)}
         write_json(samples.output, samples.description | how)
         return {}
 

@@ -125,7 +125,13 @@ class PriorSystem(System):
         return self.objective.build(self.process.build(), self.scale(spec), self.network.self_cond)
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         return pair_batch(stored, streams, Scaling(self.scale(spec), self.image_statistics), self.token_encodings)
 

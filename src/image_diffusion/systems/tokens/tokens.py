@@ -105,8 +105,8 @@ class TokensSystem(System):
     warm_start: ClassVar = WarmStart(class_rows=("y_embedder.embedding_table.weight",), positions=("pos_embed",))
 
     @property
-    def reads_beside(self) -> str | None:
-        return self.condition.reads
+    def reads_beside(self) -> tuple[str, ...]:
+        return Conditions.written_as(self.condition).reads
 
     @property
     def reading(self) -> TokenReading:
@@ -114,7 +114,7 @@ class TokensSystem(System):
         return TokenReading(causal=self.objective.causal, drops_labels=self.objective.label_drop_probability > 0)
 
     def check(self, experiment: Sections, others: Others) -> None:
-        check_pairs(self.condition, False, experiment)
+        check_pairs(Conditions.written_as(self.condition), self.reads_beside, experiment)
         check_judged(experiment)
         check_kept(experiment, others)
         super().check(experiment, others)
@@ -137,7 +137,7 @@ class TokensSystem(System):
             num_classes=data.num_classes,
             levels=data.levels,
         )
-        return self.condition.spec(spec, data.beside)
+        return Conditions.written_as(self.condition).spec(spec, data.beside)
 
     @property
     def build_options(self) -> dict[str, Any]:
@@ -156,13 +156,18 @@ class TokensSystem(System):
         return objective.build(spec)
 
     def batch(
-        self, stored: Tensor, label: Tensor, streams: Streams, spec: DataSpec, codec: Codec, pairs: Tensor | None = None
+        self,
+        stored: Tensor,
+        label: Tensor,
+        streams: Streams,
+        spec: DataSpec,
+        codec: Codec,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Batch:
         """Return the batch of tokens int64 [B, N], row by row."""
         # Without classes the network has no embedding table to look labels up in.
         cond = {"label": label} if spec.num_classes else {}
-        if pairs is not None:
-            cond |= self.condition.training_conditions(pairs, streams, spec)
+        cond |= Conditions.written_as(self.condition).training_conditions(beside or {}, streams, spec)
         return Batch(stored.flatten(1).long(), cond, streams)
 
     def sampling(self) -> TokenSampling:

@@ -94,7 +94,7 @@ def _without_contents(
         trainer = Trainer(whole, config.model_copy(update=plain), World(0, 1, torch.device("cpu")))
         memory.fixed = memory.live
         ids = torch.zeros(share, dtype=torch.int64)
-        sets = [whole.data, *([whole.data.beside] if whole.data.beside is not None else [])]
+        sets = [whole.data, *whole.data.beside.values()]
         stored, *beside = (torch.empty(share, *split.shape, dtype=split.dtype) for split in sets)
         yield trainer, Examples(stored, ids, ids, ids, tuple(beside)), memory
 

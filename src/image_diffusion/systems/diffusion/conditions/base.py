@@ -34,8 +34,8 @@ class ConditionInputs:
     """Inputs from which the conditions of images to be made are taken.
 
     settings: the section sample. count: of the images. pairs: what the manifest of the shards beside the images says of
-    them. source: held-out images with what lies beside them, or the folders of those. image_source: of the images of a
-    condition.
+    them; of each kind for `Conditions`, of its own for a part. source: held-out images with what lies beside them, or
+    the folders of those. image_source: of the images of a condition.
     """
 
     settings: SampleConfig

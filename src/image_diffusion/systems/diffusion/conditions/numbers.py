@@ -73,7 +73,7 @@ class NumbersCondition(ConditionPart):
         if settings.conditions is None:
             images = source if isinstance(source, Shards) else held_out(source, "conditions")
             rows = (inputs.seeds % images.num_samples).numpy()
-            (scaled,) = images.gather_beside(rows)
+            scaled = images.gather_of(self.reads, rows)
             values = [dict[str, float | None](of_image) for of_image in columns.values(scaled)]
             labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
             described: dict[str, Any] = {"split": "validation", "data": images.digest}

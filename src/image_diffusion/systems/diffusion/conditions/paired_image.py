@@ -77,9 +77,7 @@ class PairedImageCondition(ImagePart):
         return "validation" if settings.small_images is None else None
 
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
-        assert images.beside is not None
-        (stored,) = images.gather_beside(rows)
-        return as_seen(stored, _channels(images.beside))
+        return as_seen(images.gather_of(self.reads, rows), _channels(images.beside[self.reads]))
 
     def baselines(self, made: Tensor, size: Size) -> dict[str, Tensor]:
         return {}

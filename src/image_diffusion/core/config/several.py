@@ -1,0 +1,26 @@
+"""Keys of a configuration that hold one value or a list of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BeforeValidator
+
+
+def form(value: Any) -> str:
+    """Return the tag of a value: "(several)" of a list, "(one)" of anything else."""
+    return "(several)" if isinstance(value, list | tuple) else "(one)"
+
+
+def alone(example: str) -> BeforeValidator:
+    """Return the validator by which a list of one is its value alone, and an empty list an error. example: a value, for
+    the message."""
+
+    def validated(value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) < 2:
+            if not value:
+                raise ValueError(f"the list is empty. Name {example}, or leave the key out.")
+            return value[0]
+        return value
+
+    return BeforeValidator(validated)
