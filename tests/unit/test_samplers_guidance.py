@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from image_diffusion.core.config.base import dump
+from image_diffusion.core.files.atomic import digest
 from image_diffusion.process.flow import Flow
 from image_diffusion.process.grid import Grid
 from image_diffusion.samplers import Guidance, guided
@@ -94,7 +96,15 @@ def test_scales_that_do_not_fit_are_told_and_unset_ones_are_not_written() -> Non
         Guidance(guidance_scale=2, scales={"text": 2})
     with pytest.raises(ValueError, match="a scale for 'text', which the network is not told. Known: label"):
         guided(Recorder(), {"text": 2.0}, NULL)
-    assert "scales" not in Guidance().model_dump() and Guidance(scales={"a": 2}).model_dump()["scales"] == {"a": 2.0}
+    assert "scales" not in Guidance().model_dump() and Guidance(scales={"a": 2}).model_dump()["scales"] == [["a", 2.0]]
+
+
+def test_scales_in_another_order_are_another_configuration() -> None:
+    one, other = ({"scales": dict(pairs)} for pairs in ((("a", 2.0), ("b", 3.0)), (("b", 3.0), ("a", 2.0))))
+    written = [dump(Guidance.model_validate(scales)) for scales in (one, other)]
+    assert digest(written[0]) != digest(written[1])
+    again = [Guidance.model_validate(plain).scales for plain in written]
+    assert [list((scales or {}).items()) for scales in again] == [[("a", 2.0), ("b", 3.0)], [("b", 3.0), ("a", 2.0)]]
 
 
 def test_scale_one_is_the_network_itself() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
@@ -36,7 +36,6 @@ class Guidance(Config):
     power: float | None = Field(None, gt=0)
     """Guide the less, the earlier: at time t, 1 where sampling begins, the scale is 1 + (guidance_scale - 1) times
     (1 - cos(pi (1 - t)^power)) / 2. Unset: the same scale throughout."""
-
     scales: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = Field(None, min_length=1)
     """Scale of each part of the condition, by its type, in place of guidance_scale: in this order, each part leads away
     from the prediction without it and those after it. A part that is left out stays in all predictions. One more
@@ -44,9 +43,17 @@ class Guidance(Config):
 
     @model_serializer(mode="wrap")
     def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out scales that are not set: files of experiments without any keep their bytes."""
+        """Write scales as pairs, since another order gives other samples, and the order of keys does not count in a
+        digest. Leave them out if they are not set: files of experiments without any keep their bytes."""
         plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name != "scales" or value is not None}
+        scales = plain.pop("scales")
+        return plain if scales is None else {**plain, "scales": list(map(list, scales.items()))}
+
+    @field_validator("scales", mode="before")
+    @classmethod
+    def _of_pairs(cls, value: Any) -> Any:
+        """Return the scales of pairs, as they are written, by name."""
+        return dict(value) if isinstance(value, list | tuple) and all(map(_is_pair, value)) else value
 
     @model_validator(mode="after")
     def _scales_stand_alone(self) -> Guidance:
@@ -82,6 +89,10 @@ class Guidance(Config):
         rise_at = None if self.power is None else _rising(self.power, grid.time[0].item())
         scale = self.guidance_scale if self.scales is None else self.scales
         return guided(network, scale, null_cond, self.channels, times, negative, rise_at)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)
 
 
 def _rising(power: float, first: float) -> Callable[[Tensor], Tensor]:
