@@ -90,7 +90,7 @@ def test_the_auc_is_the_share_of_pairs_in_order() -> None:
 
 def test_a_requirement_holds_by_its_numbers() -> None:
     conditions = parse_requirement("copies.upper < 0.01 and  utility.gain.lower >= -1e-3")
-    assert [(c.score, c.field, c.sign, c.bound) for c in conditions] == [
+    assert [(c.name, c.field, c.sign, c.bound) for c in conditions] == [
         ("copies", "upper", "<", 0.01),
         ("utility.gain", "lower", ">=", -0.001),
     ]
