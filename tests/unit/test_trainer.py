@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
@@ -391,6 +392,19 @@ def test_what_decides_the_result_is_part_of_the_identity(change: dict[str, Any])
 @pytest.mark.parametrize("change", [{"weights": "ema"}, {"validate_every_steps": 5}, {"validation_samples": 5}])
 def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(change: dict[str, Any]) -> None:
     assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"patience": None}, {"patience": 0.3}, {"steps": 20}, {"validate_every_steps": 5}, {"validation_samples": 5},
+     {"weights": "raw"}],
+)  # fmt: skip
+def test_what_tells_an_early_end_is_part_of_the_identity_where_there_is_one(change: dict[str, Any]) -> None:
+    assert settings(**{"patience": 0.2} | change).identity() != settings(patience=0.2).identity()
+
+
+def test_files_of_trainings_without_patience_do_not_name_it() -> None:
+    assert "patience" not in dump(settings()) and dump(settings(patience=0.2))["patience"] == 0.2
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

@@ -92,6 +92,9 @@ def run(
         with book:
             book.params({"train": dump(config), **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
+            if world.is_main and (sentence := trainer.patience.ended_early) is not None:
+                print(sentence, flush=True)
+                book.params({"ended_early_at": trainer.patience.end})
         for split in filter(None, (task.data, task.validation)):
             split.verified()
         _write(trainer, model, output, state)
@@ -179,16 +182,17 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:
     """Write the weights, which all processes gather together."""
-    config, carried = trainer.config, trainer.task.carried
+    config, carried, end = trainer.config, trainer.task.carried, trainer.patience.end
+    ended = {"ended_early_at": end} if end < config.steps else {}
 
     def described(step: int, average: str | None) -> dict[str, Any]:
         seen = step * config.global_batch
-        return {**model, "step": step, "examples_seen": seen, "ema": average, "train": dump(config)}
+        return {**model, "step": step, "examples_seen": seen, "ema": average, "train": dump(config), **ended}
 
     if config.keep_raw:
-        state.save_weights(output / "raw", trainer.raw_weights(), described(config.steps, None), carried)
+        state.save_weights(output / "raw", trainer.raw_weights(), described(end, None), carried)
     else:
         state.remove(output / "raw")
-    step = trainer.best.step or config.steps
+    step = trainer.best.step or end
     average = None if config.weights == "raw" else config.average
     state.save_weights(output, trainer.weights(), described(step, average), carried)
