@@ -228,7 +228,11 @@ def sweeps(folder: Path) -> Iterator[dict[str, Any]]:
     """The curves against one setting each, and where they are best."""
     for path in sorted(folder.glob("*/curve.json")):
         curve = read_json(path)
-        yield curve | {"axis": curve["axis"].replace("_", " "), "source": source_of(path.with_suffix(".png"))}
+        yield (
+            {"choice": None}
+            | curve
+            | {"axis": curve["axis"].replace("_", " "), "source": source_of(path.with_suffix(".png"))}
+        )
 
 
 def training(journal: Path, weights: Path) -> History | None:
