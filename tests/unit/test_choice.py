@@ -81,7 +81,7 @@ def test_the_reason_says_what_the_last_step_has_and_why_it_was_not_taken() -> No
     reason = choose(parse_rule("distance where copies.upper < 0.04"), POINTS, "inpipe_fd")["reason"]
     assert reason == (
         "Step 20 is used: of the 2 of 3 steps at which copies.upper < 0.04, it has the lowest inpipe_fd, 5 [4, 6]. "
-        "The last, step 30, has 3 [2, 4], but copies.upper < 0.04: copies.upper is 0.06."
+        "The last, step 30, has 3 [2, 4], but copies.upper is 0.06."
     )
 
 
@@ -89,7 +89,8 @@ def test_without_a_point_that_fulfils_the_rule_the_closest_is_used_and_named() -
     choice = choose(parse_rule("distance where copies.upper < 0.005"), POINTS, "inpipe_fd")
     assert (choice["step"], choice["fulfilled"]) == (10, False)
     assert choice["reason"].startswith(
-        "No step fulfils copies.upper < 0.005. Step 10 comes closest (copies.upper < 0.005: copies.upper is 0.01) and "
+        "No step fulfils copies.upper < 0.005. Step 10 comes closest (copies.upper is 0.01) and is used: its inpipe_fd "
+        "is 9 [8, 10]. "
     )
     two = choose(parse_rule("distance where copies.upper < 0.005 and inpipe_fd.value < 6"), POINTS, "inpipe_fd")
     assert two["step"] == 20, "it misses one condition, by less than step 30 does"

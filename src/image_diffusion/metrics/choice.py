@@ -68,40 +68,41 @@ def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> di
     for condition in rule.conditions:
         measured = [score[condition.name][condition.field] for score in scores]
         if all(number is None for number in measured):
-            raise ValueError(f"sweep.choose asks for {condition.fault(scores[0])}. Measure it, or change the rule.")
+            miss = condition.miss(scores[0])
+            raise ValueError(f"sweep.choose asks for {condition.text}, but {miss}. Measure it, or change the rule.")
     readings = reading(entries)
     sign = -1 if _better(metric) == "higher" else 1
-    faults = [
-        [fault for condition in rule.conditions if (fault := condition.fault(score)) is not None] for score in scores
+    misses = [
+        [miss for condition in rule.conditions if (miss := condition.miss(score)) is not None] for score in scores
     ]
     excess = [sum(_excess(condition, score) for condition in rule.conditions) for score in scores]
-    best = min(range(len(points)), key=lambda i: (len(faults[i]), excess[i], sign * readings[i]))
+    best = min(range(len(points)), key=lambda i: (len(misses[i]), excess[i], sign * readings[i]))
 
     def number(i: int) -> str:
         interval = entries[i]["interval"]
         return f"{readings[i]:.4g}{f' [{interval[0]:.4g}, {interval[1]:.4g}]' if interval else ''}"
 
     step, last = points[best]["value"], len(points) - 1
-    fulfil = [missed for missed in faults if not missed]
+    fulfil = sum(not missed for missed in misses)
     where = " and ".join(condition.text for condition in rule.conditions)
     better = "highest" if sign < 0 else "lowest"
-    if faults[best]:
-        reason = f"No step fulfils {where}. Step {step} comes closest ({'; '.join(faults[best])}) and is used: its "
+    if misses[best]:
+        reason = f"No step fulfils {where}. Step {step} comes closest ({'; '.join(misses[best])}) and is used: its "
         reason += f"{metric} is {number(best)}."
     else:
-        among = f"of the {len(fulfil)} of {len(points)} steps at which {where}, " if where else ""
+        among = f"of the {fulfil} of {len(points)} steps at which {where}, " if where else ""
         reason = f"Step {step} is used: {among}it has the {better} {metric}, {number(best)}."
     if best == last:
         reason += " It is the last one."
     else:
-        but = f", but {'; '.join(faults[last])}" if faults[last] else ""
+        but = f", but {'; '.join(misses[last])}" if misses[last] else ""
         reason += f" The last, step {points[last]['value']}, has {number(last)}{but}."
     rows = [
         {"step": int(point["value"]), metric: value, "missed": missed}
-        for point, value, missed in zip(points, readings, faults, strict=True)
+        for point, value, missed in zip(points, readings, misses, strict=True)
     ]
     about = {"rule": rule.text, "metric": metric, "step": int(step)}
-    return {**about, "fulfilled": not faults[best], "reason": reason, "points": rows}
+    return {**about, "fulfilled": not misses[best], "reason": reason, "points": rows}
 
 
 def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -137,7 +138,7 @@ def _score(point: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 def _excess(condition: Condition, scores: Mapping[str, Mapping[str, Any]]) -> float:
     """Return by how much a number misses the bound; 0 where the condition holds."""
-    if condition.fault(scores) is None:
+    if condition.miss(scores) is None:
         return 0.0
     number = scores[condition.name][condition.field]
     return math.inf if number is None else abs(number - condition.bound)

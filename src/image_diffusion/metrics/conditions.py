@@ -26,18 +26,19 @@ class Condition:
     sign: str
     bound: float
 
-    def fault(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Return why the condition does not hold; None where it holds. A number that was not measured does not hold.
+    def miss(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Return what the number is where the condition does not hold; None where it holds. A number that was not
+        measured does not hold.
 
         scores: {"value", "lower", "upper", "note"} by name.
         """
         score = scores[self.name]
         number = score[self.field]
         if number is None:
-            return f"{self.text}: {self.name}.{self.field} was not measured ({score['note'] or 'no reason noted'})"
+            return f"{self.name}.{self.field} was not measured ({score['note'] or 'no reason noted'})"
         if _COMPARISONS[self.sign](number, self.bound):
             return None
-        return f"{self.text}: {self.name}.{self.field} is {number:.4g}"
+        return f"{self.name}.{self.field} is {number:.4g}"
 
 
 def parse_conditions(text: str, kind: str, check_name: Callable[[str], None], example: str) -> list[Condition]:
