@@ -13,12 +13,15 @@ import yaml
 from PIL import Image, ImageChops
 
 from image_diffusion.core.files.atomic import write_json
-from image_diffusion.core.files.weights import read_weights, save_weights
+from image_diffusion.core.files.weights import read_model, read_weights, save_weights
+from image_diffusion.core.journal.writer import Journal
 from image_diffusion.experiments.experiment import Experiment
 from image_diffusion.experiments.resolve import load_all, write_stages
 from image_diffusion.metrics.choice import choose, parse_rule
 from image_diffusion.metrics.sweep_curve import plot_sweep
 from image_diffusion.stages import ema, sweep
+from image_diffusion.tracking.plan import Request, final_weights, plan
+from image_diffusion.tracking.run_note import headline_of, sentence
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from image_diffusion.workflow.inputs import Files, find_trained
 from image_diffusion.workflow.plans import Plans, used_weights
@@ -234,3 +237,22 @@ def test_the_curve_names_the_step_and_its_weights_are_taken_from_the_checkpoint(
     assert len(printed.err.splitlines()) == 1
     run(sweep, monkeypatch, *common)
     assert "choice" not in json.loads(curve.read_text())
+
+
+def test_the_headline_the_sentence_and_the_registered_model_are_of_the_chosen_weights(tmp_path: Path) -> None:
+    write_plans(tmp_path, a_plan("one", choose=RULE))
+    folder = tmp_path / "one"
+    for place, step in (("train", 30), ("sweep/checkpoint/chosen/weights", 20)):
+        model = {"step": step, "examples_seen": 8 * step, "system": {"type": "dit"}}
+        save_weights(folder / place, {"weight": torch.tensor([float(step)])}, model)
+    chosen = read_model(folder / "sweep/checkpoint/chosen/weights")
+    judged = {"metrics": POINTS[1]["metrics"], "protocol": {"weights": {"sha256": chosen["sha256"]}}}
+    write_json(folder / "metrics.json", judged)
+    headline = headline_of(folder, "inpipe_fd")
+    assert headline is not None and headline.value == 5.0
+    assert sentence(folder, None) == "`one`: a dit trained for 20 steps, 160 examples."
+    with Journal.open(folder / "journal", "train") as book:
+        book.params({"a": 1})
+    (run_of_training,) = plan(folder, [])
+    weights = final_weights(run_of_training, "id", Request(folder))
+    assert weights is not None and weights.files["model.json"] == folder / "sweep/checkpoint/chosen/weights/model.json"
