@@ -477,6 +477,26 @@ def test_a_training_that_was_killed_ends_at_the_same_step_with_the_same_bytes(tm
     assert points(tmp_path) == numbers
 
 
+def test_a_stop_inside_the_reports_of_the_step_that_ends_a_training_is_made_up_for(tmp_path: Path) -> None:
+    settings = {**WILD, "patience": 0.2, "grid_every_steps": 1}
+    end, drawn = -1, list[int]()
+
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
+        drawn.append(step)
+        if drawn.count(end) == 1 and step == end:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    whole = start(tmp_path / "whole", steps=40, task={"grid": grid}, **settings)
+    end = read_model(tmp_path / "whole" / "train")["step"]
+    drawn.clear()
+    with pytest.raises(Stopped, match=f"step {end} of 40 is saved"):
+        start(tmp_path / "stopped", steps=40, task={"grid": grid}, **settings)
+    again = start(tmp_path / "stopped", steps=40, task={"grid": grid}, **settings)
+    assert drawn == [*range(end + 1), end] and all(torch.equal(again[name], whole[name]) for name in whole)
+    assert points(tmp_path / "stopped") == points(tmp_path / "whole")
+
+
 def test_an_early_end_needs_losses_to_tell_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no sample is held out to tell when to end"):
         start(tmp_path, task={"validation": None}, patience=0.1)
