@@ -431,7 +431,7 @@ def expected_end(folder: Path, patience: float, steps: int) -> int:
     for place, (step, value) in enumerate(losses):
         if all(value < before for _, before in losses[:place]):
             best = step
-        if step - best >= patience * steps:
+        if step - best >= round(patience * steps):
             return step
     return steps
 

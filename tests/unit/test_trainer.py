@@ -19,6 +19,7 @@ from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.monitor import throughput
 from image_diffusion.training.monitor.meter import Health, Meter
+from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.reports import _at
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
@@ -401,6 +402,19 @@ def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(chan
 )  # fmt: skip
 def test_what_tells_an_early_end_is_part_of_the_identity_where_there_is_one(change: dict[str, Any]) -> None:
     assert settings(**{"patience": 0.2} | change).identity() != settings(patience=0.2).identity()
+
+
+def test_a_share_of_the_steps_is_counted_exactly() -> None:
+    patience = Patience(100, 0.07)
+    for step in range(1, 8):
+        patience.observe(step, float(step))
+    assert (patience.step, patience.ended_at) == (1, None)
+    patience.observe(8, 1.0)
+    assert patience.ended_at == 8 and 0.07 * 100 > 7
+    other = Patience(30, None)
+    for step in range(1, 30):
+        other.observe(step, float(step))
+    assert other.ended_at is None and other.state_dict() == {}
 
 
 def test_files_of_trainings_without_patience_do_not_name_it() -> None:

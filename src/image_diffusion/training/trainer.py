@@ -170,6 +170,11 @@ class Trainer:
             )
         )
 
+    @property
+    def last_step(self) -> int:
+        """Return the step at which the training ends, as far as is known."""
+        return self.config.steps if self.patience.ended_at is None else self.patience.ended_at
+
     def set_learning_rate(self, step: int) -> float:
         """Set the learning rate of update number `step`, counted from 1, and return it."""
         return self.optimizer.set_rate(self.config.schedule.factor(step - 1, self.config.steps))
@@ -274,7 +279,7 @@ class Trainer:
         rows: Groups = {}
         for group, state in self._tensors().items():
             add_tensors(group, state, groups, rows)
-        extra: dict[str, Any] = {"ended": step == self.patience.end}
+        extra: dict[str, Any] = {"ended": step == self.last_step}
         for name, component in self._components.items():
             if name in _WITH_TENSORS:
                 groups[name] = dict(component.state_dict())
