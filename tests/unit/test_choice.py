@@ -115,7 +115,7 @@ def test_a_number_that_was_not_measured_does_not_hold_and_everywhere_it_is_an_er
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("distanse", "'distanse' is not a metric. Did you mean distance?"),
+        ("distances", "'distances' is not a metric. Did you mean distance?"),
         ("distance where copise.upper < 1", "'copise' is not a metric. Did you mean copies?"),
         ("distance where copies.top < 1", "Unknown field 'top' of copies. Known: value, lower, upper."),
         ("distance where copies.upper < few", "'few' in 'copies.upper < few' is not a number"),
