@@ -49,6 +49,7 @@ def a_plan(name: str = "one", **changes: Any) -> Plan:
         "decoder_files": [],
         "pictures": [],
         "sweep": {},
+        "choose": "",
         "beyond_defaults": [],
         "export": "none",
         "resources": RESOURCES,

@@ -23,7 +23,7 @@ from image_diffusion.process.flow import Flow
 from image_diffusion.samplers import Sampler, SamplerConfig
 from image_diffusion.samplers.ddim import Ddim
 from image_diffusion.samplers.guidance import Guidance
-from image_diffusion.stages.doctor import check, cut_short, decoding_seconds, sampling_seconds
+from image_diffusion.stages.doctor import check, cut_short, decoding_seconds, sampling_seconds, steps_in_words
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
 from image_diffusion.systems.diffusion.generator import SampleConfig
@@ -215,3 +215,10 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     found()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_training_that_may_end_early_has_its_steps_at_most() -> None:
+    words = [
+        steps_in_words(TrainConfig.model_validate({"steps": 2000, "patience": patience})) for patience in (None, 1)
+    ]
+    assert words == ["2,000 steps", "2,000 steps at most"]

@@ -421,6 +421,89 @@ def test_best_without_anything_held_out_is_refused(tmp_path: Path) -> None:
         start(tmp_path, task={"validation": None}, weights="best")
 
 
+WILD = {"optimizer": {"type": "adamw", "lr": 0.1}, "validate_every_steps": 1, "checkpoint": {"every_steps": 3}}
+
+
+def expected_end(folder: Path, patience: float, steps: int) -> int:
+    """The first validation of a whole run by which the loss has not been smaller for that share of the steps."""
+    losses = sorted((step, value) for key, step, value in points(folder) if key == "validation/loss")
+    best = 0
+    for place, (step, value) in enumerate(losses):
+        if all(value < before for _, before in losses[:place]):
+            best = step
+        if step - best >= round(patience * steps):
+            return step
+    return steps
+
+
+@pytest.mark.parametrize("patience", [0.1, 0.2, 1.0])
+def test_a_training_ends_where_the_validation_loss_no_longer_improves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], patience: float
+) -> None:
+    start(tmp_path / "whole", steps=40, **WILD)
+    end = expected_end(tmp_path / "whole", patience, 40)
+    assert (end < 40) == (patience < 1), "both are tried"
+    capsys.readouterr()
+    drawn: list[int] = []
+    grid = {"grid": lambda network, step, folder: drawn.append(step) or {}}
+    ended = start(tmp_path / "ended", task=grid, steps=40, patience=patience, grid_every_steps=25, **WILD)
+    shorter = start(tmp_path / "shorter", steps=end, **WILD)
+    assert all(torch.equal(ended[name], shorter[name]) for name in shorter)
+    model = read_model(tmp_path / "ended" / "train")
+    assert (model["step"], model["examples_seen"], model.get("ended_early_at", 40)) == (end, 8 * end, end)
+    assert max(drawn) == end, "the last step has its preview"
+    history = read_journal(tmp_path / "ended" / "journal" / "train")
+    assert history is not None and history.params.get("ended_early_at", 40) == end
+    printed = [line for line in capsys.readouterr().out.splitlines() if "ends at step" in line]
+    best = min((value, step) for key, step, value in points(tmp_path / "ended") if key == "validation/loss")[1]
+    assert len(printed) == (end < 40)
+    assert all(f"ends at step {end} of 40: " in line for line in printed)
+    assert all(f"at step {best}, and train.patience is {patience:g}." in line for line in printed)
+
+
+@pytest.mark.parametrize("weights", ["ema", "best"])
+def test_a_training_that_was_killed_ends_at_the_same_step_with_the_same_bytes(tmp_path: Path, weights: str) -> None:
+    settings = {**WILD, "checkpoint": {"every_steps": 3, "keep_last": 100}, "patience": 0.2, "weights": weights}
+    start(tmp_path, steps=40, **settings)
+    files = [tmp_path / "train" / name for name in ("weights.safetensors", "model.json")]
+    whole, numbers = [path.read_bytes() for path in files], points(tmp_path)
+    saved = sorted(tmp_path.glob("train/state/*/step-*"))
+    assert len(saved) > 3 and int(saved[-1].name[5:]) < 40
+    for checkpoint in reversed(saved):  # as after a kill between that checkpoint and what came next
+        for path in (*files, *(later for later in saved if later.name > checkpoint.name and later.exists())):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        start(tmp_path, steps=40, **settings)
+        assert [path.read_bytes() for path in files] == whole, checkpoint.name
+    assert points(tmp_path) == numbers
+
+
+def test_a_stop_inside_the_reports_of_the_step_that_ends_a_training_is_made_up_for(tmp_path: Path) -> None:
+    settings = {**WILD, "patience": 0.2, "grid_every_steps": 1}
+    end, drawn = -1, list[int]()
+
+    def grid(network: nn.Module, step: int, folder: Path) -> dict[str, Path]:
+        drawn.append(step)
+        if drawn.count(end) == 1 and step == end:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    whole = start(tmp_path / "whole", steps=40, task={"grid": grid}, **settings)
+    end = read_model(tmp_path / "whole" / "train")["step"]
+    drawn.clear()
+    with pytest.raises(Stopped, match=f"step {end} of 40 is saved"):
+        start(tmp_path / "stopped", steps=40, task={"grid": grid}, **settings)
+    again = start(tmp_path / "stopped", steps=40, task={"grid": grid}, **settings)
+    assert drawn == [*range(end + 1), end] and all(torch.equal(again[name], whole[name]) for name in whole)
+    assert points(tmp_path / "stopped") == points(tmp_path / "whole")
+
+
+def test_an_early_end_needs_losses_to_tell_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no sample is held out to tell when to end"):
+        start(tmp_path, task={"validation": None}, patience=0.1)
+    with pytest.raises(ValueError, match="patience is set but validate_every_steps is unset"):
+        start(tmp_path, patience=0.1, validate_every_steps=None)
+
+
 def test_the_clock_saves_as_often_as_it_is_asked_and_changes_no_number(tmp_path: Path) -> None:
     often = {"every_steps": 100, "every_seconds": 1e-9, "keep_last": 100}
     expected = start(tmp_path / "steps")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import read_json
 from image_diffusion.core.types import Losses
 from image_diffusion.data.shards.loader import Examples
@@ -18,6 +19,7 @@ from image_diffusion.training.checkpoint.manager import State
 from image_diffusion.training.config import CheckpointConfig, TrainConfig
 from image_diffusion.training.monitor import throughput
 from image_diffusion.training.monitor.meter import Health, Meter
+from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.reports import _at
 from image_diffusion.training.optim.adam import Adam, AdamW
 from image_diffusion.training.optim.ema import (
@@ -391,6 +393,32 @@ def test_what_decides_the_result_is_part_of_the_identity(change: dict[str, Any])
 @pytest.mark.parametrize("change", [{"weights": "ema"}, {"validate_every_steps": 5}, {"validation_samples": 5}])
 def test_what_tells_the_best_is_part_of_the_identity_where_the_best_is_kept(change: dict[str, Any]) -> None:
     assert settings(**{"weights": "best"} | change).identity() != settings(weights="best").identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"patience": None}, {"patience": 0.3}, {"steps": 20}, {"validate_every_steps": 5}, {"validation_samples": 5},
+     {"weights": "raw"}],
+)  # fmt: skip
+def test_what_tells_an_early_end_is_part_of_the_identity_where_there_is_one(change: dict[str, Any]) -> None:
+    assert settings(**{"patience": 0.2} | change).identity() != settings(patience=0.2).identity()
+
+
+def test_a_share_of_the_steps_is_counted_exactly() -> None:
+    patience = Patience(100, 0.07)
+    for step in range(1, 8):
+        patience.observe(step, float(step))
+    assert (patience.step, patience.ended_at) == (1, None)
+    patience.observe(8, 1.0)
+    assert patience.ended_at == 8 and 0.07 * 100 > 7
+    other = Patience(30, None)
+    for step in range(1, 30):
+        other.observe(step, float(step))
+    assert other.ended_at is None and other.state_dict() == {}
+
+
+def test_files_of_trainings_without_patience_do_not_name_it() -> None:
+    assert "patience" not in dump(settings()) and dump(settings(patience=0.2))["patience"] == 0.2
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

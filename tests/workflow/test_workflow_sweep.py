@@ -102,3 +102,38 @@ def test_another_value_makes_its_point_and_nothing_else_again(swept: Project) ->
     finally:
         path.write_text(before)
         swept.planned()
+
+
+def test_the_chosen_step_is_sampled_and_another_rule_trains_and_draws_no_point_again(fresh: Project) -> None:
+    def choose(rule: str) -> None:
+        fresh.edit(lambda experiment: experiment.update(sweep={"checkpoint": [4, 8], "choose": rule}, sample=SAMPLE))
+
+    def used() -> int:
+        result = fresh / "results/micro"
+        choice = json.loads((result / "sweep/checkpoint/curve.json").read_text())["choice"]
+        model = json.loads((result / "sweep/checkpoint/chosen/weights/model.json").read_text())
+        ends = [json.loads((result / f"sweep/checkpoint/{step}/weights/model.json").read_text()) for step in (4, 8)]
+        assert model == {4: ends[0], 8: ends[1]}[choice["step"]]
+        drawn = json.loads((result / "samples/samples.json").read_text())
+        judged = json.loads((result / "metrics.json").read_text())["protocol"]["weights"]
+        assert drawn["weights_sha256"] == judged["sha256"] == model["sha256"]
+        assert drawn["step"] == judged["step"] == choice["step"]
+        page = (result / "report/index.html").read_text()
+        assert choice["reason"] in page.replace("&lt;", "<").replace("&gt;", ">").replace("&#39;", "'")
+        return int(choice["step"])
+
+    fresh.edit(lambda experiment: experiment["train"]["checkpoint"].update(keep_every=4))
+    fresh.edit(lambda experiment: experiment["train"].update(optimizer={"type": "adamw", "lr": 0.01}))
+    choose("distance")
+    fresh.run("results/micro/report/index.html")
+    first = used()
+    drawn = [fresh / f"results/micro/{place}/samples.npz" for place in ("samples", f"sweep/checkpoint/{first}")]
+    with np.load(drawn[0]) as samples, np.load(drawn[1]) as decided:
+        assert not np.array_equal(samples["arr_0"], decided["arr_0"]), "they have other seeds"
+    distance = metrics(fresh / f"results/micro/sweep/checkpoint/{first}/metrics.json")["inpipe_fd"]
+    choose(f"distance where inpipe_fd.value > {distance!r}")
+    again = {"sweep", "sweep_weights", "sample", "evaluate", "report"}
+    assert fresh.planned("results/micro/report/index.html") == again
+    fresh.run("results/micro/report/index.html")
+    assert {first, used()} == {4, 8}
+    assert fresh.planned("results/micro/report/index.html") == set()

@@ -1,13 +1,12 @@
 # curves: one point for each value of what is varied, sampled and judged like the experiment's own samples
 
-from image_diffusion.workflow.inputs import OTHER_WEIGHTS
-
 
 rule sweep_weights:
     "Other weights of the training: of an earlier step, or of another average, from the checkpoint that was kept."
     input:
         weights=f"{results}/{{experiment}}/train/weights.safetensors",
         model=f"{results}/{{experiment}}/train/model.json",
+        curve=files.choosing_curve,
     output:
         weights=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/weights.safetensors",
         model=f"{results}/{{experiment}}/sweep/{{axis}}/{{value}}/weights/model.json",
@@ -22,7 +21,7 @@ rule sweep_weights:
     params:
         code=code["ema"],
         state=f"{results}/{{experiment}}/train/state",
-        which=lambda wildcards: [OTHER_WEIGHTS[wildcards.axis], wildcards.value],
+        which=files.which_weights,
         training=lambda wildcards, input: ["--weights", input.weights],
     shell:
         "exec logged {log:q} python -m image_diffusion ema --state {params.state:q} {params.training:q}"
@@ -89,7 +88,9 @@ rule sweep:
         code=code["sweep"],
         points=lambda wildcards: [f"{value}={path}" for value, path in files.swept_points(wildcards).items()],
         headline=lambda wildcards: plans.plan_for(wildcards).headline,
+        choose=files.choosing_option,
         journal=f"{results}/{{experiment}}/journal",
     shell:
         "exec logged {log:q} python -m image_diffusion sweep --axis {wildcards.axis} --points {params.points:q}"
-        " --headline {params.headline:q} --output {output.curve:q} --plot {output.plot:q} --journal {params.journal:q}"
+        " --headline {params.headline:q} {params.choose:q} --output {output.curve:q} --plot {output.plot:q}"
+        " --journal {params.journal:q}"

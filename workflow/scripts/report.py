@@ -25,6 +25,7 @@ from image_diffusion.core.journal.reader import History, logged_stages, of_weigh
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import body
 from image_diffusion.tracking.run_note import headline_of, sentence
+from image_diffusion.workflow.plans import used_weights
 
 MOST_PROPOSALS = 2
 MOST_COPIES = 0.03
@@ -60,7 +61,8 @@ SECTIONS = {"train": "Loss", "validation": "Validation", "preview": "Previews", 
 def page(experiment: Path, data: Path, benchmarks: Path) -> str:
     """The HTML of one experiment. data: folder of what it was trained on. benchmarks: of what Snakemake measured."""
     judged = metrics(experiment / "metrics.json")
-    history = training(experiment / "journal" / "train", experiment / "train" / "model.json")
+    described = used_weights(experiment) / "model.json"
+    history = training(experiment / "journal" / "train", described)
     plan = read_json(experiment / "config" / "plan.json") if (experiment / "config" / "plan.json").is_file() else {}
     return render(
         "experiment.html",
@@ -76,12 +78,12 @@ def page(experiment: Path, data: Path, benchmarks: Path) -> str:
         judged=judged,
         beside=beside(judged),
         sweeps=list(sweeps(experiment / "sweep")),
-        training=told(history, (experiment / "train" / "model.json").is_file()),
+        training=told(history, described.is_file()),
         charts=charts(history),
         data=examples(data),
         datasheet=datasheet(data.parent / "datasheet"),
         quarantined=quarantine(data.parent / "crops" / "quarantine.csv"),
-        model=plain(experiment / "train" / "model.json"),
+        model=plain(described),
         runtimes=runtimes(benchmarks / "datasets" / data.parent.name, benchmarks / experiment.name),
         provenance=provenance(data.parent / "journal", experiment / "journal"),
         configurations=configurations(plan),
@@ -226,7 +228,11 @@ def sweeps(folder: Path) -> Iterator[dict[str, Any]]:
     """The curves against one setting each, and where they are best."""
     for path in sorted(folder.glob("*/curve.json")):
         curve = read_json(path)
-        yield curve | {"axis": curve["axis"].replace("_", " "), "source": source_of(path.with_suffix(".png"))}
+        yield (
+            {"choice": None}
+            | curve
+            | {"axis": curve["axis"].replace("_", " "), "source": source_of(path.with_suffix(".png"))}
+        )
 
 
 def training(journal: Path, weights: Path) -> History | None:

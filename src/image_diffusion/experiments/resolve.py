@@ -310,6 +310,7 @@ def write_stages(name: str, experiment: Experiment, results: Path) -> None:
         references={detector_name: str(path) for detector_name, (path, _) in references.items()},
         headline=evaluation.headline(evaluated),
         sweep=swept,
+        choose=experiment.sweep.choose if swept else "",
         export=experiment.export.format,
         resources=dump(experiment.resources),
         configs={stage: str(path) for stage, (path, _) in stages.items()},
@@ -322,13 +323,16 @@ def write_sweep(experiment: Experiment, folder: Path) -> dict[str, dict[str, str
     """Write what each point of the section `sweep` is sampled with, and what all of them are judged with.
 
     Returns where, by what is varied and by value. Copies, bits and the like, which say nothing of one setting, are
-    left to `evaluate`.
+    left to `evaluate`, unless a point is chosen by them.
     """
     written: dict[str, dict[str, str]] = {}
     if experiment.sweep is None:
         return written
-    light = {"copies": False, "two_sample": False, "infinity": False, "likelihood": None}
-    judged = experiment.evaluate.model_copy(update=light)
+    rule = experiment.sweep.rule
+    compared = rule.metrics if rule is not None else ()
+    extra = {"copies": "copies", "two_sample": "c2st", "infinity": "fd_infinity"}
+    light = {key: any(name.endswith(metric) for name in compared) for key, metric in extra.items()}
+    judged = experiment.evaluate.model_copy(update=light | {"likelihood": None})
     for axis, values in experiment.sweep.values.items():
         write_if_changed(folder / "evaluate.yaml", to_yaml({"evaluate": dump(judged)}))
         for value in values:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.plots import new_figure, save_figure
+from image_diffusion.metrics.choice import Rule, choose, reading
 
-_SHOWN = ("fid", "fd", "kid", "kd", "inception_score", "score", "precision", "recall", "coverage", "agreement")
+_SHOWN = (
+    "fid",
+    "fd",
+    "kid",
+    "kd",
+    "inception_score",
+    "score",
+    "precision",
+    "recall",
+    "coverage",
+    "agreement",
+    "copies",
+)
 
 
-def sweep_curve(axis: str, points: Mapping[str, Mapping[str, Any]], headline: str) -> dict[str, Any]:
+def sweep_curve(
+    axis: str, points: Mapping[str, Mapping[str, Any]], headline: str, rule: Rule | None = None
+) -> dict[str, Any]:
     """Return the curve over points, by value: the output of `evaluate` for each.
 
     Returns {"axis", "headline", "best", "points"}: a point is {"value", "metrics"} with the entries of metrics.json;
     best is the value where `headline` is lowest, compared as `reading` says, the first of equals; "apart", whether its
     interval lies below those of all others (None without intervals); and "doubt", why its number must not be believed.
+    rule: adds "choice", as `choose` returns it.
+
     Raises ValueError for points that were not measured alike, or a headline that was not.
     """
     protocols = {value: _compared(result["protocol"]) for value, result in points.items()}
@@ -38,18 +55,14 @@ def sweep_curve(axis: str, points: Mapping[str, Mapping[str, Any]], headline: st
         apart = all(intervals[best][1] < low for number, (low, _) in enumerate(intervals) if number != best)
     doubt = rows[best]["metrics"][headline].get("doubt")
     summary = {"best": rows[best]["value"], "apart": apart, "doubt": doubt}
+    if rule is not None:
+        summary["choice"] = choose(rule, rows, headline)
     return {"axis": axis, "headline": headline, **summary, "points": rows}
 
 
-def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the number of each entry that is compared: debiased where all of them are, else as the literature defines
-    it."""
-    debiased = all(entry["debiased"] is not None for entry in entries)
-    return [float(entry["debiased" if debiased else "value"]) for entry in entries]
-
-
 def plot_sweep(curve: Mapping[str, Any], path: Path) -> None:
-    """Plot metrics against the varied setting as PNG, with 95 % intervals and the best point marked."""
+    """Plot metrics against the varied setting as PNG, with 95 % intervals and the best point, or the chosen one,
+    marked."""
     rows = curve["points"]
     shared = [name for name in rows[0]["metrics"] if all(_drawn(name, row["metrics"].get(name)) for row in rows)]
     names = [curve["headline"], *(name for name in shared if name != curve["headline"])]
@@ -59,7 +72,7 @@ def plot_sweep(curve: Mapping[str, Any], path: Path) -> None:
     labels = [row["value"] for row in rows]
     numeric = curve["axis"] not in ("sampler", "ema")  # rates crowd at 1, and raw is none
     positions = [float(label) for label in labels] if numeric else [float(number) for number in range(len(labels))]
-    best = labels.index(curve["best"])
+    best = labels.index(str(curve["choice"]["step"]) if "choice" in curve else curve["best"])
     for axis, name in zip(axes, names, strict=False):
         entries = [row["metrics"][name] for row in rows]
         values = reading(entries)

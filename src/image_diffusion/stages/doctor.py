@@ -25,6 +25,7 @@ from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.nn.precision import tf32
 from image_diffusion.stages.train import Training, prepare_training
 from image_diffusion.systems.sampling import Sampling
+from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.forecast.flops import counted
 from image_diffusion.training.forecast.forecast import (
     GIB,
@@ -99,7 +100,7 @@ def main() -> None:
     memory, disk = memory_limit(on_gpu, arguments.memory_mb), free_disk(arguments.output.parent)
     save_s = seconds_to_save(round(cost.checkpoint_gib * GIB), arguments.output.parent)
     print(
-        f"{training.stage.experiment}: {cost.parameters:,} parameters, {cost.steps:,} steps of "
+        f"{training.stage.experiment}: {cost.parameters:,} parameters, {steps_in_words(training.stage.train)} of "
         f"{training.stage.train.global_batch} images, {cost.processes} of: {cost.device}\n"
         f"time    {duration(cost.total_s + previews_s + side_by_side)}: steps {duration(cost.train_s)} "
         f"({cost.images_per_second:,.0f} images/s, {cost.tflops:.3g} TFLOP/s, {cost.share_of_peak:.0%} of the "
@@ -120,16 +121,22 @@ def main() -> None:
     write_json(arguments.output, asdict(cost) | others | limits)
 
 
+def steps_in_words(config: TrainConfig) -> str:
+    """Return the number of steps, which is the largest one where the training may end before."""
+    return f"{config.steps:,} steps{' at most' if config.patience is not None else ''}"
+
+
 def tell_counted(
     training: Training, processes: int, tflops: float, output: Path, per_machine: int | None = None
 ) -> None:
     """Print and write what a training takes of GPUs like that, without any."""
     config = training.stage.train
+    steps = steps_in_words(config)
     cost = counted(training.network, training.task, config, processes, per_machine)
     total = cost.operations * config.global_batch * config.steps
     seconds = total / (tflops * 1e12 * processes)
     print(
-        f"{training.stage.experiment}: {cost.parameters:,} parameters, {config.steps:,} steps of "
+        f"{training.stage.experiment}: {cost.parameters:,} parameters, {steps} of "
         f"{config.global_batch} images, counted for {processes} GPUs of {tflops:g} TFLOP/s\n"
         f"time    {duration(seconds)}: {cost.operations / 1e9:,.1f} GFLOP an image, {total:.2g} operations in all\n"
         f"memory  {cost.peak / GIB:.1f} GiB of each GPU, {cost.fixed / GIB:.1f} GiB of it for weights, gradient, "

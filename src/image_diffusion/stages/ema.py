@@ -6,7 +6,7 @@
 writes the average of one rate (or width, or the weights as trained: raw) at a step whose checkpoint was kept
 (`checkpoint.keep_every`); without --step at the last one, without --average the one that was written. Without
 --weights the training need not have ended: its newest checkpoint can be sampled while it goes on. Nothing but
-checkpoints is then read, and the training does not notice.
+checkpoints is then read, and the training does not notice. --chosen-in CURVE takes the step that is chosen in a curve.
 
     python -m image_diffusion ema --state results/x/train/state/0123456789abcdef \\
         --weights results/x/train/weights.safetensors --width 0.15 --output results/x/ema-0.15/weights.safetensors
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from image_diffusion.core.files.atomic import write_bytes
+from image_diffusion.core.files.atomic import read_json, write_bytes
 from image_diffusion.core.files.weights import read_model, save_weights
 from image_diffusion.core.names import carried_files, inside
 from image_diffusion.core.process import command
@@ -40,11 +40,14 @@ def main() -> None:
     parser.add_argument("--trained-by", type=Path, help="train.yaml of the run, while it is training")
     parser.add_argument("--average", metavar="RATE", help="number of a stored rate or width, or raw")
     parser.add_argument("--step", type=int, help="step of the weights (default: the last)")
+    parser.add_argument("--chosen-in", type=Path, metavar="CURVE", help="curve.json that names the step, in its choice")
     parser.add_argument("--width", type=float, help="another relative width sigma_rel, above 0 and below 0.28")
     parser.add_argument("--output", type=Path, required=True, help="weights.safetensors to write")
     arguments = parser.parse_args()
     if arguments.weights is not None and arguments.trained_by is not None:
         raise ValueError("--weights and --trained-by both tell which run is meant. Leave out one of the two.")
+    if arguments.chosen_in is not None:
+        arguments.step = read_json(arguments.chosen_in)["choice"]["step"]
     if arguments.width is not None:
         if arguments.step is not None or arguments.average is not None:
             raise ValueError("--width makes an average of its own, at the last step. Leave out --step and --average.")

@@ -9,13 +9,15 @@ Each point is what `evaluate` wrote of it; nothing is sampled or measured here.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.writer import open_journal
 from image_diffusion.core.process import command
-from image_diffusion.metrics.sweep_curve import plot_sweep, reading, sweep_curve
+from image_diffusion.metrics.choice import parse_rule, reading
+from image_diffusion.metrics.sweep_curve import plot_sweep, sweep_curve
 
 
 def point_of(text: str) -> tuple[str, Path]:
@@ -33,17 +35,23 @@ def main() -> None:
         "--points", type=point_of, nargs="+", required=True, help="points of the sweep, VALUE=metrics.json, in order"
     )
     parser.add_argument("--headline", required=True, help="metric to plot; lower is better")
+    parser.add_argument(
+        "--choose", metavar="RULE", help='rule that chooses a point: "distance where copies.upper < 0.03"'
+    )
     parser.add_argument("--output", type=Path, required=True, help="curve.json to write")
     parser.add_argument("--plot", type=Path, required=True, help="curve.png to write")
     parser.add_argument("--journal", type=Path, help="folder of the journal")
     arguments = parser.parse_args()
 
     results = {value: read_json(path) for value, path in arguments.points}
-    curve = sweep_curve(arguments.axis, results, arguments.headline)
+    rule = parse_rule(arguments.choose) if arguments.choose else None
+    curve = sweep_curve(arguments.axis, results, arguments.headline, rule)
     stage = f"sweep-{arguments.axis}"
     with open_journal(arguments.journal, stage) as journal:
         journal.params({"axis": arguments.axis, "values": list(results), "headline": arguments.headline})
         journal.params({"best": curve["best"], "best_is_apart": curve["apart"]})
+        if rule is not None:
+            journal.params({"choose": rule.text, "chosen": curve["choice"]["step"]})
         for number, point in enumerate(curve["points"]):
             # An axis of whole numbers is its own step; of other values the step is the place in the list.
             step = int(point["value"]) if point["value"].isdecimal() else number
@@ -58,6 +66,10 @@ def main() -> None:
         f"sweep: {arguments.headline} is lowest, {min(headlines):.5g}, at {arguments.axis} {curve['best']}"
         f"{'' if curve['apart'] else ', which is not apart from the others'}"
     )
+    if rule is not None and curve["choice"]["fulfilled"]:
+        print(f"sweep: {curve['choice']['reason']}")
+    elif rule is not None:
+        print(f"warning: {curve['choice']['reason']}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def _effective_number(synthetic: Samples, real: RealImages, detector: Detector) 
 
 def faults(scores: Scores, requirement: str) -> list[str]:
     """Return a sentence for each condition of a requirement that does not hold; none where the set may be released."""
-    return [fault for condition in parse_requirement(requirement) if (fault := condition.fault(scores)) is not None]
+    conditions = parse_requirement(requirement)
+    return [f"{row.text}: {miss}" for row in conditions if (miss := row.miss(scores)) is not None]
 
 
 def numbers_of(scores: Scores) -> dict[str, float]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from image_diffusion.core.config.errors import nearest
+from image_diffusion.metrics.conditions import Condition, parse_conditions
 
-FIELDS = ("value", "lower", "upper")
-"""Numbers of a score: the value and the ends of its interval."""
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
-}  # fmt: skip
-_CONDITION = re.compile(r"(?P<score>[\w.]+)\.(?P<field>\w+)\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+)")
 _EXAMPLE = "copies.upper < 0.05 and utility.gain.lower > 0"
 
 
@@ -61,50 +52,14 @@ SCORES = {
 """Scores by the name that a requirement calls them by, in the order of the page."""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """Comparison of a number of a score with a bound. text: as it was written."""
-
-    text: str
-    score: str
-    field: str
-    sign: str
-    bound: float
-
-    def fault(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Return why the condition does not hold on a scorecard; None where it holds. A number that was not measured
-        does not hold."""
-        score = scores[self.score]
-        number = score[self.field]
-        if number is None:
-            return f"{self.text}: {self.score}.{self.field} was not measured ({score['note'] or 'no reason noted'})"
-        if _COMPARISONS[self.sign](number, self.bound):
-            return None
-        return f"{self.text}: {self.score}.{self.field} is {number:.4g}"
-
-
 def parse_requirement(text: str) -> list[Condition]:
-    """Return the conditions of a requirement such as `copies.upper < 0.05 and utility.gain.lower > 0`, which is not
-    executed; none for an empty one.
-
-    Raises ValueError for what is not a comparison of a known number with a bound.
-    """
-    return [_parse_condition(part) for part in re.split(r"\s+and\s+", text.strip())] if text.strip() else []
+    """Return the conditions of a requirement such as `copies.upper < 0.05 and utility.gain.lower > 0`; none for an
+    empty one. Raises ValueError for what is not a comparison of a known number with a bound."""
+    return parse_conditions(text, "score", _check_score, _EXAMPLE)
 
 
-def _parse_condition(text: str) -> Condition:
-    match = _CONDITION.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a comparison of a score with a number. Write for instance {_EXAMPLE}.")
-    score, field = match["score"], match["field"]
-    if score not in SCORES:
-        close = nearest(score, list(SCORES))
+def _check_score(name: str) -> None:
+    if name not in SCORES:
+        close = nearest(name, list(SCORES))
         hint = f"Did you mean {close}?" if close else f"Known: {', '.join(SCORES)}."
-        raise ValueError(f"Unknown score {score!r}. {hint}")
-    if field not in FIELDS:
-        raise ValueError(f"Unknown field {field!r} of {score}. Known: {', '.join(FIELDS)}.")
-    try:
-        bound = float(match["bound"])
-    except ValueError:
-        raise ValueError(f"{match['bound']!r} in {text!r} is not a number. Compare with one, such as 0.01.") from None
-    return Condition(text, score, field, match["sign"], bound)
+        raise ValueError(f"Unknown score {name!r}. {hint}")

@@ -57,6 +57,11 @@ class TrainSettings(Protocol):
         """Return the weights to start from; None: random ones."""
         ...
 
+    @property
+    def patience(self) -> float | None:
+        """Return the share of the steps without improvement that ends a training; None: it ends at the last step."""
+        ...
+
     def keeps(self, step: int) -> bool:
         """True if the weights of a step are available after the training."""
         ...

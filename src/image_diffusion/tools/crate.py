@@ -24,10 +24,12 @@ from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.journal.reader import logged_stages, read_journal
 from image_diffusion.core.process import command
 from image_diffusion.data.quality.datasheet import summary
+from image_diffusion.workflow.plans import used_weights
 
 RESULTS = {
     "train/weights.safetensors": "Weights of the trained network, averaged",
     "train/model.json": "What rebuilds the network from its weights",
+    "sweep/checkpoint/chosen/weights/*": "Weights of the step that was chosen, and what rebuilds the network from them",
     "samples/*": "Images that the network draws, and how they were drawn",
     "metrics.json": "Metrics with their intervals, and how they were measured",
     "evaluation/*.png": "Pictures of the evaluation",
@@ -83,7 +85,7 @@ def crate(folder: Path, workflow: str, inputs: Sequence[str], manifest: str) -> 
         "about": {"@id": quote(manifest)},
     }
     if card in files:
-        files[card] |= {"about": {"@id": "train/weights.safetensors"}}
+        files[card] |= {"about": {"@id": f"{used_weights(folder).relative_to(folder)}/weights.safetensors"}}
     started, ended = _times(folder)
     root: Entity = {
         "@id": "./",

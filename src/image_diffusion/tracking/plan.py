@@ -23,6 +23,7 @@ from image_diffusion.core.process.command import module_of
 from image_diffusion.core.process.errors import log_line_once
 from image_diffusion.data.shards.records import content_digest
 from image_diffusion.tracking.shown_metrics import measured, scalars, shown
+from image_diffusion.workflow.plans import used_weights
 
 PARENT = "train"
 TRACE = "trace/"
@@ -199,7 +200,7 @@ def score_of(run: PlannedRun, metric: str) -> float | None:
 
 def final_weights(run: PlannedRun, run_id: str, request: Request) -> FinalWeights | None:
     """Return the weights that a training ended with, and the files needed to use them; None if they are missing."""
-    return _weights(run, run_id, request, request.experiment / "train", request.experiment.name)
+    return _weights(run, run_id, request, used_weights(request.experiment), request.experiment.name)
 
 
 def swept_weights(run: PlannedRun, run_id: str, request: Request) -> dict[int, FinalWeights]:

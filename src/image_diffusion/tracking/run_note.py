@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import read_json
+from image_diffusion.workflow.plans import used_weights
 
 _NAMED = 5  # other runs, of each relation
 
@@ -32,7 +33,7 @@ class Headline:
 def headline_of(experiment: Path, metric: str) -> Headline | None:
     """Return the headline in a results folder, if it belongs to the weights in that folder and its judge is trusted."""
     try:
-        judged, model = read_json(experiment / "metrics.json"), read_json(experiment / "train" / "model.json")
+        judged, model = read_json(experiment / "metrics.json"), read_json(used_weights(experiment) / "model.json")
         entry, weights = judged["metrics"][metric], judged["protocol"]["weights"]
         if entry["value"] is None or entry.get("doubt") or weights["sha256"] != model["sha256"]:
             return None
@@ -96,7 +97,7 @@ def sentence(experiment: Path, data: str | None) -> str:
     """Describe the training in a sentence."""
     on = f" on {data}" if data else ""
     try:
-        model = read_json(experiment / "train" / "model.json")
+        model = read_json(used_weights(experiment) / "model.json")
         system, step, examples = model["system"]["type"], int(model["step"]), int(model["examples_seen"])
     except (ValueError, KeyError, TypeError):
         return f"The training of `{experiment.name}`{on}, which has not ended."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from image_diffusion.core.config.base import Config, dump
 from image_diffusion.core.types import WeightsOf
@@ -115,6 +115,9 @@ class TrainConfig(Config):
     """Steps from one loss on the validation split to the next; unset: never."""
     validation_samples: int = Field(1024, gt=0)
     """Number of samples of the validation split that are used, or all if the split has fewer."""
+    patience: float | None = Field(None, gt=0, le=1)
+    """End the training at the validation after which the loss has not improved for this share of `steps`; unset: at the
+    last step. The schedule keeps its length."""
     grid_every_steps: int | None = Field(5000, gt=0)
     """Steps from one grid of samples to the next; unset: never."""
     max_hours: float | None = Field(None, gt=0)
@@ -132,6 +135,10 @@ class TrainConfig(Config):
         if self.weights == "best" and self.validate_every_steps is None:
             raise ValueError(
                 "weights is best but validate_every_steps is unset, so that nothing tells which are. Set a number."
+            )
+        if self.patience is not None and self.validate_every_steps is None:
+            raise ValueError(
+                "patience is set but validate_every_steps is unset, so that nothing tells when to end. Set a number."
             )
         if self.augment is not None and self.augment.probability == self.flip_probability == 0:
             raise ValueError(
@@ -163,6 +170,12 @@ class TrainConfig(Config):
                         f"sharding: {self.sharding} does not go with {conflict}. Leave out one of the two."
                     )
         return self
+
+    @model_serializer(mode="wrap")
+    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `patience` where it is unset: files of experiments without it keep their bytes."""
+        plain: dict[str, Any] = dumped(self)
+        return {name: value for name, value in plain.items() if name != "patience" or value is not None}
 
     @property
     def average(self) -> str | None:
@@ -220,15 +233,16 @@ class TrainConfig(Config):
         """Return the part of this section that identifies a run: a checkpoint of another identity is never resumed.
 
         Left out is what may change from start to start: how long, how often to log or save, what the machine offers.
-        The order of the averages does not count, unless the best of the first is kept.
+        The order of the averages does not count, unless the losses of the first decide the weights or the end.
         """
         free = {
             "microbatch", "weights", "keep_raw", "compile", "channels_last", "sharding", "init_from", "checkpoint",
             "log_every_steps", "validate_every_steps", "validation_samples", "grid_every_steps", "max_hours",
         }  # fmt: skip
-        if self.weights == "best":  # the state holds the best of the validations there were
+        validated = self.weights == "best" or self.patience is not None
+        if validated:  # the state holds the best of the validations there were
             free -= {"weights", "validate_every_steps", "validation_samples"}
-        if not self.schedule.has_horizon:
+        if not self.schedule.has_horizon and self.patience is None:
             free.add("steps")
         if self.deterministic != "strict":
             free.add("strict_chunk")
@@ -242,7 +256,7 @@ class TrainConfig(Config):
         identity = {key: value for key, value in dump(self).items() if key not in free}
         if self.deterministic == "run":  # the same numbers but for last bits, as with `compile`
             identity["deterministic"] = "off"
-        if self.weights != "best":  # which is the first average, as it was at some step
+        if not validated:  # of the first average, unless `weights` names another
             key = "rates" if isinstance(self.ema, ExponentialEma) else "widths"
             identity["ema"][key].sort()
         return identity

@@ -20,7 +20,7 @@ def train(trainer: Trainer, reports: Reports, stop: Stop, step: int) -> None:
         reports.report(step)
         reports.save(step)
     batches = reports.timed(trainer.batches(step))
-    while step < config.steps and not (stopping or reports.pending):
+    while step < trainer.last_step and not (stopping or reports.pending):
         step += 1
         examples = next(batches)
         rate = trainer.set_learning_rate(step)
@@ -39,7 +39,7 @@ def train(trainer: Trainer, reports: Reports, stop: Stop, step: int) -> None:
     batches.close()
     stop.close()
     reports.close()
-    if step < config.steps or reports.pending:
+    if step < trainer.last_step or reports.pending:
         raise Stopped(
             f"asked by {stop.reason}; step {step:,} of {config.steps:,} is saved, and the same command goes on from it."
         )

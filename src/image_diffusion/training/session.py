@@ -92,6 +92,9 @@ def run(
         with book:
             book.params({"train": dump(config), **model, **data})
             train(trainer, Reports(trainer, stop, step, pending, state, book), stop, step)
+            if world.is_main and trainer.last_step < config.steps:
+                print(_early_end(trainer), flush=True)
+                book.params({"ended_early_at": trainer.last_step})
         for split in filter(None, (task.data, task.validation)):
             split.verified()
         _write(trainer, model, output, state)
@@ -177,18 +180,28 @@ def _other_latents(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return " Their latents were normalised otherwise." if ours != theirs else ""
 
 
+def _early_end(trainer: Trainer) -> str:
+    """Return why a training ended before its last step, in a sentence."""
+    config, patience = trainer.config, trainer.patience
+    return (
+        f"The training ends at step {trainer.last_step:,} of {config.steps:,}: the validation loss is smallest, "
+        f"{patience.loss:.4g}, at step {patience.step:,}, and train.patience is {config.patience:g}."
+    )
+
+
 def _write(trainer: Trainer, model: dict[str, Any], output: Path, state: State | NullState) -> None:
     """Write the weights, which all processes gather together."""
-    config, carried = trainer.config, trainer.task.carried
+    config, carried, end = trainer.config, trainer.task.carried, trainer.last_step
+    ended = {"ended_early_at": end} if end < config.steps else {}
 
     def described(step: int, average: str | None) -> dict[str, Any]:
         seen = step * config.global_batch
-        return {**model, "step": step, "examples_seen": seen, "ema": average, "train": dump(config)}
+        return {**model, "step": step, "examples_seen": seen, "ema": average, "train": dump(config), **ended}
 
     if config.keep_raw:
-        state.save_weights(output / "raw", trainer.raw_weights(), described(config.steps, None), carried)
+        state.save_weights(output / "raw", trainer.raw_weights(), described(end, None), carried)
     else:
         state.remove(output / "raw")
-    step = trainer.best.step or config.steps
+    step = trainer.best.step or end
     average = None if config.weights == "raw" else config.average
     state.save_weights(output, trainer.weights(), described(step, average), carried)

@@ -36,6 +36,7 @@ from image_diffusion.training.config import TrainConfig
 from image_diffusion.training.finetune.lora import written
 from image_diffusion.training.finetune.parameter_groups import tune
 from image_diffusion.training.monitor.meter import Health, Meter
+from image_diffusion.training.monitor.patience import Patience
 from image_diffusion.training.monitor.throughput import Speed
 from image_diffusion.training.optim.base import FlatOptimizer
 from image_diffusion.training.optim.ema import Averages
@@ -142,7 +143,10 @@ class Trainer:
         )
         self.averages = Averages(config.ema, self.flat.values)
         self.best = BestWeights(self.flat, self._copy_buffers)
-        self._components: dict[str, Stateful] = {"meter": self.meter, "precision": self.precision, "best": self.best}
+        self.patience = Patience(config.steps, config.patience)
+        self._components: dict[str, Stateful] = {
+            "meter": self.meter, "precision": self.precision, "best": self.best, "patience": self.patience,
+        }  # fmt: skip
         if task.objective.memory is not None:
             self._components["objective"] = task.objective.memory
         if config.compile:
@@ -165,6 +169,11 @@ class Trainer:
                 device=self.world.device,
             )
         )
+
+    @property
+    def last_step(self) -> int:
+        """Return the step at which the training ends, as far as is known."""
+        return self.config.steps if self.patience.ended_at is None else self.patience.ended_at
 
     def set_learning_rate(self, step: int) -> float:
         """Set the learning rate of update number `step`, counted from 1, and return it."""
@@ -214,7 +223,9 @@ class Trainer:
         self.averages.update(step)
 
     def validated(self, step: int, loss: float) -> None:
-        """Keep the average if its loss in a validation, the same in every process, is the smallest so far."""
+        """Keep the average if its loss in a validation, the same in every process, is the smallest so far; set the end
+        if the loss has not improved for long."""
+        self.patience.observe(step, loss)
         if self.config.weights == "best":
             self.best.offer(loss, step, self._average())
 
@@ -268,7 +279,7 @@ class Trainer:
         rows: Groups = {}
         for group, state in self._tensors().items():
             add_tensors(group, state, groups, rows)
-        extra: dict[str, Any] = {"ended": step == self.config.steps}
+        extra: dict[str, Any] = {"ended": step == self.last_step}
         for name, component in self._components.items():
             if name in _WITH_TENSORS:
                 groups[name] = dict(component.state_dict())
@@ -356,6 +367,10 @@ def check_task(task: Task, config: TrainConfig, world: World) -> None:
         raise ValueError(
             f"train.sharding is {config.sharding}, but the objective has layers of its own. "
             f"Set it to optimizer, or to none."
+        )
+    if config.patience is not None and task.validation is None:
+        raise ValueError(
+            "train.patience is set, but no sample is held out to tell when to end. Hold some out for validation."
         )
     if config.augment is not None:
         config.augment.check(task.data.manifest["kind"], task.data.shape[-3], task.data.shape[-2:])

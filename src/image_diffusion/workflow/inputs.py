@@ -12,9 +12,10 @@ from typing import Literal
 from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.sources.folder import Walk
-from image_diffusion.workflow.plans import STAGES, Plan, Plans, Wildcards, plan_file, read_plan
+from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards, plan_file, read_plan, used_weights
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
+_WEIGHTS = "weights.safetensors"
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
 """Settings whose variation needs other weights of the training, and the option of `ema` that names these weights."""
 
@@ -130,13 +131,14 @@ class Files:
         def outputs_of(experiment: str | None, *paths: str) -> list[str]:
             return [f"{self.results}/{experiment}/{path}" for path in paths] if experiment else []
 
+        start = plan.start_experiment if plan.start_experiment in self.plans.by_name else None
         sampled = plan.experiment if plan.makes_samples else None
         held_out = small == "validation"
         enlarged = [f"{self._real(plan)}/manifest.json"] if held_out else _listed(small)
         embedded = plan.embeddings is not None and plan.embeddings != "validation"
         return {
             "codec": Optional("--codec-weights", outputs_of(plan.codec_experiment, "train/weights.safetensors")),
-            "start": Optional("--init-from", outputs_of(plan.start_experiment, "train/weights.safetensors")),
+            "start": Optional("--init-from", [self._of_weights(start, _WEIGHTS)] if start else []),
             "pairs": Optional("--pairs", beside),
             "small_images": Optional(
                 "--small-images",
@@ -283,12 +285,19 @@ class Files:
 
         return configs
 
-    def of_model(self, stage: str, before: str) -> dict[str, Callable[[Wildcards], str | list[str]] | str]:
+    def of_model(self, stage: str, before: str) -> dict[str, Callable[[Wildcards], str | list[str]]]:
         """Return the inputs of a rule that uses a trained model: its configuration, those of the stages before
         `before`, the weights and their description."""
-        folder = f"{self.results}/{{experiment}}/train"
-        files = {"weights": f"{folder}/weights.safetensors", "model": f"{folder}/model.json"}
+
+        def file(name: str) -> Callable[[Wildcards], str]:
+            return lambda wildcards: self._of_weights(wildcards["experiment"], name)
+
+        files = {"weights": file(_WEIGHTS), "model": file("model.json")}
         return {"config": self.config(stage), "before": self.configs_before(before), **files}
+
+    def _of_weights(self, experiment: str, name: str) -> str:
+        """Return a file of the folder of weights that the stages after a training use."""
+        return f"{self.results}/{experiment}/{self.plans.by_name[experiment].weights}/{name}"
 
     # ---- Data
 
@@ -339,8 +348,24 @@ class Files:
     def swept_weights(self, wildcards: Wildcards) -> str:
         """Return the weights that one point of a curve is sampled from."""
         axis = wildcards["axis"]
-        folder = f"sweep/{axis}/{wildcards['value']}/weights" if axis in OTHER_WEIGHTS else "train"
-        return f"{self.results}/{wildcards['experiment']}/{folder}/weights.safetensors"
+        if axis not in OTHER_WEIGHTS:
+            return self._of_weights(wildcards["experiment"], _WEIGHTS)
+        return f"{self.results}/{wildcards['experiment']}/sweep/{axis}/{wildcards['value']}/weights/{_WEIGHTS}"
+
+    def choosing_curve(self, wildcards: Wildcards) -> list[str]:
+        """Return the curve that names the step of weights, if those of the chosen step are asked for."""
+        curve = f"{self.results}/{wildcards['experiment']}/sweep/{wildcards['axis']}/curve.json"
+        return [curve] if wildcards["value"] == CHOSEN else []
+
+    def which_weights(self, wildcards: Wildcards) -> list[str]:
+        """Return the option of `ema` that names weights of the training."""
+        chosen = option_of("--chosen-in", self.choosing_curve(wildcards))
+        return chosen or [OTHER_WEIGHTS[wildcards["axis"]], wildcards["value"]]
+
+    def choosing_option(self, wildcards: Wildcards) -> list[str]:
+        """Return the option of `sweep` that names the rule by which a step is chosen."""
+        rule = self.plans.plan_for(wildcards).choose
+        return option_of("--choose", [rule] if rule and wildcards["axis"] == "checkpoint" else [])
 
     def swept_points(self, wildcards: Wildcards) -> dict[str, str]:
         """Return the metrics at each point of a curve, by value."""
@@ -385,9 +410,6 @@ def _stamps(paths: list[str]) -> list[str]:
     return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
 
 
-_WEIGHTS = "weights.safetensors"
-
-
 @dataclass(frozen=True)
 class TrainedFiles:
     """Files that `sample` takes; None for those that an experiment has no use for, or that a weights folder alone
@@ -427,7 +449,9 @@ def find_trained(named: str, results: Path) -> TrainedFiles:
 
 def _of_experiment(folder: Path) -> TrainedFiles:
     name, results = folder.resolve().name, folder.parent
-    weights, config = folder / "train" / _WEIGHTS, folder / "config" / "sample.yaml"
+    weights, config = used_weights(folder) / _WEIGHTS, folder / "config" / "sample.yaml"
+    if not weights.is_file():
+        raise ValueError(f"{weights} does not exist, as no step is chosen yet. Run snakemake --cores all {name} first.")
     sample_config = config if config.is_file() else None
     if not plan_file(results, name).is_file():
         return TrainedFiles(name, weights, sample_config)

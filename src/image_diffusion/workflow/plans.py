@@ -16,6 +16,10 @@ STAGES = ("crop", "encode", "embed", "train", "sample", "evaluate", "export")
 """Stages of an experiment, in this order; an experiment that has no use for a stage leaves it out."""
 
 
+CHOSEN = "chosen"
+"""Name among the steps of a curve of the one that is chosen there."""
+
+
 class Wildcards(Protocol):
     """Values of the wildcards of a job: Snakemake's own object, or a dict."""
 
@@ -113,6 +117,8 @@ class Plan:
     """The metric it is ranked by."""
     sweep: dict[str, dict[str, str]]
     """The configuration of each point of each curve, by what is varied and by value."""
+    choose: str
+    """The rule that chooses the step of its training whose weights all later stages use; empty for the last."""
     export: str
     """The format it is exported to, or `none`."""
     resources: dict[str, int | str | None]
@@ -121,6 +127,11 @@ class Plan:
     """The resolved configuration of each stage it goes through; of `embed` one for each set of pairs, embed-FOLDER."""
     beyond_defaults: list[str]
     """The dotted keys in which it differs from what its system does by itself, for its page."""
+
+    @property
+    def weights(self) -> str:
+        """The folder, within its results, of the weights that all stages after the training use."""
+        return _weights_folder(self.choose)
 
     @property
     def synthesizes(self) -> bool:
@@ -161,6 +172,16 @@ def read_plan(path: Path) -> Plan:
         return Plan(**{field.name: data[field.name] for field in fields(Plan)})
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a plan of this version: {error}. Delete it and start again.") from None
+
+
+def used_weights(experiment: Path) -> Path:
+    """Return the folder of the weights that all stages after the training use. experiment: its folder of results."""
+    path = plan_file(experiment.parent, experiment.name)
+    return experiment / _weights_folder(read_json(path).get("choose", "") if path.is_file() else "")
+
+
+def _weights_folder(choose: str) -> str:
+    return f"sweep/checkpoint/{CHOSEN}/weights" if choose else "train"
 
 
 @dataclass(frozen=True)

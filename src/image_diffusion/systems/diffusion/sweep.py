@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from image_diffusion.core.config.base import Config, dump, parse
+from image_diffusion.metrics.choice import Rule, parse_rule
 from image_diffusion.process import Process
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.interface import TrainSettings
@@ -32,6 +33,24 @@ class SweepConfig(Config):
     num_samples: int | None = Field(None, ge=2)
     """Images at each point; unset: as many as `sample.num_samples`."""
 
+    choose: str = ""
+    """Rule by which the weights of one step of `checkpoint` are those of all stages after: a metric, `distance` for the
+    one that the experiment is ranked by, and perhaps conditions, as in `distance where copies.upper < 0.03`. A metric
+    has value, lower and upper. The images of the points then have other seeds than `sample`. Empty: the weights that
+    the training wrote."""
+
+    @field_validator("choose")
+    @classmethod
+    def _is_a_rule(cls, text: str) -> str:
+        if text:
+            parse_rule(text)
+        return text
+
+    @property
+    def rule(self) -> Rule | None:
+        """Return the rule that chooses a step; None without one."""
+        return parse_rule(self.choose) if self.choose else None
+
     def points(self) -> dict[str, tuple[float | int | str, ...]]:
         """Return the values of every possible curve."""
         return {
@@ -53,7 +72,9 @@ class SweepConfig(Config):
         of `sample`."""
         plain = dump(base)
         plain["num_samples"] = self.num_samples or base.num_samples
-        if axis == "guidance_scale":
+        if axis == "checkpoint" and self.choose:  # images that decide the choice say too much good of it
+            plain["first_seed"] = base.first_seed + base.num_samples
+        elif axis == "guidance_scale":
             plain["guidance"]["guidance_scale"] = float(value)
         elif axis == "num_steps":
             plain["sampler"]["num_steps"] = int(value)
@@ -93,6 +114,15 @@ def check_values(sweep: SweepConfig, train: TrainSettings) -> None:
     for axis, values in sweep.values.items():
         if len(set(values)) < len(values):
             raise ValueError(f"sweep.{axis} names a value twice. Give each once.")
+    if sweep.choose and len(sweep.checkpoint) < 2:
+        raise ValueError(
+            "sweep.choose chooses one of the steps of sweep.checkpoint, which names fewer than two. Name some."
+        )
+    if sweep.checkpoint and train.patience is not None:
+        raise ValueError(
+            "sweep.checkpoint names steps, but with train.patience the training may end before them. Leave out one of "
+            "the two."
+        )
     for step in sweep.checkpoint:
         if not train.keeps(step):
             raise ValueError(

@@ -39,7 +39,7 @@ class TokenSweepConfig(SweepConfig):
         return settings
 
 
-KEYS = frozenset({"guidance_scale", "num_steps", "temperature", "checkpoint", "ema", "num_samples"})
+KEYS = frozenset({"guidance_scale", "num_steps", "temperature", "checkpoint", "ema", "num_samples", "choose"})
 """Keys of the section that have an effect."""
 
 

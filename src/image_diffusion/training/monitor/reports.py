@@ -72,7 +72,8 @@ class Reports:
     def should_save(self, step: int) -> bool:
         """True if a checkpoint belongs to this step, also because its reports were interrupted."""
         config = self._trainer.config
-        return step % config.checkpoint.every_steps == 0 or step == config.steps or self.pending
+        is_last = step == self._trainer.last_step
+        return step % config.checkpoint.every_steps == 0 or is_last or self.pending
 
     def log(self, step: int, rate: float) -> None:
         """Write the means since the last log into the journal."""
@@ -152,7 +153,7 @@ class Reports:
         config = self._trainer.config
         if self._trainer.task.grid is None or config.grid_every_steps is None:
             return False
-        return step == 0 or _at(step, config.grid_every_steps, config.steps)
+        return step == 0 or _at(step, config.grid_every_steps, self._trainer.last_step)
 
     def _validate(self, step: int) -> bool:
         trainer, config = self._trainer, self._trainer.config

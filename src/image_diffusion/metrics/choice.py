@@ -1,0 +1,144 @@
+"""Choice of a point of a curve by a rule, such as `distance where copies.upper < 0.03`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from image_diffusion.core.config.errors import nearest
+from image_diffusion.core.journal.metric_definitions import definition_of, definitions
+from image_diffusion.metrics.conditions import Condition, parse_conditions
+
+DISTANCE = "distance"
+"""Name in a rule of the metric that the experiment is ranked by."""
+_EXAMPLE = "distance where copies.upper < 0.03"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule that names a point. text: as it was written. metric: the one that is best at the point, of the points at
+    which the conditions hold."""
+
+    text: str
+    metric: str
+    conditions: tuple[Condition, ...]
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """Return the names of the metrics that the rule compares."""
+        return frozenset({self.metric, *(condition.name for condition in self.conditions)})
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the rule in a text: a metric, and perhaps `where` and conditions that are joined by `and`.
+
+    Raises ValueError for a metric that is unknown or has no better direction, and for what is no condition.
+    """
+    metric, *where = re.split(r"\s+where(?:\s+|$)", text.strip(), maxsplit=1)
+    if metric != DISTANCE:
+        _check_metric(metric)
+        if _better(metric) not in ("lower", "higher"):
+            raise ValueError(f"{metric} has no better direction, so that no point is best by it. Name another metric.")
+    conditions = parse_conditions("".join(where), "metric", _check_metric, _EXAMPLE)
+    if where and not conditions:
+        raise ValueError(f"{text!r} has no condition after where. Write for instance {_EXAMPLE}.")
+    return Rule(text, metric, tuple(conditions))
+
+
+def choose(rule: Rule, points: Sequence[Mapping[str, Any]], headline: str) -> dict[str, Any]:
+    """Return the choice among points {"value": a step, "metrics": entries of metrics.json}, plain data.
+
+    Returns {"rule", "metric", "step", "fulfilled", "reason", "points"}. Of the points at which all conditions hold, the
+    one with the best metric is chosen, of equals the earliest. Where there is none, `fulfilled` is False, and the point
+    is chosen that misses the fewest conditions; of several, the one whose numbers are nearest to the bounds. reason:
+    for people.
+
+    headline: the metric `distance`. Raises ValueError for a metric that was not measured, at any point or, in a
+    condition, at all points.
+    """
+    metric = headline if rule.metric == DISTANCE else rule.metric
+    points = sorted(points, key=lambda point: int(point["value"]))
+    entries = [_entry(point, metric) for point in points]
+    if missing := [point["value"] for point, entry in zip(points, entries, strict=True) if entry["value"] is None]:
+        raise ValueError(f"sweep.choose compares {metric}, which was not measured at step {missing[0]}.")
+    scores = [{condition.name: _score(point, condition.name) for condition in rule.conditions} for point in points]
+    for condition in rule.conditions:
+        measured = [score[condition.name][condition.field] for score in scores]
+        if all(number is None for number in measured):
+            miss = condition.miss(scores[0])
+            raise ValueError(f"sweep.choose asks for {condition.text}, but {miss}. Measure it, or change the rule.")
+    readings = reading(entries)
+    sign = -1 if _better(metric) == "higher" else 1
+    misses = [
+        [miss for condition in rule.conditions if (miss := condition.miss(score)) is not None] for score in scores
+    ]
+    excess = [sum(_excess(condition, score) for condition in rule.conditions) for score in scores]
+    best = min(range(len(points)), key=lambda i: (len(misses[i]), excess[i], sign * readings[i]))
+
+    def number(i: int) -> str:
+        interval = entries[i]["interval"]
+        return f"{readings[i]:.4g}{f' [{interval[0]:.4g}, {interval[1]:.4g}]' if interval else ''}"
+
+    step, last = points[best]["value"], len(points) - 1
+    fulfil = sum(not missed for missed in misses)
+    where = " and ".join(condition.text for condition in rule.conditions)
+    better = "highest" if sign < 0 else "lowest"
+    if misses[best]:
+        reason = f"No step fulfils {where}. Step {step} comes closest ({'; '.join(misses[best])}) and is used: its "
+        reason += f"{metric} is {number(best)}."
+    else:
+        among = f"of the {fulfil} of {len(points)} steps at which {where}, " if where else ""
+        reason = f"Step {step} is used: {among}it has the {better} {metric}, {number(best)}."
+    if best == last:
+        reason += " It is the last one."
+    else:
+        but = f", but {'; '.join(misses[last])}" if misses[last] else ""
+        reason += f" The last, step {points[last]['value']}, has {number(last)}{but}."
+    rows = [
+        {"step": int(point["value"]), metric: value, "missed": missed}
+        for point, value, missed in zip(points, readings, misses, strict=True)
+    ]
+    about = {"rule": rule.text, "metric": metric, "step": int(step)}
+    return {**about, "fulfilled": not misses[best], "reason": reason, "points": rows}
+
+
+def reading(entries: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the number of each entry that is compared: debiased where all of them are, else as the literature defines
+    it."""
+    debiased = all(entry["debiased"] is not None for entry in entries)
+    return [float(entry["debiased" if debiased else "value"]) for entry in entries]
+
+
+def _check_metric(name: str) -> None:
+    if definition_of(name) is None:
+        close = nearest(name, [DISTANCE, *(bare for definition in definitions() for bare in definition.names.split())])
+        hint = f"Did you mean {close}?" if close else "metrics.json has the names, such as copies or inpipe_fd."
+        raise ValueError(f"{name!r} is not a metric. {hint}")
+
+
+def _better(metric: str) -> str:
+    definition = definition_of(metric)
+    return definition.better if definition is not None else ""
+
+
+def _entry(point: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
+    entry: Mapping[str, Any] = point["metrics"].get(metric, {"value": None, "interval": None, "note": "not evaluated"})
+    return entry
+
+
+def _score(point: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """Return the numbers of a metric by the names that a condition calls them by."""
+    entry = _entry(point, metric)
+    lower, upper = entry["interval"] or (None, None)
+    return {"value": entry["value"], "lower": lower, "upper": upper, "note": entry["note"]}
+
+
+def _excess(condition: Condition, scores: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return by how much a number misses the bound; 0 where the condition holds."""
+    if condition.miss(scores) is None:
+        return 0.0
+    number = scores[condition.name][condition.field]
+    return math.inf if number is None else abs(number - condition.bound)

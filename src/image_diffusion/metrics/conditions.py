@@ -1,0 +1,66 @@
+"""Conditions on measured numbers, such as `copies.upper < 0.05 and utility.gain.lower > 0`; they are never executed."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FIELDS = ("value", "lower", "upper")
+"""Numbers of a score or metric: the value and the ends of its interval."""
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+_CONDITION = re.compile(r"(?P<name>[\w.]+)\.(?P<field>\w+)\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+)")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Comparison of a number with a bound. text: as it was written. name: of the score or metric. field: its number."""
+
+    text: str
+    name: str
+    field: str
+    sign: str
+    bound: float
+
+    def miss(self, scores: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Return what the number is where the condition does not hold; None where it holds. A number that was not
+        measured does not hold.
+
+        scores: {"value", "lower", "upper", "note"} by name.
+        """
+        score = scores[self.name]
+        number = score[self.field]
+        if number is None:
+            return f"{self.name}.{self.field} was not measured ({score['note'] or 'no reason noted'})"
+        if _COMPARISONS[self.sign](number, self.bound):
+            return None
+        return f"{self.name}.{self.field} is {number:.4g}"
+
+
+def parse_conditions(text: str, kind: str, check_name: Callable[[str], None], example: str) -> list[Condition]:
+    """Return the conditions in a text, which are joined by `and`; none in an empty one.
+
+    kind: of what is compared, for messages: score or metric. check_name: raises ValueError for a name that is unknown.
+    Raises ValueError for what is not a comparison of a known number with a bound.
+    """
+    parts = re.split(r"\s+and\s+", text.strip()) if text.strip() else []
+    return [_parse_condition(part, kind, check_name, example) for part in parts]
+
+
+def _parse_condition(text: str, kind: str, check_name: Callable[[str], None], example: str) -> Condition:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a comparison of a {kind} with a number. Write for instance {example}.")
+    name, field = match["name"], match["field"]
+    check_name(name)
+    if field not in FIELDS:
+        raise ValueError(f"Unknown field {field!r} of {name}. Known: {', '.join(FIELDS)}.")
+    try:
+        bound = float(match["bound"])
+    except ValueError:
+        raise ValueError(f"{match['bound']!r} in {text!r} is not a number. Compare with one, such as 0.01.") from None
+    return Condition(text, name, field, match["sign"], bound)
