@@ -31,13 +31,14 @@ from image_diffusion.systems.diffusion.conditions.paired_image import as_seen, m
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.images import ImageFilePairs
 from image_diffusion.systems.pairs.inputs import PairInputs
-from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.systems.sampling import SamplingInputs, SamplingSources
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run
 
 CPU = torch.device("cpu")
 ORIENTATION = 0x0112
 NAMES = {"background": 0, "cell": 255}
+MASK = __file__  # a file that exists
 SAMPLER = {"type": "euler", "num_steps": 2}
 PAIRED = {"type": "image", "from": "pairs"}
 SYSTEM: dict[str, Any] = {
@@ -361,6 +362,22 @@ def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_as
     assert torch.equal(asked, first) and "split" not in of_files.described["image"]
     listed = model.system.sampling().pictures(parse(SampleConfig, {"small_images": str(tmp_path / "asked")}, "x"))
     assert [Path(path).name for path in listed] == [path.name for path in sorted((tmp_path / "asked").iterdir())]
+    files = sorted((tmp_path / "asked").iterdir())
+    rows: Any = [{"image": str(files[turn]), "label": label} for turn, label in zip(turns, labels, strict=True)]
+    (tmp_path / "rows.csv").write_text("\n".join(["image,label", *(f"{row['image']},{row['label']}" for row in rows)]))
+    for conditions in (rows, str(tmp_path / "rows.csv")):
+        listed_in_rows, maker = images(tmp_path / "once", conditions=conditions)
+        assert torch.equal(listed_in_rows, first) and maker.pictures()["conditions"].size == above.size
+        assert maker.described["image"]["sha256"] and "split" not in maker.described["image"]
+        settings = parse(SampleConfig, {"conditions": conditions}, "x")
+        assert model.system.sampling().pictures(settings) == [row["image"] for row in rows]
+        assert model.system.sampling().sources(settings) == SamplingSources()
+    product, maker = images(tmp_path / "once", conditions={"label": ["a", "b"], "image": [str(files[0])]})
+    assert maker.labels.tolist() == [0, 1, 0, 1] and not torch.equal(product[0], product[1])
+    seen, maker = images(tmp_path / "once", *folders, conditions=[{"label": labels[0]}])
+    assert torch.equal(seen[0], first[0]) and maker.described["image"]["split"] == "validation"
+    with pytest.raises(ValueError, match="small_images has no labels, .* or as label in sample.conditions"):
+        images(tmp_path / "once", conditions=[{"image": str(files[0])}])
     with pytest.raises(ValueError, match="sample.small_images is not set, so held-out images provide the small_images"):
         images(tmp_path / "once")
 
@@ -413,6 +430,27 @@ def mistake(folder: Path, condition: Any, **sections: Any) -> str:
         (PAIRED, {"sample": {"small_images": {"experiment": "base"}}}, "takes images like those of pairs.path"),
         (PAIRED, {"sample": {"small_images": "nowhere"}}, "sample.small_images is nowhere, but the network takes"),
         (PAIRED, {"sample": {"keep": False}}, "but sample.small_images: validation needs them again"),
+        (PAIRED, {"sample": {"conditions": [{"image": MASK}], "keep": False}}, ""),
+        (PAIRED, {"preview": {"conditions": {"image": [MASK]}}}, ""),
+        (PAIRED, {"sample": {"conditions": [{"image": "no.png"}]}}, "sample.conditions: no.png does not exist. Give"),
+        (PAIRED, {"preview": {"conditions": [{"image": "no.png"}]}}, "preview.conditions: no.png does not exist."),
+        (PAIRED, {"sample": {"conditions": [{"image": 3}]}}, "sample.conditions: image of row 0 is of type int. Give"),
+        (
+            [{"type": "label"}, PAIRED],
+            {"sample": {"conditions": [{"image": MASK, "label": 1}, {"label": 2}]}},
+            "sample.conditions: 1 of 2 rows name an image. Give one to each row, or to none.",
+        ),
+        (PAIRED, {"sample": {"conditions": [{"age": 3}]}}, "sample.conditions names age, which is no column of"),
+        (
+            PAIRED,
+            {"sample": {"conditions": [{"image": MASK, "label": 1}]}},
+            "sample.conditions names a label, but the network takes no classes.",
+        ),
+        (
+            PAIRED,
+            {"sample": {"conditions": [{"image": MASK}], "small_images": "."}},
+            "sample.small_images is set, and sample.conditions names images. Leave one of them out.",
+        ),
         (
             PAIRED,
             {"data": {"name": "digits", "source": {"type": "digits"}, "resolution": 8}},

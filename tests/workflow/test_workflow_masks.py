@@ -61,11 +61,29 @@ def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project
     assert 0 < count < 63 and torch.equal(images.gather([0]).unique(), torch.tensor([0, 1], dtype=torch.uint8))
 
     command = [warm_python(), "-m", "image_diffusion", "sample", "micro", "--num", "3", "--label", "light", "--set"]
-    drawn = subprocess.run(
-        [*command, "sample.small_images=masks"], cwd=fresh.folder, capture_output=True, text=True, check=False
-    )
-    assert drawn.returncode == 0, drawn.stdout + drawn.stderr
-    assert "split" not in json.loads((fresh / "drawn/micro/samples.json").read_text())["image"]
+    named = [str(mask.relative_to(fresh.folder)) for mask in masks[:2]]
+    conditions = f"sample.conditions={{label: [dark, light], image: [{named[0]}, {named[1]}]}}"
+    for words in ([*command, "sample.small_images=masks"], [*command[:-3], command[-1], conditions]):
+        drawn = subprocess.run(words, cwd=fresh.folder, capture_output=True, text=True, check=False)
+        assert drawn.returncode == 0, drawn.stdout + drawn.stderr
+        assert "split" not in json.loads((fresh / "drawn/micro/samples.json").read_text())["image"]
+
+    rows = [{"image": name, "label": "dark"} for name in named]
+
+    def of_rows(data: dict[str, Any]) -> None:
+        data["sample"]["conditions"] = rows
+
+    fresh.edit(of_rows)
+    fresh.run()
+    made = json.loads((fresh / "results/micro/samples/samples.json").read_text())["image"]
+    metrics = json.loads((fresh / "results/micro/metrics.json").read_text())["metrics"]
+    assert "split" not in made and "mask_iou" not in metrics and fresh.planned() == set()
+    plain = masks[1].read_bytes()
+    Image.open(masks[1]).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(masks[1])
+    assert "sample" in fresh.planned(), "an image that a row names has changed"
+    masks[1].write_bytes(plain)
+    fresh.edit(lambda data: data["sample"].pop("conditions"))
+    fresh.run()
 
     mask_of(paths[0]).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(masks[0])
     assert {"embed", "train", "sample", "evaluate"} <= fresh.planned() and "crop" not in fresh.planned()

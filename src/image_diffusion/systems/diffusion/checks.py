@@ -32,9 +32,9 @@ _EXAMPLES = {
     "images": "{type: images, path: FOLDER}",
 }
 _OTHERS = {
+    "small_images": "name a folder",
     "conditions": "write some",
     "embeddings": "name a prior: {experiment: NAME}",
-    "small_images": "name a folder",
 }
 """Advice by the key of the section sample that is unset where no image is held out."""
 
@@ -258,8 +258,8 @@ def check_embeddings(condition: Conditions, experiment: Sections, prior: Section
     pairs."""
     if condition.draws(experiment.section("sample")) == "validation" and not experiment.data.has_validation:
         assert condition.reading is not None
-        (key,) = condition.reading.keys
-        advice = _OTHERS[key]
+        reading = condition.reading
+        key, advice = next((key, advice) for key, advice in _OTHERS.items() if key in reading.keys)
         raise ValueError(
             f"sample.{key} is unset, so held-out images provide the {key}, but data has no held-out images. Set "
             f"data.validation_fraction, or {advice}."

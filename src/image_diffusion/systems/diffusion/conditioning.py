@@ -14,17 +14,17 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, check_unused
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ServedFrom, check_unused
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.numbers import NumbersCondition
 from image_diffusion.systems.diffusion.conditions.paired_image import PairedImageCondition
-from image_diffusion.systems.diffusion.conditions.rows import read_rows
+from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, joined
-from image_diffusion.systems.pairs.numbers import LABEL
+from image_diffusion.systems.sampling import Column
 
 AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator="source")]
 Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | AnyImage
@@ -124,10 +124,11 @@ class Conditions:
         """Raise ValueError for settings that no part uses, and for classes in rows of a network without classes."""
         for part in self.parts:
             part.check(section, self._seen_by(part, settings), pairs)
-        rows = settings.conditions
-        if rows is not None and not isinstance(rows, str):
-            names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
-            self._check_classes(section, settings, names_classes)
+        if settings.conditions is not None and not isinstance(settings.conditions, str):
+            key = f"{section}.conditions"
+            rows = read_rows(settings.conditions, key)
+            check_names(rows, self._names(pairs), key)
+            self._check_classes(section, settings, bool(labels_of(rows, key)))
 
     def _check_classes(self, section: str, settings: SampleConfig, names_classes: bool) -> None:
         """Raise ValueError for rows that name classes where the network takes none, or the settings name them too."""
@@ -168,14 +169,38 @@ class Conditions:
         """Return the files of images that the settings name for a part."""
         return [path for part in self.parts for path in part.pictures(settings)]
 
+    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+        """Return the columns of a request of a served model: the seed, and those of every part. None where a part
+        cannot be named in a request. Raises ValueError for two columns of one name."""
+        columns = {"seed": Column("long", required=True, example=(0, 1))}
+        for part in self.parts:
+            of_part = part.served(model)
+            if of_part is None:
+                return None
+            if twice := columns.keys() & of_part.keys():
+                raise ValueError(f"pairs.columns names {twice.pop()}, which is another column of a request")
+            columns |= of_part
+        return columns
+
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the conditions of the images to be made: those of every part."""
+        """Return the conditions of the images to be made: those of every part, and the classes of the rows."""
         settings = inputs.settings
         check_unused("sample", settings, self.keys)
+        if inputs.rows is None and settings.conditions is not None:
+            rows = read_rows(settings.conditions, inputs.key)
+            check_names(rows, self._names(inputs.pairs), inputs.key)
+            inputs = replace(inputs, rows=rows)
+        classes = labels_of(inputs.rows or [], inputs.key)
+        self._check_classes("sample", settings, bool(classes))
         seen = (replace(inputs, settings=self._seen_by(part, settings)) for part in self.parts)
         request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
-        self._check_classes("sample", settings, bool(request.classes))
-        return request
+        if not classes:
+            return request
+        return replace(request, classes=[classes[i % len(classes)] for i in range(len(inputs.seeds))], labels=None)
+
+    def _names(self, pairs: Any) -> list[str]:
+        """Return the columns of rows that the parts read. pairs: the section, or what a manifest says of it."""
+        return [name for part in self.parts for name in part.names(pairs)]
 
     def _seen_by(self, part: Part, settings: SampleConfig) -> SampleConfig:
         """Return the settings with the defaults of the keys of other parts, of which a part knows nothing."""
