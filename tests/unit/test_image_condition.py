@@ -198,7 +198,7 @@ def written(folder: Path, name: str, sections: dict[str, Any], **changes: Any) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codec": {"type": "stability_vae"}}, r"sees an image works on pixels\. Leave one of the two out"),
+        ({"codec": {"type": "stability_vae"}}, r"is stability_vae: it is made of pixels\. Leave one of the two out"),
         ({"sample": {"small_images": None}, "data": {"validation_fraction": 0.0}},
          r"sample\.small_images is unset or validation, .* but data has no held-out images\. Set"),
         ({"system": {"condition": {"type": "label"}}}, r"sample\.small_images is set, but the network takes no image"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,12 +19,14 @@ from image_diffusion.core.config.base import dump, parse, to_yaml
 from image_diffusion.core.types import IMAGE
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.loader import Batches
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources.scikit_digits import GROUNDS, INKS, attributes_of, painted
 from image_diffusion.experiments.resolve import embed_stage, load_all
+from image_diffusion.nn.image_input import with_image
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.conditions.paired_image import as_seen, mask_picture
@@ -39,6 +41,10 @@ CPU = torch.device("cpu")
 ORIENTATION = 0x0112
 NAMES = {"background": 0, "cell": 255}
 MASK = __file__  # a file that exists
+ON_LATENTS: dict[str, Any] = {
+    "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 64, "validation_fraction": 0.2},
+    "codec": {"type": "stability_vae"},
+}
 SAMPLER = {"type": "euler", "num_steps": 2}
 PAIRED = {"type": "image", "from": "pairs"}
 SYSTEM: dict[str, Any] = {
@@ -112,6 +118,49 @@ def test_an_image_and_its_pair_are_mirrored_together(tmp_path: Path) -> None:
         plain = both.gather(examples.sample.numpy())
         flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(examples.stored, plain, strict=True)}
     assert flips == {True, False}
+
+
+class Halved:
+    """A codec of exact arithmetic: every other pixel of an image as the mean of its latent."""
+
+    identity: ClassVar = {"name": "halved"}
+
+    def encode(self, images: Tensor) -> Tensor:
+        mean = images[:, :, ::2, ::2].float() / 256
+        return torch.stack([mean, torch.full_like(mean, 0.5)], dim=1)
+
+
+def test_a_latent_and_the_mask_beside_it_are_mirrored_together(tmp_path: Path) -> None:
+    pixels = {f"{i}.png": noise(8, 8, 3, seed=i) for i in range(6)}
+    write_images(tmp_path / "in", pixels)
+    write_images(tmp_path / "masks", pixels)
+    config = data_config(tmp_path)
+    crop_dataset(config, tmp_path / "crops")
+    stored(tmp_path, config)
+    settings = EncodeConfig(dtype="float32")
+    encode_shards(tmp_path / "crops", tmp_path / "latents", Halved(), settings, CPU)  # type: ignore[arg-type]
+    write_manifest(tmp_path / "crops", tmp_path / "latents", Halved(), settings)  # type: ignore[arg-type]
+    both = open_shards(tmp_path / "latents", "all").join(open_shards(tmp_path / "images", "all"))
+    flips = set[bool]()
+    for examples in Batches(both, 6, seed=0, flip_probability=0.5, epochs=2):
+        (beside,) = examples.beside
+        torch.testing.assert_close(examples.stored, Halved().encode(beside))
+        (plain,) = both.gather_beside(examples.sample.numpy())
+        flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(beside, plain, strict=True)}
+    assert flips == {True, False}
+
+
+def test_a_network_on_latents_sees_the_share_of_each_label_in_the_area_of_an_element() -> None:
+    labels = torch.randint(3, (2, 1, 8, 16), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 4, 2, 4)
+    seen = with_image(x, as_seen(labels, 3))
+    shares = torch.stack([(labels[:, 0] == label).float() for label in range(3)], 1)
+    expected = shares.view(2, 3, 2, 4, 4, 4).mean((3, 5))
+    assert torch.equal(seen[:, :4], x)
+    torch.testing.assert_close(seen[:, 4:], 2 * expected - 1)
+    small = torch.rand(2, 3, 4, 4)
+    enlarged = torch.nn.functional.interpolate(small, (8, 8), mode="bilinear")
+    assert torch.equal(with_image(torch.zeros(2, 1, 8, 8), small)[:, 1:], enlarged)
 
 
 @pytest.mark.parametrize("crop", [{}, {"type": "resize", "interpolation": "lanczos"}, {"type": "pad"}])
@@ -426,7 +475,13 @@ def mistake(folder: Path, condition: Any, **sections: Any) -> str:
         ({"type": "label"}, {}, "nothing reads it. Leave it out, or set the condition to image."),
         ([PAIRED, {"type": "text"}], {}, "training reads only one set next to the images: images or captions"),
         ([PAIRED, {"type": "image", "from": "self", "gray": True}], {}, "image is named twice."),
-        (PAIRED, {"codec": {"type": "stability_vae"}}, "system.condition has an image, but codec.type is stability"),
+        (PAIRED, ON_LATENTS, ""),
+        (PAIRED, ON_LATENTS | {"pairs": {"type": "images", "path": "masks", "labels": 2}}, ""),
+        (
+            {"type": "image", "from": "self", "shrink": 2},
+            ON_LATENTS | {"pairs": None},
+            "made of the image itself, but codec.type is stability_vae: it is made of pixels. Leave one of the two out",
+        ),
         (PAIRED, {"sample": {"small_images": {"experiment": "base"}}}, "takes images like those of pairs.path"),
         (PAIRED, {"sample": {"small_images": "nowhere"}}, "sample.small_images is nowhere, but the network takes"),
         (PAIRED, {"sample": {"keep": False}}, "but sample.small_images: validation needs them again"),

@@ -7,12 +7,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from projects import Project, warm_python
 
+from image_diffusion.core.files.npz import read_arrays
 from image_diffusion.data.shards.reader import open_shards
+from tiny_autoencoders import write_autoencoder
 
 pytestmark = pytest.mark.slow
 
@@ -24,22 +27,29 @@ def mask_of(path: Path) -> Image.Image:
         return image.convert("L").point(lambda level: 255 * (level > middle))
 
 
-def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
-    paths = sorted((fresh / "images").rglob("*.png"))
-    masks = [fresh / "masks" / path.relative_to(fresh / "images").with_suffix(".bmp") for path in paths]
-    for path, mask in list(zip(paths, masks, strict=True))[:-1]:  # the last image has no mask
+def write_masks(project: Project) -> tuple[list[Path], list[Path]]:
+    """Write a mask for each image but the last one. Returns the images, and the masks that they would have."""
+    paths = sorted((project / "images").rglob("*.png"))
+    masks = [project / "masks" / path.relative_to(project / "images").with_suffix(".bmp") for path in paths]
+    for path, mask in list(zip(paths, masks, strict=True))[:-1]:
         mask.parent.mkdir(parents=True, exist_ok=True)
         mask_of(path).save(mask)
+    return paths, masks
 
-    def masked(data: dict[str, Any]) -> None:
-        data["data"]["max_bad_fraction"] = 0.1
-        data["pairs"] = {"type": "images", "path": "masks", "labels": {"dark": 0, "light": 255}}
-        data["system"]["condition"] = [{"type": "label"}, {"type": "image", "from": "pairs"}]
-        data["train"] |= {"grid_every_steps": 2, "steps": 2}
-        data["preview"] = {"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 2}}
-        data["sample"] |= {"guidance": {"guidance_scale": 2}}
-        data["export"] = {"format": "pipeline"}
 
+def masked(data: dict[str, Any]) -> None:
+    """Condition the network of an experiment on masks."""
+    data["data"]["max_bad_fraction"] = 0.1
+    data["pairs"] = {"type": "images", "path": "masks", "labels": {"dark": 0, "light": 255}}
+    data["system"]["condition"] = [{"type": "label"}, {"type": "image", "from": "pairs"}]
+    data["train"] |= {"grid_every_steps": 2, "steps": 2}
+    data["preview"] = {"num_samples": 2, "sampler": {"type": "ddim", "num_steps": 2}}
+    data["sample"] |= {"guidance": {"guidance_scale": 2}}
+    data["export"] = {"format": "pipeline"}
+
+
+def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
+    paths, masks = write_masks(fresh)
     fresh.edit(masked)
     fresh.run()
     manifest = json.loads((fresh / "results/datasets/dots-16/images/manifest.json").read_text())
@@ -92,3 +102,39 @@ def test_masks_of_a_folder_lead_to_images_that_are_judged_by_them(fresh: Project
     after = json.loads((fresh / "results/datasets/dots-16/images/manifest.json").read_text())["shards"]
     assert sum(shard["sha256"] != sha256 for shard, sha256 in zip(after, before, strict=True)) == 1
     assert fresh.planned() == set()
+
+
+def test_masks_beside_latents_lead_to_images_that_are_judged_by_them(fresh: Project) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    write_masks(fresh)
+    write_autoencoder("kl4", fresh / "vae")
+
+    def on_latents(data: dict[str, Any]) -> None:
+        masked(data)
+        data["codec"] = {"type": "diffusers", "weights": "vae"}
+        data["train"]["flip_probability"] = 0.5
+
+    fresh.edit(on_latents)
+    fresh.run()
+    spec = json.loads((fresh / "results/micro/train/model.json").read_text())["spec"]
+    assert (spec["channels"], spec["resolution"], spec["conditions"]) == (4, 8, {"image": [2, 16, 16]})
+    metrics = json.loads((fresh / "results/micro/metrics.json").read_text())["metrics"]
+    assert 0 <= metrics["mask_iou"]["value"] <= 1 and metrics["mask_iou"]["floor"] > 0.7
+    assert list((fresh / "results/micro/train/previews").rglob("step-0000002-conditions.png"))
+    assert (fresh / "results/micro/samples/conditions.png").is_file() and fresh.planned() == set()
+
+    images = open_shards(fresh / "results/datasets/dots-16/images", "all")
+    held_out = open_shards(fresh / "results/datasets/dots-16/crops", "validation").join(images)
+    (masks,) = held_out.gather_beside(np.arange(2))
+    sampled = read_arrays(fresh / "results/micro/samples/samples.npz")
+    folder = str(fresh / "results/micro/diffusers")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    made = pipeline(
+        seeds=[0, 1],
+        class_labels=sampled["arr_1"][:2].tolist(),
+        image=torch.cat([masks == 0, masks == 1], dim=1).float() * 2 - 1,
+        sampler={"type": "ddim", "num_steps": 2},
+        guidance_scale=2,
+        output_type="np",
+    ).images
+    assert np.abs(made.astype(int) - sampled["arr_0"][:2].astype(int)).max() <= 1

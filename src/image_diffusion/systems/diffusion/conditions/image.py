@@ -18,6 +18,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
+from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import from_uint8
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.atomic import digest, sha256_file
@@ -120,8 +121,8 @@ class ImagePart(ConditionPart, ABC):
         """Return the name of the picture that compares it with the samples."""
         return "paired"
 
-    def check_data(self, data: DataConfig) -> None:
-        """Raise ValueError where nothing can be made of the images."""
+    def check_data(self, data: DataConfig, codec: CodecConfig) -> None:
+        """Raise ValueError for data or a codec that the image does not go with."""
 
     def derived(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is made of the images themselves, by name. spec: of these."""
@@ -168,7 +169,12 @@ class ImageCondition(Degradations, ImagePart):
         """Return what makes the image."""
         return next(iter(self.degradations.values()))
 
-    def check_data(self, data: DataConfig) -> None:
+    def check_data(self, data: DataConfig, codec: CodecConfig) -> None:
+        if codec.stores != "crops":
+            raise ValueError(
+                f"system.condition has an image that is made of the image itself, but codec.type is {codec.type}: it "
+                f"is made of pixels. Leave one of the two out, or take images of another folder, from: pairs."
+            )
         try:
             self.degradation.shape(data.num_channels, data.size)
         except ValueError as error:
