@@ -349,13 +349,13 @@ def test_two_files_that_differ_in_their_suffix_alone_are_told(data: Path, tmp_pa
         stored(tmp_path, config, labels=NAMES)
 
 
-def trained(data: Path, output: Path, steps: int = 2, system: Any = None, **train: Any) -> bytes:
+def trained(data: Path, output: Path, steps: int = 2, system: Any = None, preview: Any = None, **train: Any) -> bytes:
     """Train on the crops and their masks; return the weights."""
     settings = {"steps": steps, "global_batch": 8, "checkpoint": {"every_steps": 1}, "validate_every_steps": 2}
     settings |= {"ema": {"rates": [0.5], "warmup": None}, "optimizer": {"type": "adamw", "lr": 0.05}} | train
     system = system or SYSTEM | {"condition": [{"type": "label"}, PAIRED]}
     stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": settings}
-    stage["preview"] = {"num_samples": 3, "sampler": SAMPLER}
+    stage["preview"] = {"num_samples": 3, "sampler": SAMPLER} | (preview or {})
     config = output.with_suffix(".yaml")
     config.write_text(to_yaml(stage))
     beside = data / "images" / "manifest.json"
@@ -429,6 +429,21 @@ def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_as
         images(tmp_path / "once", conditions=[{"image": str(files[0])}])
     with pytest.raises(ValueError, match="sample.small_images is not set, so held-out images provide the small_images"):
         images(tmp_path / "once")
+
+
+def test_previews_show_the_images_that_their_rows_name(data: Path, tmp_path: Path) -> None:
+    mask = np.zeros((16, 16), np.uint8)
+    mask[:8] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    rows = {"conditions": {"image": [str(tmp_path / "mask.png")], "label": ["b"]}}
+    trained(data, tmp_path / "out", 2, preview=rows, grid_every_steps=2)
+    (shown,) = (tmp_path / "out/previews").rglob("step-0000002-conditions.png")
+    above = np.asarray(Image.open(shown).convert("L"))
+    above = above[: above.shape[0] // 2]
+    light = above.mean(1) > 128
+    assert light.any() and not light.all() and light.argmin() > 0, "light above, dark below"
+    (saved,) = (tmp_path / "out/previews").rglob("step-0000002.npz")
+    assert np.load(saved)["arr_1"].tolist() == [1, 1, 1]
 
 
 def test_a_picture_beside_an_image_is_a_condition_too(data: Path, tmp_path: Path) -> None:
