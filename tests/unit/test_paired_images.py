@@ -510,6 +510,7 @@ def mistake(folder: Path, condition: Any, **sections: Any) -> str:
             {"sample": {"conditions": [{"image": MASK, "label": 1}, {"label": 2}]}},
             "sample.conditions: 1 of 2 rows name an image. Give one to each row, or to none.",
         ),
+        (PAIRED, {"sample": {"conditions": "absent.csv"}}, "sample.conditions: absent.csv does not exist. Give a .csv"),
         (PAIRED, {"sample": {"conditions": [{"age": 3}]}}, "sample.conditions names age, which is no column of"),
         (
             PAIRED,

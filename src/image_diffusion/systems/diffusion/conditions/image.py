@@ -51,14 +51,12 @@ class ImagePart(ConditionPart, ABC):
     """True if files have to have the size of the images that the network takes; false: they are cropped."""
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing."""
+        """Raise ValueError for settings that do nothing, and for rows with images that are missing."""
         if settings.prompts is not None or settings.negative_prompt:
             raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
         if settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, but the network takes images alone. Leave it out.")
         super().check(section, settings, pairs)
-        if settings.conditions is None or isinstance(settings.conditions, str):
-            return
         files = _files_of_rows(settings, f"{section}.conditions")
         if files and settings.small_images is not None:
             raise ValueError(
