@@ -95,7 +95,8 @@ def halves(folder: Path, count: int, options: list[str]) -> None:
 
     def agreement(found: torch.Tensor) -> str:
         with torch.inference_mode():
-            logits = torch.cat([judge(part).logits for part in found.split(100)])
+            outputs = [judge(part).logits for part in found.split(100)]
+        logits = torch.cat([part for part in outputs if part is not None])
         share = share_estimate(logits.argmax(1) == torch.from_numpy(labels))
         assert share.interval is not None
         return f"{share.value:.3f} ({share.interval[0]:.3f} to {share.interval[1]:.3f})"
