@@ -239,7 +239,9 @@ class Made:
         settings = SampleConfig.model_validate(experiment(self.folder, *case)["sample"])
         images = ImageSource(model.spec, crops)
         system: Any = model.system
-        request = system.conditioning.sampling_request(ConditionInputs(settings, 8, model.pairs, held_out, images))
+        request = system.conditioning.sampling_request(
+            ConditionInputs(settings, torch.arange(8), model.pairs, held_out, images)
+        )
         for name, argument in ((EMBEDDING, "image_embeds"), (IMAGE, "image")):
             if name in request.conditions:
                 call[argument] = request.conditions[name].tolist()

@@ -140,7 +140,7 @@ def test_small_images_that_do_not_fit_are_told(tmp_path, images, labels, message
 def requested(small_images: Any, condition: Any = ({"type": "label"}, {"type": "image", "from": "self", "shrink": 4})):
     settings = SampleConfig(num_samples=2, small_images=small_images)
     parts = parse(AnySystem, {"type": "iddpm", "condition": list(condition)}, "x").conditioning
-    return parts.sampling_request(ConditionInputs(settings, 2, image_source=ImageSource(SPEC)))
+    return parts.sampling_request(ConditionInputs(settings, torch.arange(2), image_source=ImageSource(SPEC)))
 
 
 def test_images_that_no_sample_is_conditioned_on_are_told():
@@ -198,7 +198,7 @@ def written(folder: Path, name: str, sections: dict[str, Any], **changes: Any) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codec": {"type": "stability_vae"}}, r"sees an image works on pixels\. Leave one of the two out"),
+        ({"codec": {"type": "stability_vae"}}, r"is stability_vae: it is made of pixels\. Leave one of the two out"),
         ({"sample": {"small_images": None}, "data": {"validation_fraction": 0.0}},
          r"sample\.small_images is unset or validation, .* but data has no held-out images\. Set"),
         ({"system": {"condition": {"type": "label"}}}, r"sample\.small_images is set, but the network takes no image"),
@@ -404,7 +404,9 @@ def test_an_image_goes_with_numbers(trained):
     settings = SampleConfig(num_samples=3, first_seed=1, conditions=rows)
     held_out = open_shards(trained / "datasets/digits-16/crops", "validation")
     pairs = {"numbers": {"columns": ["age"], "ranges": [[20.0, 60.0]]}}
-    request = condition.sampling_request(ConditionInputs(settings, 3, pairs, image_source=ImageSource(SPEC, held_out)))
+    request = condition.sampling_request(
+        ConditionInputs(settings, torch.arange(1, 4), pairs, image_source=ImageSource(SPEC, held_out))
+    )
     assert {name: tuple(tensor.shape) for name, tensor in request.conditions.items()} == {
         "numbers": (3, 1, 2),
         "image": (3, 3, 4, 4),

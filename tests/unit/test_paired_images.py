@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,25 +19,32 @@ from image_diffusion.core.config.base import dump, parse, to_yaml
 from image_diffusion.core.types import IMAGE
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.cropped.dataset import crop_dataset
+from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.loader import Batches
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.shards.records import read_record
 from image_diffusion.data.sources.scikit_digits import GROUNDS, INKS, attributes_of, painted
 from image_diffusion.experiments.resolve import embed_stage, load_all
+from image_diffusion.nn.image_input import with_image
 from image_diffusion.stages.train import prepare_training
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.diffusion.conditions.paired_image import as_seen, mask_picture
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.pairs.images import ImageFilePairs
 from image_diffusion.systems.pairs.inputs import PairInputs
-from image_diffusion.systems.sampling import SamplingInputs
+from image_diffusion.systems.sampling import SamplingInputs, SamplingSources
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.session import run
 
 CPU = torch.device("cpu")
 ORIENTATION = 0x0112
 NAMES = {"background": 0, "cell": 255}
+MASK = __file__  # a file that exists
+ON_LATENTS: dict[str, Any] = {
+    "data": {"name": "digits", "source": {"type": "digits"}, "resolution": 64, "validation_fraction": 0.2},
+    "codec": {"type": "stability_vae"},
+}
 SAMPLER = {"type": "euler", "num_steps": 2}
 PAIRED = {"type": "image", "from": "pairs"}
 SYSTEM: dict[str, Any] = {
@@ -111,6 +118,49 @@ def test_an_image_and_its_pair_are_mirrored_together(tmp_path: Path) -> None:
         plain = both.gather(examples.sample.numpy())
         flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(examples.stored, plain, strict=True)}
     assert flips == {True, False}
+
+
+class Halved:
+    """A codec of exact arithmetic: every other pixel of an image as the mean of its latent."""
+
+    identity: ClassVar = {"name": "halved"}
+
+    def encode(self, images: Tensor) -> Tensor:
+        mean = images[:, :, ::2, ::2].float() / 256
+        return torch.stack([mean, torch.full_like(mean, 0.5)], dim=1)
+
+
+def test_a_latent_and_the_mask_beside_it_are_mirrored_together(tmp_path: Path) -> None:
+    pixels = {f"{i}.png": noise(8, 8, 3, seed=i) for i in range(6)}
+    write_images(tmp_path / "in", pixels)
+    write_images(tmp_path / "masks", pixels)
+    config = data_config(tmp_path)
+    crop_dataset(config, tmp_path / "crops")
+    stored(tmp_path, config)
+    settings = EncodeConfig(dtype="float32")
+    encode_shards(tmp_path / "crops", tmp_path / "latents", Halved(), settings, CPU)  # type: ignore[arg-type]
+    write_manifest(tmp_path / "crops", tmp_path / "latents", Halved(), settings)  # type: ignore[arg-type]
+    both = open_shards(tmp_path / "latents", "all").join(open_shards(tmp_path / "images", "all"))
+    flips = set[bool]()
+    for examples in Batches(both, 6, seed=0, flip_probability=0.5, epochs=2):
+        (beside,) = examples.beside
+        torch.testing.assert_close(examples.stored, Halved().encode(beside))
+        (plain,) = both.gather_beside(examples.sample.numpy())
+        flips |= {bool(torch.equal(a, b.flip(-1))) for a, b in zip(beside, plain, strict=True)}
+    assert flips == {True, False}
+
+
+def test_a_network_on_latents_sees_the_share_of_each_label_in_the_area_of_an_element() -> None:
+    labels = torch.randint(3, (2, 1, 8, 16), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 4, 2, 4)
+    seen = with_image(x, as_seen(labels, 3))
+    shares = torch.stack([(labels[:, 0] == label).float() for label in range(3)], 1)
+    expected = shares.view(2, 3, 2, 4, 4, 4).mean((3, 5))
+    assert torch.equal(seen[:, :4], x)
+    torch.testing.assert_close(seen[:, 4:], 2 * expected - 1)
+    small = torch.rand(2, 3, 4, 4)
+    enlarged = torch.nn.functional.interpolate(small, (8, 8), mode="bilinear")
+    assert torch.equal(with_image(torch.zeros(2, 1, 8, 8), small)[:, 1:], enlarged)
 
 
 @pytest.mark.parametrize("crop", [{}, {"type": "resize", "interpolation": "lanczos"}, {"type": "pad"}])
@@ -299,13 +349,13 @@ def test_two_files_that_differ_in_their_suffix_alone_are_told(data: Path, tmp_pa
         stored(tmp_path, config, labels=NAMES)
 
 
-def trained(data: Path, output: Path, steps: int = 2, system: Any = None, **train: Any) -> bytes:
+def trained(data: Path, output: Path, steps: int = 2, system: Any = None, preview: Any = None, **train: Any) -> bytes:
     """Train on the crops and their masks; return the weights."""
     settings = {"steps": steps, "global_batch": 8, "checkpoint": {"every_steps": 1}, "validate_every_steps": 2}
     settings |= {"ema": {"rates": [0.5], "warmup": None}, "optimizer": {"type": "adamw", "lr": 0.05}} | train
     system = system or SYSTEM | {"condition": [{"type": "label"}, PAIRED]}
     stage = {"experiment": "x", "codec": {"type": "rgb"}, "system": system, "train": settings}
-    stage["preview"] = {"num_samples": 3, "sampler": SAMPLER}
+    stage["preview"] = {"num_samples": 3, "sampler": SAMPLER} | (preview or {})
     config = output.with_suffix(".yaml")
     config.write_text(to_yaml(stage))
     beside = [data / "images" / "manifest.json"]
@@ -361,8 +411,39 @@ def test_a_training_on_masks_resumes_to_the_same_bytes_and_samples_what_masks_as
     assert torch.equal(asked, first) and "split" not in of_files.described["image"]
     listed = model.system.sampling().pictures(parse(SampleConfig, {"small_images": str(tmp_path / "asked")}, "x"))
     assert [Path(path).name for path in listed] == [path.name for path in sorted((tmp_path / "asked").iterdir())]
+    files = sorted((tmp_path / "asked").iterdir())
+    rows: Any = [{"image": str(files[turn]), "label": label} for turn, label in zip(turns, labels, strict=True)]
+    (tmp_path / "rows.csv").write_text("\n".join(["image,label", *(f"{row['image']},{row['label']}" for row in rows)]))
+    for conditions in (rows, str(tmp_path / "rows.csv")):
+        listed_in_rows, maker = images(tmp_path / "once", conditions=conditions)
+        assert torch.equal(listed_in_rows, first) and maker.pictures()["conditions"].size == above.size
+        assert maker.described["image"]["sha256"] and "split" not in maker.described["image"]
+        settings = parse(SampleConfig, {"conditions": conditions}, "x")
+        assert model.system.sampling().pictures(settings) == [row["image"] for row in rows]
+        assert model.system.sampling().sources(settings) == SamplingSources()
+    product, maker = images(tmp_path / "once", conditions={"label": ["a", "b"], "image": [str(files[0])]})
+    assert maker.labels.tolist() == [0, 1, 0, 1] and not torch.equal(product[0], product[1])
+    seen, maker = images(tmp_path / "once", *folders, conditions=[{"label": labels[0]}])
+    assert torch.equal(seen[0], first[0]) and maker.described["image"]["split"] == "validation"
+    with pytest.raises(ValueError, match="small_images has no labels, .* or as label in sample.conditions"):
+        images(tmp_path / "once", conditions=[{"image": str(files[0])}])
     with pytest.raises(ValueError, match="sample.small_images is not set, so held-out images provide the small_images"):
         images(tmp_path / "once")
+
+
+def test_previews_show_the_images_that_their_rows_name(data: Path, tmp_path: Path) -> None:
+    mask = np.zeros((16, 16), np.uint8)
+    mask[:8] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    rows = {"conditions": {"image": [str(tmp_path / "mask.png")], "label": ["b"]}}
+    trained(data, tmp_path / "out", 2, preview=rows, grid_every_steps=2)
+    (shown,) = (tmp_path / "out/previews").rglob("step-0000002-conditions.png")
+    above = np.asarray(Image.open(shown).convert("L"))
+    above = above[: above.shape[0] // 2]
+    light = above.mean(1) > 128
+    assert light.any() and not light.all() and light.argmin() > 0, "light above, dark below"
+    (saved,) = (tmp_path / "out/previews").rglob("step-0000002.npz")
+    assert np.load(saved)["arr_1"].tolist() == [1, 1, 1]
 
 
 def test_a_picture_beside_an_image_is_a_condition_too(data: Path, tmp_path: Path) -> None:
@@ -409,10 +490,38 @@ def mistake(folder: Path, condition: Any, **sections: Any) -> str:
         ({"type": "label"}, {}, "nothing reads them. Leave them out, or add {type: image} to system.condition."),
         ([PAIRED, {"type": "text"}], {}, "pairs.type is images. It needs captions: add {type: captions} to the list"),
         ([PAIRED, {"type": "image", "from": "self", "gray": True}], {}, "image is named twice."),
-        (PAIRED, {"codec": {"type": "stability_vae"}}, "system.condition has an image, but codec.type is stability"),
+        (PAIRED, ON_LATENTS, ""),
+        (PAIRED, ON_LATENTS | {"pairs": {"type": "images", "path": "masks", "labels": 2}}, ""),
+        (
+            {"type": "image", "from": "self", "shrink": 2},
+            ON_LATENTS | {"pairs": None},
+            "made of the image itself, but codec.type is stability_vae: it is made of pixels. Leave one of the two out",
+        ),
         (PAIRED, {"sample": {"small_images": {"experiment": "base"}}}, "takes images like those of pairs.path"),
         (PAIRED, {"sample": {"small_images": "nowhere"}}, "sample.small_images is nowhere, but the network takes"),
         (PAIRED, {"sample": {"keep": False}}, "but sample.small_images: validation needs them again"),
+        (PAIRED, {"sample": {"conditions": [{"image": MASK}], "keep": False}}, ""),
+        (PAIRED, {"preview": {"conditions": {"image": [MASK]}}}, ""),
+        (PAIRED, {"sample": {"conditions": [{"image": "no.png"}]}}, "sample.conditions: no.png does not exist. Give"),
+        (PAIRED, {"preview": {"conditions": [{"image": "no.png"}]}}, "preview.conditions: no.png does not exist."),
+        (PAIRED, {"sample": {"conditions": [{"image": 3}]}}, "sample.conditions: image of row 0 is of type int. Give"),
+        (
+            [{"type": "label"}, PAIRED],
+            {"sample": {"conditions": [{"image": MASK, "label": 1}, {"label": 2}]}},
+            "sample.conditions: 1 of 2 rows name an image. Give one to each row, or to none.",
+        ),
+        (PAIRED, {"sample": {"conditions": "absent.csv"}}, "sample.conditions: absent.csv does not exist. Give a .csv"),
+        (PAIRED, {"sample": {"conditions": [{"age": 3}]}}, "sample.conditions names age, which is no column of"),
+        (
+            PAIRED,
+            {"sample": {"conditions": [{"image": MASK, "label": 1}]}},
+            "sample.conditions names a label, but the network takes no classes.",
+        ),
+        (
+            PAIRED,
+            {"sample": {"conditions": [{"image": MASK}], "small_images": "."}},
+            "sample.small_images is set, and sample.conditions names images. Leave one of them out.",
+        ),
         (
             PAIRED,
             {"data": {"name": "digits", "source": {"type": "digits"}, "resolution": 8}},

@@ -338,4 +338,4 @@ def test_another_text_encoder_refuses_the_old_encodings(tmp_path):
     changed = {"captions": {**captions, "text": {**captions["text"], "version": 0}}}
     settings = parse(SampleConfig, {"prompts": ["a"]}, "sample")
     with pytest.raises(ValueError, match="Restore the one that encoded them, or train again"):
-        model.system.conditioning.sampling_request(ConditionInputs(settings, 1, changed))  # type: ignore[attr-defined]
+        model.system.conditioning.sampling_request(ConditionInputs(settings, torch.arange(1), changed))  # type: ignore[attr-defined]

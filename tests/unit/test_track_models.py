@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -20,17 +21,21 @@ import numpy as np
 import pytest
 import setuptools
 import torch
+from PIL import Image
 
-from image_diffusion.core.config.base import dump
+from image_diffusion.core.config.base import dump, parse
 from image_diffusion.core.files.atomic import read_json, write_json
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.journal.writer import Journal
 from image_diffusion.core.types import DataSpec
+from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.systems.codec.autoencoder import AutoencoderSystem
 from image_diffusion.systems.diffusion.dit import DiTSystem
+from image_diffusion.systems.sampling import SamplingInputs
 from image_diffusion.text_encoders.hashing import HashedText
 from image_diffusion.tracking.plan import FinalWeights, Request
 from image_diffusion.tracking.pyfunc import _load_pyfunc, usage
+from image_diffusion.training.load_model import load_codec, load_model
 from tiny_models import write_model
 
 
@@ -150,10 +155,132 @@ def test_a_model_that_is_told_words_takes_prompts(folder: Path) -> None:
     np.testing.assert_allclose(both[1], alone[0], atol=1)
 
 
-@pytest.mark.slow
-def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path) -> None:
+NUMBERS: dict[str, Any] = {"columns": ["age", "dose"], "ranges": [[20, 60], [0, 1]]}
+MASKS: dict[str, Any] = {
+    "labels": {"ground": 0, "cell": 1000},
+    "crop": {"resolution": 8, "channels": 1, "crop": {"type": "resize"}},
+}
+
+
+def conditioned(folder: Path, condition: list[dict[str, Any]], shapes: dict[str, Any], pairs: Any = None) -> None:
+    """Replace the model in a folder by a random one that is conditioned on other parts."""
+    network = {"depth": 1, "width": 16, "num_heads": 2, "patch": 4}
+    system = DiTSystem.model_validate({"condition": condition, "network": network})
+    classes = 2 if {"type": "label"} in condition else 0
+    spec = DataSpec(channels=3, resolution=8, num_classes=classes, conditions=shapes)
+    described = read_json(folder / "model.json") | {"system": dump(system), "spec": dump(spec)}
+    built = system.build_network(spec)
+    for parameter in built.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.3)
+    save_weights(folder, built.state_dict(), described | ({"pairs": pairs} if pairs is not None else {}))
+
+
+def asked(folder: Path, **columns: list[Any]) -> Any:
+    """Return the images of a request."""
     import pandas
 
+    return _load_pyfunc(str(folder)).predict(pandas.DataFrame(columns))  # type: ignore[arg-type]
+
+
+def sampled(folder: Path, **settings: Any) -> Any:
+    """Return the images that `sample` makes, [N, H, W, C]."""
+    model = load_model(folder)
+    config = load_sections(folder / "sample.yaml", ["sample"], model.system.sections)["sample"]
+    config = parse(type(config), dump(config) | {"num_samples": 2} | settings, "sample")
+    inputs = SamplingInputs(model, config, load_codec(model, None, torch.device("cpu")), load_model)
+    return model.system.sampling().maker(inputs)(slice(0, 2)).permute(0, 2, 3, 1).numpy()
+
+
+def signature(folder: Path) -> list[tuple[str, str, bool]]:
+    taken = usage(folder)
+    assert taken is not None
+    return [(each.name, each.type.name, each.required) for each in taken.signature.inputs]
+
+
+def test_a_model_of_numbers_takes_a_column_for_each(folder: Path) -> None:
+    conditioned(folder, [{"type": "label"}, {"type": "numbers"}], {"numbers": [2, 2]}, NUMBERS)
+    assert signature(folder) == [
+        ("seed", "long", True),
+        ("label", "long", False),
+        ("class", "string", False),
+        ("age", "double", False),
+        ("dose", "double", False),
+    ]
+    rows = [{"label": "light", "age": 30, "dose": 0.5}, {"label": "dark", "age": 50}]
+    named = asked(folder, seed=[0, 1], age=[30.0, 50.0], dose=[0.5, float("nan")], **{"class": ["light", "dark"]})
+    assert np.array_equal(named, sampled(folder, conditions=rows)) and named.dtype == np.uint8
+    without = asked(folder, seed=[1], age=[50.0], **{"class": ["dark"]})
+    np.testing.assert_allclose(without[0], named[1], atol=1)
+    other = asked(folder, seed=[0, 1], age=[40.0, 50.0], dose=[0.5, float("nan")], **{"class": ["light", "dark"]})
+    assert not np.array_equal(other[0], named[0]) and np.array_equal(other[1], named[1])
+    with pytest.raises(ValueError, match=r"^The request: age of row 1: 'old' is no number. Give a number, or null.$"):
+        asked(folder, seed=[0, 1], age=[30, "old"])
+
+
+def test_columns_of_one_name_are_told(folder: Path) -> None:
+    pairs = {"columns": ["seed", "dose"], "ranges": [[0, 1], [0, 1]]}
+    conditioned(folder, [{"type": "numbers"}], {"numbers": [2, 2]}, pairs)
+    with pytest.raises(ValueError, match="^pairs.columns names seed, which is another column of a request$"):
+        usage(folder)
+
+
+def png(pixels: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("degradation", "channels"), [({"shrink": 2}, 3), ({"gray": True}, 1), ({"hole": {}}, 4)])
+def test_a_model_of_images_takes_files_of_them(
+    folder: Path, tmp_path: Path, degradation: dict[str, Any], channels: int
+) -> None:
+    side = 4 if "shrink" in degradation else 8
+    condition = [{"type": "label"}, {"type": "image", "from": "self", **degradation}]
+    conditioned(folder, condition, {"image": [channels, side, side]})
+    assert signature(folder)[-1] == ("image", "binary", True)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, side, side, channels), dtype=np.uint8)
+    files = [png(image.squeeze(2) if channels == 1 else image) for image in pixels]
+    images = asked(folder, seed=[0, 1], image=files, label=[1, 0])
+    np.savez(tmp_path / "asked.npz", pixels, np.array([1, 0]))
+    inputs = {"num_samples": 2, "small_images": str(tmp_path / "asked.npz")}
+    assert np.array_equal(images, sampled(folder, **inputs))
+    for name, file in zip("ab", files, strict=True):
+        (tmp_path / f"{name}.png").write_bytes(file)
+    rows = [{"image": str(tmp_path / "a.png"), "label": 1}, {"image": str(tmp_path / "b.png"), "label": 0}]
+    assert np.array_equal(images, sampled(folder, conditions=rows))
+    assert not np.array_equal(images, asked(folder, seed=[0, 1], image=files[::-1], label=[1, 0]))
+
+
+def test_files_that_do_not_fit_a_request_are_told_in_one_line(folder: Path) -> None:
+    conditioned(folder, [{"type": "image", "from": "self", "shrink": 2}], {"image": [3, 4, 4]})
+    good, noise = (png(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)) for side in (4, 32))
+    for files, message in (
+        (
+            [good, png(np.zeros((6, 5, 3), np.uint8))],
+            "image of row 1 has 5 x 6 pixels, but the network takes images of",
+        ),
+        ([noise[: len(noise) // 2], good], "image of row 0 cannot be read: damaged"),
+        ([good, b"GIF89a"], "image of row 1 cannot be read: "),
+        ([good, None], "1 of 2 rows name an image. Give one to each row"),
+        (["/etc/hostname", good], "image of row 0 is of type str. Give the bytes of an image file."),
+    ):
+        with pytest.raises(ValueError, match=f"^The request: {message}") as caught:
+            asked(folder, seed=[0, 1], image=files)
+        assert len(str(caught.value).splitlines()) == 1
+    conditioned(folder, [{"type": "image", "from": "self", "hole": {}}], {"image": [5, 8, 8]})
+    with pytest.raises(ValueError, match="images of 5 channels, and pictures have 1 to 4"):
+        usage(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["classes", "masks"])
+def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path, kind: str) -> None:
+    import pandas
+
+    if kind == "masks":
+        condition = [{"type": "label"}, {"type": "image", "from": "pairs"}]
+        conditioned(folder, condition, {"image": [2, 8, 8]}, MASKS)
     files, taken = {path.name: path for path in folder.iterdir()}, usage(folder)
     assert taken is not None
     write_pyfunc(tmp_path / "model", "m-1", FinalWeights("key", "tiny", "run", 10, 0, {}, files), taken)
@@ -184,7 +311,10 @@ def test_it_is_served_and_answers_its_own_example(folder: Path, tmp_path: Path) 
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
     here = _load_pyfunc(str(tmp_path / "model/data/model"))
-    expected = here.predict(pandas.DataFrame({"seed": [0, 1], "class": ["dark", "light"]}))  # type: ignore[arg-type]
+    columns: dict[str, Any] = {"seed": [0, 1], "class": ["dark", "light"]}
+    if kind == "masks":  # of the first label, and of the last one
+        columns["image"] = [png(np.full((8, 8), value, np.uint16)) for value in (0, 1000)]
+    expected = here.predict(pandas.DataFrame(columns))  # type: ignore[arg-type]
     assert images.shape == (2, 8, 8, 3)
     np.testing.assert_allclose(images, expected, atol=1)
 
@@ -200,14 +330,6 @@ def test_a_codec_takes_images(tmp_path: Path) -> None:
     assert (decoded.shape, decoded.dtype) == (images.shape, np.uint8)
     taken = usage(tmp_path)
     assert taken is not None and taken.signature.inputs.inputs[0].shape == (-1, 8, 8, 3)
-
-
-def test_a_network_that_enlarges_is_not_served(folder: Path) -> None:
-    content = read_json(folder / "model.json")
-    content["system"] = {"type": "iddpm", "condition": {"type": "image", "from": "self", "shrink": 2}}
-    content["spec"]["conditions"] = {"image": [3, 4, 4]}
-    write_json(folder / "model.json", content)
-    assert usage(folder) is None
 
 
 def test_the_checkpoints_of_a_sweep_are_models_with_what_was_measured_of_them(folder: Path, tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ ELSEWHERE = {
         "tests/workflow/test_workflow_masks.py",
         "sample.small_images=masks",
     ),
+    "image-diffusion sample mine --num 12 --set "
+    "'sample.conditions={label: [a, b], image: [masks/01.png, masks/02.png]}'": (
+        "tests/workflow/test_workflow_masks.py",
+        "sample.conditions={{label: [dark, light], image: [",
+    ),
     "snakemake --cores all --config study=digits": ("tests/workflow/test_workflow_study.py", '"study=digits"'),
     "tests/slurm/local_slurm.sh up": ("tests/slurm/local_slurm.sh", "up)"),
     "tests/slurm/local_slurm.sh down": ("tests/slurm/local_slurm.sh", "down)"),

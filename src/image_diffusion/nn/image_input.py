@@ -1,5 +1,6 @@
 """The condition by which a network sees another image: more channels of its input (Nichol and Dhariwal 2021, section 6;
-Saharia et al. 2021, "Image super-resolution via iterative refinement"; Palette: Saharia et al. 2022).
+Saharia et al. 2021, "Image super-resolution via iterative refinement"; Palette: Saharia et al. 2022), also of latents
+(Rombach et al. 2022, section 4.3.2, where downsampled semantic maps stand behind the channels of the latent).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ def input_channels(spec: DataSpec) -> int:
 
 def with_image(x: Tensor, image: Tensor | None) -> Tensor:
     """Return the input x [B, C, H, W] with the image [B, C', h, w] of the condition behind its channels, brought to
-    H x W bilinearly: [B, C + C', H, W]; without an image, x."""
+    H x W: [B, C + C', H, W]; without an image, x. A smaller image is enlarged bilinearly. Of a larger one, each element
+    is the mean of the area that it replaces: of the mask of a label the share of that area."""
     if image is None:
         return x
-    enlarged = F.interpolate(image, x.shape[2:], mode="bilinear")  # [B, C', H, W]
-    return torch.cat([x, enlarged.to(x.dtype)], dim=1)
+    mode = "area" if image.shape[2] > x.shape[2] or image.shape[3] > x.shape[3] else "bilinear"
+    scaled = F.interpolate(image, x.shape[2:], mode=mode)  # [B, C', H, W]
+    return torch.cat([x, scaled.to(x.dtype)], dim=1)

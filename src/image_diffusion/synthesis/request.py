@@ -72,7 +72,7 @@ def read_table(path: str, columns: Sequence[str]) -> tuple[list[dict[str, Any]],
         check_names(rows, columns, _KEY)
     elif unknown := next((name for name in rows[0] if name != LABEL), None):
         raise ValueError(f"{_KEY} has a column {unknown}, but the network takes no numbers. Known: {LABEL}, {COUNT}.")
-    labels, numbers = labels_of(rows, _KEY), numbers_of(rows, _KEY)
+    labels, numbers = labels_of(rows, _KEY), numbers_of(rows, _KEY, columns)
     if columns and not rows[0].keys() & set(columns):
         raise ValueError(f"{_KEY} has no column of numbers. Add some of {', '.join(columns)}.")
     return [row | ({LABEL: labels[place]} if labels else {}) for place, row in enumerate(numbers)], counts

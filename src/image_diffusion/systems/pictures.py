@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -176,7 +177,7 @@ def _read(key: str, files: Iterable[Path], data: DataConfig) -> tuple[Tensor, li
                 crops.append(crop_image(read_image(path), data))
             except (BadImage, Undecided, OSError) as error:
                 raise ValueError(f"{key}: {path} cannot be read: {error}. Remove it, or replace it.") from None
-    return torch.stack([torch.from_numpy(crop.crops[0]) for crop in crops]), [crop.size for crop in crops]
+    return torch.from_numpy(np.stack([crop.crops[0] for crop in crops])), [crop.size for crop in crops]
 
 
 def _by(size: tuple[int, int]) -> str:

@@ -225,9 +225,9 @@ class Column:
     """A column of a table that a served model takes. required: whether it has to be given. example: what one may hold;
     none where the column is not part of the example."""
 
-    kind: Literal["long", "string"]
+    kind: Literal["long", "double", "string", "binary"]
     required: bool = False
-    example: tuple[int | str, ...] = ()
+    example: tuple[float | str | bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -285,9 +285,12 @@ class Sampling:
         """Return any tensor in the form of the decoder's input for `count` images, for timing it."""
         return torch.randn(count, spec.channels, *spec.size)
 
-    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
-        """Return the inputs and outputs of the served model; None: seeds or images alone give nothing. embeds: whether
-        a model that makes embeddings of captions is served with it."""
+    def served(
+        self, spec: DataSpec, classes: list[str], pairs: Mapping[str, Any] | None = None, embeds: bool = False
+    ) -> Served | None:
+        """Return the inputs and outputs of the served model; None: it makes nothing of what a request can name. pairs:
+        what the model says of the sets that it learnt from, by kind. embeds: whether a model that makes embeddings of
+        captions is served with it. Raises ValueError for a model that no request fits."""
         return None
 
     def predictor(

@@ -60,7 +60,7 @@ class Models:
     def log(self, weights: FinalWeights) -> str:
         """Return the id of the logged model of some weights, made when missing.
 
-        Seeds and labels give images, images give reconstructions, by `mlflow.pyfunc`; weights that give neither are
+        Seeds and conditions give images, images give reconstructions, by `mlflow.pyfunc`; weights that give neither are
         files alone, and the tag `pyfunc` says so.
         """
         experiment = self._connection.experiment_id
@@ -166,10 +166,10 @@ class Models:
         usable = None
         try:
             usable = usage(weights.files["model.json"].parent, "embeds/model.json" in weights.files)
-        except ValueError as error:  # of another version of this package
+        except ValueError as error:  # of another version of this package, or no request fits it
             served = f"no: {error}"
         else:
-            served = "yes" if usable is not None else "no: this system needs more than seeds or images"
+            served = "yes" if usable is not None else "no: this system needs more than a request can name"
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             if usable is not None:

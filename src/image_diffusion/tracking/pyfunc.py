@@ -1,4 +1,4 @@
-"""A trained model as MLflow serves it: seeds with classes or prompts -> images; of a codec, images -> what it leaves.
+"""A trained model as MLflow serves it: seeds and conditions -> images; of a codec, images -> what it leaves.
 
     model = mlflow.pyfunc.load_model("models:/image-diffusion.digits-32.inpipe_fd@best")
     images = model.predict(pandas.DataFrame({"seed": [0, 1, 2], "class": ["3", "3", "7"]}))    # uint8 [3, H, W, C]
@@ -25,6 +25,7 @@ from image_diffusion.core.types import DataSpec
 from image_diffusion.experiments.experiment import load_sections
 from image_diffusion.systems import AnySystem
 from image_diffusion.systems.base import System
+from image_diffusion.systems.pairs.inputs import by_kind
 from image_diffusion.systems.sampling import Predict
 from image_diffusion.training.load_model import load_codec, load_model
 
@@ -75,8 +76,9 @@ class Usage:
 
 
 def usage(folder: Path, embeds: bool = False) -> Usage | None:
-    """Return the usage of the model in a weights folder; None for one that makes nothing of seeds or images alone, such
-    as a network that enlarges images. embeds: True if the model that makes embeddings of captions is included."""
+    """Return the usage of the model in a weights folder; None for one that makes nothing of what a request can name,
+    such as a decoder of embeddings alone. embeds: True if the model that makes embeddings of captions is included.
+    Raises ValueError for a model that no request fits."""
     import pandas
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
@@ -84,7 +86,8 @@ def usage(folder: Path, embeds: bool = False) -> Usage | None:
     described, where = read_model(folder), f"{folder}/model.json"
     system: System = parse(AnySystem, described["system"], where)
     spec = parse(DataSpec, described["spec"], where)
-    served = system.sampling().served(spec, described["classes"], embeds)
+    pairs = by_kind(described.get("pairs"), system.reads_beside or ("pairs",))
+    served = system.sampling().served(spec, described["classes"], pairs, embeds)
     if served is None:
         return None
     columns = [ColSpec(column.kind, name, required=column.required) for name, column in served.columns.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,9 @@ class CodecSampling(Sampling):
 
         return draw
 
-    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served:
+    def served(
+        self, spec: DataSpec, classes: list[str], pairs: Mapping[str, Any] | None = None, embeds: bool = False
+    ) -> Served:
         return Served(images=(*spec.size, spec.channels), dtype="uint8" if spec.levels is None else spec.levels.dtype)
 
     def predictor(

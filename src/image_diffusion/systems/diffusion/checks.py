@@ -33,9 +33,9 @@ _EXAMPLES = {
     "images": "{type: images, path: FOLDER}",
 }
 _OTHERS = {
+    "small_images": "name a folder",
     "conditions": "write some",
     "embeddings": "name a prior: {experiment: NAME}",
-    "small_images": "name a folder",
 }
 """Advice by the key of the section sample that is unset where no image is held out."""
 
@@ -105,12 +105,7 @@ def check_sections(process: Process, image: ImagePart | None, experiment: Sectio
     if isinstance(experiment.codec, Rgb) and experiment.section("encode").model_fields_set:
         raise ValueError("encode is set, but pixels are not encoded. Leave it out, or name a codec.")
     if image is not None:
-        if not isinstance(experiment.codec, Rgb):
-            raise ValueError(
-                f"system.condition has an image, but codec.type is {experiment.codec.type}: a network that sees an "
-                "image works on pixels. Leave one of the two out."
-            )
-        image.check_data(experiment.data)
+        image.check_data(experiment.data, experiment.codec)
     check_judged(experiment)
     _check_pictures(experiment, image)
     likelihood = experiment.section("evaluate").likelihood

@@ -16,17 +16,17 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, check_unused
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ServedFrom, check_unused
 from image_diffusion.systems.diffusion.conditions.embedding import EmbeddingCondition
 from image_diffusion.systems.diffusion.conditions.image import ImageCondition, ImagePart
 from image_diffusion.systems.diffusion.conditions.label import LabelCondition
 from image_diffusion.systems.diffusion.conditions.numbers import NumbersCondition
 from image_diffusion.systems.diffusion.conditions.paired_image import PairedImageCondition
-from image_diffusion.systems.diffusion.conditions.rows import read_rows
+from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, read_rows
 from image_diffusion.systems.diffusion.conditions.text import TextCondition
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest, joined
-from image_diffusion.systems.pairs.numbers import LABEL
+from image_diffusion.systems.sampling import Column
 
 AnyImage = Annotated[ImageCondition | PairedImageCondition, Field(discriminator="source")]
 Part = LabelCondition | TextCondition | EmbeddingCondition | NumbersCondition | AnyImage
@@ -42,6 +42,9 @@ def _fitting(value: Any) -> Any:
 
 
 _EXAMPLE = "a part, such as {type: label}"
+
+NAMING = ("small_images", "conditions", "embeddings")
+"""Keys of the section sample that name what images are made of. A part is known by the first one that it uses."""
 
 OnePart = Annotated[Part, Field(discriminator="type")]
 OneVector = Annotated[LabelCondition | NumbersCondition | AnyImage, Field(discriminator="type")]
@@ -105,10 +108,11 @@ class Conditions:
         the sets of the section pairs."""
         for part in self.parts:
             part.check(section, self._seen_by(part, settings), _read_by(part, pairs))
-        rows = settings.conditions
-        if rows is not None and not isinstance(rows, str):
-            names_classes = any(LABEL in row for row in read_rows(rows, f"{section}.conditions"))
-            self._check_classes(section, settings, names_classes)
+        if settings.conditions is not None and not isinstance(settings.conditions, str):
+            key = f"{section}.conditions"
+            rows = read_rows(settings.conditions, key)
+            check_names(rows, self._names([_read_by(part, pairs) for part in self.parts]), key)
+            self._check_classes(section, settings, bool(labels_of(rows, key)))
 
     def _check_classes(self, section: str, settings: SampleConfig, names_classes: bool) -> None:
         """Raise ValueError for rows that name classes where the network takes none, or the settings name them too."""
@@ -156,7 +160,8 @@ class Conditions:
 
     def drawing(self, settings: SampleConfig) -> dict[str, SamplesOf | str]:
         """Return the sources that images are made of beside the settings, by the key that names or leaves out each."""
-        return {next(iter(part.keys)): source for part in self.parts if (source := part.draws(settings)) is not None}
+        sources = [(part, source) for part in self.parts if (source := part.draws(settings)) is not None]
+        return {next(key for key in NAMING if key in part.keys): source for part, source in sources}
 
     def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source of the images of the part that is one."""
@@ -166,22 +171,53 @@ class Conditions:
         """Return the files of images that the settings name for a part."""
         return [path for part in self.parts for path in part.pictures(settings)]
 
+    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+        """Return the columns of a request of a served model: the seed, and those of every part. None where a part
+        cannot be named in a request. Raises ValueError for two columns of one name."""
+        columns = {"seed": Column("long", required=True, example=(0, 1))}
+        for part in self.parts:
+            of_part = part.served(replace(model, pairs=_said_of(part, model.pairs)))
+            if of_part is None:
+                return None
+            if twice := columns.keys() & of_part.keys():
+                raise ValueError(f"pairs.columns names {twice.pop()}, which is another column of a request")
+            columns |= of_part
+        return columns
+
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the conditions of the images to be made: those of every part."""
+        """Return the conditions of the images to be made: those of every part, and the classes of the rows."""
         settings = inputs.settings
         check_unused("sample", settings, self.keys)
+        described = [_said_of(part, inputs.pairs) for part in self.parts]
+        if inputs.rows is None and settings.conditions is not None:
+            rows = read_rows(settings.conditions, inputs.key)
+            check_names(rows, self._names(described), inputs.key)
+            inputs = replace(inputs, rows=rows)
+        classes = labels_of(inputs.rows or [], inputs.key)
+        self._check_classes("sample", settings, bool(classes))
         seen = (
-            replace(inputs, settings=self._seen_by(part, settings), pairs=(inputs.pairs or {}).get(part.reads or ""))
-            for part in self.parts
+            replace(inputs, settings=self._seen_by(part, settings), pairs=pairs)
+            for part, pairs in zip(self.parts, described, strict=True)
         )
         request = joined(part.sampling_request(of_part) for part, of_part in zip(self.parts, seen, strict=True))
-        self._check_classes("sample", settings, bool(request.classes))
-        return request
+        if not classes:
+            return request
+        return replace(request, classes=[classes[i % len(classes)] for i in range(len(inputs.seeds))], labels=None)
+
+    def _names(self, pairs: Sequence[Any]) -> list[str]:
+        """Return the columns of rows that the parts read. pairs: of each part its set of the section pairs, or what a
+        manifest says of it."""
+        return [name for part, of_part in zip(self.parts, pairs, strict=True) for name in part.names(of_part)]
 
     def _seen_by(self, part: Part, settings: SampleConfig) -> SampleConfig:
         """Return the settings with the defaults of the keys of other parts, of which a part knows nothing."""
         hidden = {key: SampleConfig.model_fields[key].default for key in self.keys - part.keys}
         return settings.model_copy(update=hidden)
+
+
+def _said_of(part: Part, pairs: Mapping[str, Any] | None) -> Any:
+    """Return what the manifests, by kind, say of the set that a part reads; None without one."""
+    return (pairs or {}).get(part.reads or "")
 
 
 def _read_by(part: Part, pairs: Sequence[Any]) -> Any:

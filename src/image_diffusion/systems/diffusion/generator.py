@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _IF_SET = ("given", "start", "tiles", "conditions")
 
 Cell = int | float | str | None
-"""Number of an image, or its class; nothing is a missing number."""
+"""Number of an image, its class, or the path of an image; nothing is a missing number."""
 
 
 class SampleConfig(Config):
@@ -63,7 +63,7 @@ class SampleConfig(Config):
     """Images of a network that is conditioned on them, such as small ones to enlarge: {experiment: NAME} for the
     samples of another experiment, a path of a samples.npz, or validation for what is made of the held-out images, so
     that the result can be compared with them; unset: the last. Seed s takes image s modulo their number, and the
-    image's label unless `labels` are set."""
+    image's label unless `labels` are set. `conditions` names image files one by one."""
     embeddings: SamplesOf | str | None = None
     """Embeddings of a network that is conditioned on them: {experiment: NAME} for those that a prior samples from its
     prompts, or a folder in the layout of clip-retrieval; unset: those of held-out images. Seed s takes number s modulo
@@ -96,9 +96,10 @@ class SampleConfig(Config):
     tiles: Tiles | None = None
     """Tiles of a picture that is larger than the network makes; unset: one."""
     conditions: list[dict[str, Cell]] | dict[str, list[Cell]] | str | None = None
-    """Numbers of a network that is conditioned on them, and its class under the name "label", used in turn. A list of
-    rows, each a number by name; a list of values by name, for all combinations; or a table (`.csv`, `.tsv`, `.jsonl`,
-    `.parquet`). Unset: those of held-out images; seed s has those of image s modulo their number."""
+    """Rows of conditions, used in turn: numbers of a network that is conditioned on them, by name; under "image"
+    the path of an image file, of one that is conditioned on images; under "label" the class. A list of rows; a list of
+    values by name, for all combinations; or a table (`.csv`, `.tsv`, `.jsonl`, `.parquet`). Unset: those of held-out
+    images; seed s has those of image s modulo their number."""
 
     @field_validator("conditions", mode="before")
     @classmethod

@@ -20,18 +20,18 @@ from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.npz import save_samples
 from image_diffusion.core.pictures import grid_columns, image_grid, save_picture
-from image_diffusion.core.types import EMBEDDING, IMAGE, TEXT, DataSpec
+from image_diffusion.core.types import IMAGE, DataSpec
 from image_diffusion.nn.precision import Precision
 from image_diffusion.systems.base import on_best_device
 from image_diffusion.systems.diffusion.conditioning import Conditions
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ImageSource, ServedFrom
 from image_diffusion.systems.diffusion.generator import SampleConfig, chosen_classes, requested_labels, ten_of
 from image_diffusion.systems.diffusion.prompts import classes_named
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
 from image_diffusion.systems.interface import TrainedNetwork
+from image_diffusion.systems.pairs.numbers import LABEL
 from image_diffusion.systems.pictures import Pictures, listed, read_pictures
 from image_diffusion.systems.sampling import (
-    Column,
     Embed,
     Predict,
     Preview,
@@ -122,7 +122,7 @@ class ImageSampling(Sampling, ABC):
         seeds = torch.arange(settings.first_seed, settings.first_seed + settings.num_samples)
         image_source = ImageSource(model.spec, inputs.small_images)
         request = self.condition.sampling_request(
-            ConditionInputs(settings, len(seeds), model.pairs, inputs.embeddings, image_source)
+            ConditionInputs(settings, seeds, model.pairs, inputs.embeddings, image_source)
         )
         labels = _labels(model.spec, request, settings, model.classes, seeds, model.untrained)
         pictures = read_pictures(settings.given, settings.start, inputs.crop, model.spec)
@@ -145,7 +145,7 @@ class ImageSampling(Sampling, ABC):
         pairs = {kind: shards.manifest["pairs"] for kind, shards in inputs.training.beside.items()}
         image_source = ImageSource(inputs.spec, inputs.held_out)
         request = self.condition.sampling_request(
-            ConditionInputs(settings, len(seeds), pairs, inputs.held_out, image_source)
+            ConditionInputs(settings, seeds, pairs, inputs.held_out, image_source)
         )
         labels = _labels(inputs.spec, request, settings, classes, seeds, inputs.training.untrained())
         class_names = [classes[label] for label in labels.tolist()] if classes and labels is not None else []
@@ -175,18 +175,14 @@ class ImageSampling(Sampling, ABC):
 
         return draw
 
-    def served(self, spec: DataSpec, classes: list[str], embeds: bool = False) -> Served | None:
-        """Return the columns of a request: seeds and, for a model with classes, their numbers or names; for one
-        conditioned on words, prompts; and for one conditioned on embeddings, prompts too, where the model that makes
-        these goes with it (embeds). None for a model with any other condition."""
-        if spec.conditions.keys() - ({TEXT, EMBEDDING} if embeds else {TEXT}):
+    def served(
+        self, spec: DataSpec, classes: list[str], pairs: Mapping[str, Any] | None = None, embeds: bool = False
+    ) -> Served | None:
+        """Return the columns of a request: seeds, and those of each part of the condition. None where a part cannot be
+        named in a request."""
+        columns = self.condition.served(ServedFrom(spec, classes, pairs, embeds))
+        if columns is None:
             return None
-        seed = {"seed": Column("long", required=True, example=(0, 1))}
-        if spec.conditions:
-            prompts = ("a white square on black", "a black square on white")
-            return Served(columns=seed | {"prompt": Column("string", required=True, example=prompts)})
-        named = Column("string", example=(classes[0], classes[-1])) if classes else None
-        columns = seed | ({"label": Column("long"), "class": named} if named else {})
         return Served(columns, dtype=spec.levels.dtype if spec.levels is not None else "uint8")
 
     def predictor(
@@ -200,21 +196,28 @@ class ImageSampling(Sampling, ABC):
         """Return the function that makes the images of a table's rows, as in `sample`: each from its own seed."""
         decoder, generators = codec(), list[Generates]()
 
-        def predict(rows: pandas.DataFrame) -> NDArray[Any]:
-            """Return images, [N, H, W, C]. rows: the columns of `served`; without a class, the seeds get the
+        def predict(table: pandas.DataFrame) -> NDArray[Any]:
+            """Return images, [N, H, W, C]. table: the columns of `served`; without a class, the seeds get the
             classes that `sample` would choose. Raises ValueError for a class that does not exist, or that is named
-            twice."""
-            seeds = torch.tensor(rows["seed"].to_numpy(np.int64))
-            request, labels = SamplingRequest(), None
-            if embed is not None:
-                captions = [str(prompt) for prompt in rows["prompt"]]
-                request = SamplingRequest(conditions={EMBEDDING: embed(captions, seeds).float()})
-            elif "prompt" in rows:
-                prompted = settings.model_copy(update={"prompts": tuple(map(str, rows["prompt"]))})
-                request = self.condition.sampling_request(ConditionInputs(prompted, len(seeds), model.pairs))
-            else:
-                requested = _wanted_labels(rows) or settings.labels
+            twice, and for an image that cannot be read or does not fit."""
+            seeds = torch.tensor(table["seed"].to_numpy(np.int64))
+            labels = None
+            if model.spec.num_classes:
+                requested = _wanted_labels(table) or settings.labels
                 labels = requested_labels(requested, len(seeds), model.classes, seeds, settings.seed, model.untrained)
+            rows = table.drop(columns=["seed", LABEL, "class"], errors="ignore").to_dict("records")
+            request = self.condition.sampling_request(
+                ConditionInputs(
+                    settings.model_copy(update={"conditions": None}),
+                    seeds,
+                    model.pairs,
+                    image_source=ImageSource(model.spec),
+                    rows=rows,
+                    key="The request",
+                    is_request=True,
+                    embed=embed,
+                )
+            )
             if not generators:
                 generators.append(self._generator_on_best_device(model, settings, decoder, weaker, request))
             images = [
@@ -258,7 +261,7 @@ def _labels(
     if IMAGE in spec.conditions and not request.classes and isinstance(settings.labels, str):
         raise ValueError(
             "sample.small_images has no labels, but the network was trained with classes. Name images of an experiment "
-            "with the same classes, or list their classes in sample.labels."
+            "with the same classes, or list their classes in sample.labels, or as label in sample.conditions."
         )
     if request.classes:
         return torch.tensor(chosen_classes("sample.conditions", request.classes, classes))

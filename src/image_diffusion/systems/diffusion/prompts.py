@@ -14,6 +14,8 @@ from image_diffusion.systems.base import Sections
 
 COLUMN = "prompt"
 """Name of the column of a table of prompts."""
+EXAMPLE_PROMPTS = ("a white square on black", "a black square on white")
+"""Prompts in the example of a request."""
 
 
 def read_prompts(prompts: tuple[str, ...] | str, key: str) -> list[str]:

@@ -37,15 +37,13 @@ class SamplingRequest:
 
 
 def joined(requests: Iterable[SamplingRequest]) -> SamplingRequest:
-    """Return one request with the conditions of several. Where one names classes, they are those of the images."""
+    """Return one request with the conditions of several."""
     parts = list(requests)
-    classes = next((part.classes for part in parts if part.classes), [])
     return SamplingRequest(
         titles=[", ".join(of_image) for of_image in zip(*(part.titles for part in parts if part.titles), strict=True)],
         conditions={name: tensor for part in parts for name, tensor in part.conditions.items()},
         null={name: tensor for part in parts for name, tensor in part.null.items()},
-        labels=None if classes else next((part.labels for part in parts if part.labels is not None), None),
-        classes=classes,
+        labels=next((part.labels for part in parts if part.labels is not None), None),
         described={key: value for part in parts for key, value in part.described.items()},
         drawn=next((part.drawn for part in parts if part.drawn is not None), None),
     )

@@ -187,6 +187,16 @@ class ImageCropper:
         }
         return cls(parse(DataConfig, data, "pairs"), labels)
 
+    def example(self, number: int) -> NDArray[Any]:
+        """Return pixels that a file may hold, [H, W] or [H, W, C]: of the label with this number alone, or grey."""
+        channels, height, width = self.shape
+        if not self._labels:
+            return np.full((height, width, channels) if channels > 1 else (height, width), 128, np.uint8)
+        value = np.asarray(list(self._labels.values())[number])
+        return np.broadcast_to(value, (height, width, *value.shape)).astype(
+            np.uint8 if value.max() < 256 else np.uint16
+        )
+
     def __call__(self, data: bytes) -> tuple[Sequence[NDArray[np.uint8]], tuple[int, int]]:
         """Return the crops of a file, uint8 [C, H, W], and the (width, height) of its image. Raises BadImage, and
         Undecided for a file whose pages may be anything. Call it inside `quiet_pillow()`."""

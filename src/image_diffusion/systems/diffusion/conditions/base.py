@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from image_diffusion.core.config.base import Config
@@ -16,8 +15,10 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
+from image_diffusion.systems.diffusion.conditions.rows import Row
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.sampling import Column, Embed
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,35 @@ class ImageSource:
 class ConditionInputs:
     """Inputs from which the conditions of images to be made are taken.
 
-    settings: the section sample. count: of the images. pairs: what the manifest of the shards beside the images says of
-    them; of each kind for `Conditions`, of its own for a part. source: held-out images with what lies beside them, or
-    the folders of those. image_source: of the images of a condition.
+    settings: the section sample. seeds: of the images, int64 [N]. pairs: what the manifest of the shards beside the
+    images says of them; of each kind for `Conditions`, of its own for a part. source: held-out images with what lies
+    beside them, or the folders of those. image_source: of the images of a condition. rows: what is asked for; image i
+    has row i modulo their number; None: nothing is. key: that names the rows in messages. is_request: whether the rows
+    are those of a request of a served model, which have the content of files in place of paths. embed: makes the
+    embeddings of captions, where a model that does is at hand.
     """
 
     settings: SampleConfig
-    count: int
+    seeds: Tensor
     pairs: Mapping[str, Any] | None = None
     source: Shards | Sequence[Path] = ()
     image_source: ImageSource | None = None
+    rows: Sequence[Row] | None = None
+    key: str = "sample.conditions"
+    is_request: bool = False
+    embed: Embed | None = None
 
-    @property
-    def seeds(self) -> Tensor:
-        """Return the seeds of the images, int64 [count]."""
-        return torch.arange(self.settings.first_seed, self.settings.first_seed + self.count)
+
+@dataclass(frozen=True)
+class ServedFrom:
+    """Properties of a model that decide the columns of a request. spec: of its data. classes: their names by number.
+    pairs: what the manifest of the shards beside the images says of them; of each kind for `Conditions`, of its own for
+    a part. embeds: whether a model that makes embeddings of captions is served with it."""
+
+    spec: DataSpec
+    classes: Sequence[str]
+    pairs: Mapping[str, Any] | None = None
+    embeds: bool = False
 
 
 class ConditionPart(Config, ABC):
@@ -86,6 +101,16 @@ class ConditionPart(Config, ABC):
         """Return the files of images that the settings name. Raises ValueError where a folder holds none."""
         return []
 
+    def names(self, pairs: Any) -> tuple[str, ...]:
+        """Return the columns of rows (sample.conditions) that the part reads. pairs: the section pairs, or what a
+        manifest says of it."""
+        return ()
+
+    @abstractmethod
+    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+        """Return the columns that a request of a served model has for the part; None: no request can name it. Raises
+        ValueError for a model that does not say enough."""
+
     @abstractmethod
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the conditions of the images to be made."""
@@ -93,7 +118,7 @@ class ConditionPart(Config, ABC):
 
 _UNUSED = {
     "embeddings": "embeddings. Leave it out, or set system.condition.type to embedding",
-    "conditions": "numbers. Leave it out, or add {type: numbers} to system.condition",
+    "conditions": "numbers. Leave it out, or add {type: numbers} or an image to system.condition",
     "small_images": "image. Leave it out, or add {type: image, from: self, shrink: N} to system.condition",
 }
 """Ends of the message by the key that is set: the thing that a network does not take, and what to do."""

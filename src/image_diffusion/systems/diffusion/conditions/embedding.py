@@ -11,10 +11,12 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import EMBEDDING, DataSpec, SamplesOf
 from image_diffusion.data.encoded.pairs import IMAGE
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out, of_folder, of_held_out
+from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.sampling import Column
 
 
 class EmbeddingCondition(ConditionPart):
@@ -51,10 +53,17 @@ class EmbeddingCondition(ConditionPart):
         """Return the source of the embeddings to sample from: the configured one, or held-out images."""
         return settings.embeddings or "validation"
 
+    def served(self, model: ServedFrom) -> dict[str, Column] | None:
+        """Return the column of prompts, where the model that makes embeddings of them is served, too."""
+        return {"prompt": Column("string", required=True, example=EXAMPLE_PROMPTS)} if model.embeds else None
+
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the embeddings of the images, chosen by their seeds. Their source: held-out images with their pairs,
-        the folders of those, or a folder of embeddings."""
+        the folders of those, a folder of embeddings, or the model that makes them of the prompts of a request."""
         settings, source, seeds = inputs.settings, inputs.source, inputs.seeds
+        if inputs.rows is not None and inputs.embed is not None:
+            prompts = [str(row["prompt"]) for row in inputs.rows]
+            return SamplingRequest(conditions={EMBEDDING: inputs.embed(prompts, seeds).float()})
         if isinstance(source, Shards):
             return of_held_out(source, seeds)
         if settings.embeddings is None:

@@ -6,6 +6,7 @@ or reads it from a samples.npz, so that one experiment can enlarge the samples o
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -13,12 +14,14 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
+from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import from_uint8
 from image_diffusion.core.config.base import dump
-from image_diffusion.core.files.atomic import sha256_file
+from image_diffusion.core.files.atomic import digest, sha256_file
 from image_diffusion.core.files.npz import read_arrays
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Size
@@ -26,12 +29,16 @@ from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.samplers.image_noise import image_streams
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ImageSource, ServedFrom
 from image_diffusion.systems.diffusion.conditions.degradations import Degradation, Degradations
+from image_diffusion.systems.diffusion.conditions.image_files import read_files
+from image_diffusion.systems.diffusion.conditions.rows import images_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.pairs.images import ImageCropper
+from image_diffusion.systems.sampling import Column
 
-_KEY = "sample.small_images"
+_KEY, _ROWS = "sample.small_images", "sample.conditions"
 
 
 class ImagePart(ConditionPart, ABC):
@@ -39,23 +46,81 @@ class ImagePart(ConditionPart, ABC):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    keys: ClassVar[frozenset[str]] = frozenset({"small_images"})
+    keys: ClassVar[frozenset[str]] = frozenset({"small_images", "conditions"})
+    keeps_size: ClassVar[bool]
+    """True if files have to have the size of the images that the network takes; false: they are cropped."""
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
-        """Raise ValueError for settings that do nothing."""
+        """Raise ValueError for settings that do nothing, and for rows with images that are missing."""
         if settings.prompts is not None or settings.negative_prompt:
             raise ValueError(f"{section}.prompts is set, but the network takes images, not words. Leave it out.")
         if settings.labels != "balanced":
             raise ValueError(f"{section}.labels is set, but the network takes images alone. Leave it out.")
         super().check(section, settings, pairs)
+        files = _files_of_rows(settings, f"{section}.conditions")
+        if files and settings.small_images is not None:
+            raise ValueError(
+                f"{section}.small_images is set, and {section}.conditions names images. Leave one of them out."
+            )
+        if absent := next((path for path in files if not path.is_file()), None):
+            raise ValueError(f"{section}.conditions: {absent} does not exist. Give the path of an image file.")
+
+    def names(self, pairs: Any) -> tuple[str, ...]:
+        """Return the column of images."""
+        return (IMAGE,)
+
+    def pictures(self, settings: SampleConfig) -> list[Path]:
+        """Return the images that the rows name. Raises ValueError for a table that cannot be read."""
+        return _files_of_rows(settings, _ROWS)
+
+    def served(self, model: ServedFrom) -> dict[str, Column]:
+        """Return the column of image files. The example has one for each of two images."""
+        crop = self.cropper(model.spec, model.pairs)
+        return {IMAGE: Column("binary", required=True, example=tuple(_as_png(crop.example(i)) for i in (0, -1)))}
+
+    def of_rows(self, inputs: ConditionInputs) -> SamplingRequest | None:
+        """Return the images of the rows that are asked for; None where those name none. Raises ValueError for images
+        that cannot be read or do not fit."""
+        files = images_of(inputs.rows or [], inputs.key, bytes if inputs.is_request else str)
+        if not files:
+            return None
+        assert inputs.image_source is not None
+        crop = self.cropper(inputs.image_source.spec, inputs.pairs)
+        return self.of_stored(read_files(files, inputs.key, crop, self.keeps_size), inputs)
+
+    def of_stored(self, stored: Tensor, inputs: ConditionInputs) -> SamplingRequest:
+        """Return images that are named, uint8 [P, C, H, W], in the form of the network; image i has number i modulo
+        P."""
+        assert inputs.image_source is not None
+        image = self.as_seen(stored, inputs.image_source.spec)
+        described = self.described(inputs.pairs) | {"sha256": digest(stored.numpy().tobytes().hex())}
+        return SamplingRequest(
+            conditions={IMAGE: image}, described={"image": described}, drawn=self.drawn(image, inputs.pairs)
+        )
+
+    @abstractmethod
+    def cropper(self, spec: DataSpec, pairs: Any) -> ImageCropper:
+        """Return the cropper of files. spec: of the network. Raises ValueError where no file can hold the images."""
+
+    @abstractmethod
+    def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
+        """Return cropped files, uint8 [B, C, H, W], as the network sees them, float32 [B, C', h, w] in [-1, 1]."""
+
+    def described(self, pairs: Any) -> dict[str, Any]:
+        """Return what samples.json says of the part."""
+        return {"condition": dump(self)}
+
+    def drawn(self, image: Tensor, pairs: Any) -> Tensor | None:
+        """Return what is shown above the samples of an image as the network sees it; None: nothing is."""
+        return None
 
     @property
     def picture(self) -> str:
         """Return the name of the picture that compares it with the samples."""
         return "paired"
 
-    def check_data(self, data: DataConfig) -> None:
-        """Raise ValueError where nothing can be made of the images."""
+    def check_data(self, data: DataConfig, codec: CodecConfig) -> None:
+        """Raise ValueError for data or a codec that the image does not go with."""
 
     def derived(self, spec: DataSpec) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is made of the images themselves, by name. spec: of these."""
@@ -87,6 +152,8 @@ class ImageCondition(Degradations, ImagePart):
     source: Literal["self"] = Field(alias="from")
     """The image itself, of which it is made: by shrink, gray, hole or edges."""
 
+    keeps_size: ClassVar[bool] = True
+
     @model_validator(mode="after")
     def _is_made_in_one_way(self) -> Self:
         if len(self.degradations) != 1:
@@ -100,7 +167,12 @@ class ImageCondition(Degradations, ImagePart):
         """Return what makes the image."""
         return next(iter(self.degradations.values()))
 
-    def check_data(self, data: DataConfig) -> None:
+    def check_data(self, data: DataConfig, codec: CodecConfig) -> None:
+        if codec.stores != "crops":
+            raise ValueError(
+                f"system.condition has an image that is made of the image itself, but codec.type is {codec.type}: it "
+                f"is made of pixels. Leave one of the two out, or take images of another folder, from: pairs."
+            )
         try:
             self.degradation.shape(data.num_channels, data.size)
         except ValueError as error:
@@ -126,16 +198,27 @@ class ImageCondition(Degradations, ImagePart):
     def degraded(self, x: Tensor, streams: Streams) -> dict[str, Tensor]:
         return {IMAGE: self.degradation(x, streams)}
 
-    def draws_images(self, settings: SampleConfig) -> SamplesOf | str:
-        return settings.small_images or "validation"
+    def draws_images(self, settings: SampleConfig) -> SamplesOf | str | None:
+        return None if self.pictures(settings) else settings.small_images or "validation"
+
+    def cropper(self, spec: DataSpec, pairs: Any) -> ImageCropper:
+        channels, *size = spec.conditions[IMAGE]
+        if channels > 4:
+            raise ValueError(f"The network takes images of {channels} channels, and pictures have 1 to 4.")
+        return ImageCropper.from_description({"labels": {}, "crop": {"resolution": size, "channels": channels}})
+
+    def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
+        return from_uint8(stored)
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the images of the images to be made, and their classes, if known. Raises ValueError for images that
         are missing or do not fit."""
+        if (of_rows := self.of_rows(inputs)) is not None:
+            return of_rows
         settings, image_source, seeds = inputs.settings, inputs.image_source, inputs.seeds
         assert image_source is not None
         wanted = self.draws_images(settings)
-        described: dict[str, Any] = {"condition": dump(self)}
+        described = self.described(inputs.pairs)
         if wanted == "validation" or isinstance(image_source.source, Shards):
             crops = image_source.source if isinstance(image_source.source, Shards) else _held_out(image_source)
             rows = (seeds % crops.num_samples).numpy()
@@ -194,3 +277,15 @@ def read_images(path: Path, spec: DataSpec, seeds: Tensor) -> tuple[Tensor, Tens
         )
     rows = seeds % len(images)
     return from_uint8(images[rows].permute(0, 3, 1, 2)), None if labels is None else labels[rows]
+
+
+def _files_of_rows(settings: SampleConfig, key: str) -> list[Path]:
+    if settings.conditions is None:
+        return []
+    return [Path(str(file)) for file in images_of(read_rows(settings.conditions, key), key, str)]
+
+
+def _as_png(pixels: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.sampling import Column
 
 
 class LabelCondition(ConditionPart):
@@ -26,6 +27,12 @@ class LabelCondition(ConditionPart):
                 f"Leave them out, or set system.condition.type to text."
             )
         super().check(section, settings, pairs)
+
+    def served(self, model: ServedFrom) -> dict[str, Column]:
+        """Return the columns of the number and the name of a class, where the data have any."""
+        if not model.classes:
+            return {}
+        return {"label": Column("long"), "class": Column("string", example=(model.classes[0], model.classes[-1]))}
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the conditions of the images, beside classes: nothing."""

@@ -14,11 +14,12 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import NUMBERS, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
-from image_diffusion.systems.diffusion.conditions.rows import check_names, labels_of, numbers_of, read_rows
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
+from image_diffusion.systems.diffusion.conditions.rows import numbers_of, read_rows
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.sampling import Column
 
 
 class NumbersCondition(ConditionPart):
@@ -42,11 +43,8 @@ class NumbersCondition(ConditionPart):
             raise ValueError(f"{section}.labels is set, but the network takes numbers. Leave it out.")
         super().check(section, settings, pairs)
         if settings.conditions is not None and not isinstance(settings.conditions, str):
-            rows, key = read_rows(settings.conditions, f"{section}.conditions"), f"{section}.conditions"
-            numbers_of(rows, key)
-            labels_of(rows, key)
-            if pairs is not None:
-                check_names(rows, pairs.columns, key)
+            key = f"{section}.conditions"
+            numbers_of(read_rows(settings.conditions, key), key, None if pairs is None else pairs.columns)
 
     def check_pairs(self, pairs: Any, data: DataConfig) -> None:
         """Raise ValueError for numbers that the data do not have."""
@@ -65,12 +63,19 @@ class NumbersCondition(ConditionPart):
         """Return the source of the numbers: those of held-out images, where no rows are set."""
         return "validation" if settings.conditions is None else None
 
+    def names(self, pairs: Any) -> tuple[str, ...]:
+        """Return the columns of numbers."""
+        return _described(pairs).names if pairs is None or isinstance(pairs, Mapping) else tuple(pairs.columns)
+
+    def served(self, model: ServedFrom) -> dict[str, Column]:
+        """Return a column for each number; a missing one is learnt as such. The example has the ends of its range."""
+        columns = _described(model.pairs)
+        return {name: Column("double", example=ends) for name, ends in zip(columns.names, columns.ranges, strict=True)}
+
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
         """Return the numbers of the images: each row in turn, or by their seeds those of held-out images."""
-        if inputs.pairs is None:
-            raise ValueError("The model does not say which numbers it was trained on. Train it again.")
-        settings, source, columns = inputs.settings, inputs.source, NumberColumns.described(inputs.pairs)
-        if settings.conditions is None:
+        source, columns, asked, key = inputs.source, _described(inputs.pairs), inputs.rows, inputs.key
+        if asked is None:
             images = source if isinstance(source, Shards) else held_out(source, "conditions")
             rows = (inputs.seeds % images.num_samples).numpy()
             scaled = images.gather_of(self.reads, rows)
@@ -78,17 +83,17 @@ class NumbersCondition(ConditionPart):
             labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
             described: dict[str, Any] = {"split": "validation", "data": images.digest}
             return _request(columns, values, scaled, described, labels=labels)
-        key = "sample.conditions"
-        asked = read_rows(settings.conditions, key)
-        check_names(asked, columns.names, key)
-        values, classes = numbers_of(asked, key), labels_of(asked, key)
+        values = numbers_of(asked, key, columns.names)
         if phrases := columns.outside(values):
             log_line_once(f"warning: {key} asks for {', '.join(phrases)}: the network has seen no such image.")
-        turns = [row % len(asked) for row in range(inputs.count)]
-        values = [values[row] for row in turns]
-        return _request(
-            columns, values, columns.scaled(values), {}, classes=[classes[row] for row in turns] if classes else []
-        )
+        values = [values[row % len(asked)] for row in range(len(inputs.seeds))]
+        return _request(columns, values, columns.scaled(values), {})
+
+
+def _described(pairs: Mapping[str, Any] | None) -> NumberColumns:
+    if pairs is None:
+        raise ValueError("The model does not say which numbers it was trained on. Train it again.")
+    return NumberColumns.described(pairs)
 
 
 def _request(

@@ -5,6 +5,7 @@ Sampling takes those of held-out images, so that the result can be compared, or 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,20 +16,16 @@ from pydantic import Field
 from torch import Tensor
 
 from image_diffusion.codecs.base import from_uint8
-from image_diffusion.core.config.base import dump
 from image_diffusion.core.devices import to_device
-from image_diffusion.core.files.atomic import digest
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Size
 from image_diffusion.core.types import IMAGE, DataSpec, SamplesOf
 from image_diffusion.data.config import DataConfig
-from image_diffusion.data.crop.array_files import BadImage, Undecided
-from image_diffusion.data.crop.image import quiet_pillow
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.data.sources.base import read_image
 from image_diffusion.samplers.image_noise import image_streams
 from image_diffusion.systems.diffusion.conditions.base import ConditionInputs
 from image_diffusion.systems.diffusion.conditions.image import ImagePart
+from image_diffusion.systems.diffusion.conditions.image_files import read_files
 from image_diffusion.systems.diffusion.generator import SampleConfig
 from image_diffusion.systems.diffusion.image_embeddings import held_out
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
@@ -46,6 +43,7 @@ class PairedImageCondition(ImagePart):
     """The image of the same name in the folder of the section pairs."""
 
     reads: ClassVar[str] = "images"
+    keeps_size: ClassVar[bool] = False
 
     def check(self, section: str, settings: SampleConfig, pairs: Any = None) -> None:
         """Raise ValueError for settings that do nothing, and for images that are no folder of files."""
@@ -74,7 +72,7 @@ class PairedImageCondition(ImagePart):
 
     def draws(self, settings: SampleConfig) -> SamplesOf | str | None:
         """Return the source of the images: those of held-out images, where no others are set."""
-        return "validation" if settings.small_images is None else None
+        return "validation" if settings.small_images is None and not super().pictures(settings) else None
 
     def of_held_out(self, images: Shards, rows: NDArray[np.int64], streams: Streams) -> Tensor:
         return as_seen(images.gather_of(self.reads, rows), _channels(images.beside[self.reads]))
@@ -86,27 +84,46 @@ class PairedImageCondition(ImagePart):
         return None
 
     def pictures(self, settings: SampleConfig) -> list[Path]:
-        """Return the images of the folder that is set. Raises ValueError where it holds none."""
-        return [] if settings.small_images is None else list(files_in(str(settings.small_images), _KEY).values())
+        """Return the images of the folder that is set, or those that the rows name. Raises ValueError for a folder that
+        holds none, and for a table that cannot be read."""
+        if settings.small_images is None:
+            return super().pictures(settings)
+        return list(files_in(str(settings.small_images), _KEY).values())
+
+    def cropper(self, spec: DataSpec, pairs: Any) -> ImageCropper:
+        if pairs is None:
+            raise ValueError("The model does not say which images it was trained on. Train it again.")
+        return ImageCropper.from_description(pairs)
+
+    def as_seen(self, stored: Tensor, spec: DataSpec) -> Tensor:
+        return as_seen(stored, spec.conditions[IMAGE][0])
+
+    def described(self, pairs: Any) -> dict[str, Any]:
+        return super().described(pairs) | {"labels": list(pairs["labels"])}
+
+    def drawn(self, image: Tensor, pairs: Any) -> Tensor:
+        return mask_picture(image) if pairs["labels"] else image
 
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the images of those to be made: of held-out ones with their classes, or of a folder, each in turn.
-        Raises ValueError for images that are missing or do not fit."""
+        """Return the images of those to be made: of rows or of a folder, each in turn, or of held-out images with their
+        classes. Raises ValueError for images that are missing or do not fit."""
+        if (of_rows := self.of_rows(inputs)) is not None:
+            return of_rows
         if inputs.pairs is None or inputs.image_source is None:
             raise ValueError("The model does not say which images it was trained on. Train it again.")
-        described: dict[str, Any] = {"condition": dump(self), "labels": list(inputs.pairs["labels"])}
-        labels, spec = None, inputs.image_source.spec
-        if inputs.settings.small_images is None:
-            images = inputs.source if isinstance(inputs.source, Shards) else held_out(inputs.source, "small_images")
-            rows = (inputs.seeds % images.num_samples).numpy()
-            image = self.of_held_out(images, rows, image_streams(inputs.seeds, inputs.settings.seed))
-            labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
-            described |= {"split": "validation", "data": images.digest}
-        else:
-            all_of_folder = _read(Path(str(inputs.settings.small_images)), ImageCropper.from_description(inputs.pairs))
-            image = as_seen(all_of_folder[inputs.seeds % len(all_of_folder)], spec.conditions[IMAGE][0])
-            described |= {"sha256": digest(all_of_folder.numpy().tobytes().hex())}
-        drawn = mask_picture(image) if described["labels"] else image
+        if inputs.settings.small_images is not None:
+            crop = self.cropper(inputs.image_source.spec, inputs.pairs)
+            stored = read_files(self.pictures(inputs.settings), _KEY, crop)
+            request = self.of_stored(stored, inputs)
+            turns = inputs.seeds % len(stored)  # a seed has its image, whatever the first one is
+            assert request.drawn is not None
+            return replace(request, conditions=request.select(turns), drawn=request.drawn[turns])
+        images = inputs.source if isinstance(inputs.source, Shards) else held_out(inputs.source, "small_images")
+        rows = (inputs.seeds % images.num_samples).numpy()
+        image = self.of_held_out(images, rows, image_streams(inputs.seeds, inputs.settings.seed))
+        labels = torch.from_numpy(images.labels[rows]) if images.num_classes else None
+        described = self.described(inputs.pairs) | {"split": "validation", "data": images.digest}
+        drawn = self.drawn(image, inputs.pairs)
         return SamplingRequest(conditions={IMAGE: image}, labels=labels, described={"image": described}, drawn=drawn)
 
 
@@ -129,15 +146,3 @@ def mask_picture(mask: Tensor) -> Tensor:
     black, the last one white."""
     levels = to_device(torch.linspace(-1, 1, mask.shape[1]), mask.device)
     return levels[mask.argmax(1)][:, None]
-
-
-def _read(folder: Path, crop: ImageCropper) -> Tensor:
-    """Return the images of a folder in the order of their names, cropped, uint8 [N, C, H, W]. Raises ValueError."""
-    images = list[NDArray[np.uint8]]()
-    with quiet_pillow():
-        for path in files_in(str(folder), _KEY).values():
-            try:
-                images += crop(read_image(path))[0][:1]
-            except (BadImage, Undecided, OSError) as error:
-                raise ValueError(f"{_KEY}: {path} cannot be read: {error}. Remove it, or replace it.") from None
-    return torch.from_numpy(np.stack(images))

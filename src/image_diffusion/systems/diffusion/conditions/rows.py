@@ -1,14 +1,15 @@
-"""Rows of numbers that images are asked for: a list, a product of values, or a table."""
+"""Rows that say what images are asked for: a list, a product of values, a table, or a request of a served model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from image_diffusion.core.classes import ClassLabel
 from image_diffusion.core.number_columns import number_in
+from image_diffusion.core.types import IMAGE
 from image_diffusion.data.sources.table import read_columns
 from image_diffusion.systems.pairs.numbers import LABEL
 
@@ -42,13 +43,14 @@ def check_names(rows: Sequence[Row], columns: Sequence[str], key: str) -> None:
             raise ValueError(f"{key} names {unknown}, which is no column of pairs.columns. Known: {', '.join(known)}.")
 
 
-def numbers_of(rows: Sequence[Row], key: str) -> list[dict[str, float | None]]:
-    """Return the numbers of each row by column. Raises ValueError for what is no number."""
+def numbers_of(rows: Sequence[Row], key: str, columns: Container[str] | None = None) -> list[dict[str, float | None]]:
+    """Return the numbers of each row by column. columns: of numbers; None: all but the class. Raises ValueError for
+    what is no number."""
     numbers = []
     for position, row in enumerate(rows):
         numbers.append(dict[str, float | None]())
         for name, cell in row.items():
-            if name == LABEL:
+            if name == LABEL or (columns is not None and name not in columns):
                 continue
             try:
                 numbers[-1][name] = number_in(cell)
@@ -64,3 +66,17 @@ def labels_of(rows: Sequence[Row], key: str) -> list[ClassLabel]:
     if named and len(named) < len(rows):
         raise ValueError(f"{key}: {len(named)} of {len(rows)} rows name a label. Give one to each row, or to none.")
     return [label if isinstance(label, int) else str(label) for label in named]
+
+
+def images_of(rows: Sequence[Row], key: str, kind: type[str | bytes]) -> list[str | bytes]:
+    """Return the image of each row; none where no row names one. kind: str, for paths, or bytes, for the content of
+    files. Raises ValueError where only some rows name an image, and for one of another kind."""
+    cells = [row.get(IMAGE) for row in rows]
+    named = [cell for cell in cells if cell not in (None, "", b"")]
+    if named and len(named) < len(rows):
+        raise ValueError(f"{key}: {len(named)} of {len(rows)} rows name an image. Give one to each row, or to none.")
+    for row, cell in enumerate(named):
+        if not isinstance(cell, kind):
+            expected = "the path of an image file" if kind is str else "the bytes of an image file"
+            raise ValueError(f"{key}: image of row {row} is of type {type(cell).__name__}. Give {expected}.")
+    return named

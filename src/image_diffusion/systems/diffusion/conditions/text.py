@@ -13,10 +13,11 @@ from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import TEXT, DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.shards.reader import Shards
-from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart
+from image_diffusion.systems.diffusion.conditions.base import ConditionInputs, ConditionPart, ServedFrom
 from image_diffusion.systems.diffusion.generator import SampleConfig
-from image_diffusion.systems.diffusion.prompts import read_prompts
+from image_diffusion.systems.diffusion.prompts import EXAMPLE_PROMPTS, read_prompts
 from image_diffusion.systems.diffusion.sampling_request import SamplingRequest
+from image_diffusion.systems.sampling import Column
 from image_diffusion.text_encoders.base import encode_captions
 from image_diffusion.text_encoders.rebuild import encoder_of
 
@@ -83,14 +84,21 @@ class TextCondition(ConditionPart):
         chosen = (drawn >= ends).sum(1).clamp(max=stored.shape[1] - 1)
         return {TEXT: stored[torch.arange(len(stored), device=stored.device), chosen].float()}
 
+    def served(self, model: ServedFrom) -> dict[str, Column]:
+        """Return the column of prompts."""
+        return {"prompt": Column("string", required=True, example=EXAMPLE_PROMPTS)}
+
     def sampling_request(self, inputs: ConditionInputs) -> SamplingRequest:
-        """Return the encoded prompts of the images."""
-        settings, pairs, count = inputs.settings, inputs.pairs, inputs.count
+        """Return the encoded prompts of the images: those of the section sample, or of the rows of a request."""
+        settings, pairs, count = inputs.settings, inputs.pairs, len(inputs.seeds)
         if pairs is None:
             raise ValueError("The model does not say which text encoder it was trained with. Train it again.")
-        self.check("sample", settings)
-        assert settings.prompts is not None
-        prompts = read_prompts(settings.prompts, "sample.prompts")[:count]
+        if inputs.rows is not None:
+            prompts = [str(row["prompt"]).strip() for row in inputs.rows]
+        else:
+            self.check("sample", settings)
+            assert settings.prompts is not None
+            prompts = read_prompts(settings.prompts, "sample.prompts")[:count]
         encoder = encoder_of(pairs, best_device())
         encoded = encode_captions(encoder, [*prompts, settings.negative_prompt])
         null = {TEXT: encoded[-1]} if settings.negative_prompt else {}
