@@ -2,7 +2,6 @@
 PYTHON ?= python3
 SEED ?= 1
 MINUTES ?= 120
-WORKERS ?= auto
 CLUSTERS ?= 2
 NUMBER ?= 350
 MARKS ?=
@@ -14,7 +13,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 python_files := src tests docs workflow/scripts
 # The files that took longest (tests/durations.json) begin first.
-pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis)
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
@@ -29,7 +28,7 @@ demo: .venv/.ready ## the whole pipeline on the embedded images, five to nine mi
 test: .venv/.ready ## what a change needs first: unit, parity, a small workflow, a kill of each system
 	IMAGE_DIFFUSION_KILLS=1 $(pytest_in_parallel) -m 'smoke or not slow'
 
-test-all: .venv/.ready ## every test that needs no cluster, no GPU and no network: RECORD=tests/durations.json records durations, WORKERS=auto
+test-all: .venv/.ready ## every test that needs no cluster, no GPU and no network: RECORD=tests/durations.json records durations
 	$(pytest_in_parallel) --hypothesis-profile=full $(if $(RECORD),--record-durations=$(RECORD))
 
 lint: docs ## style, types, imports, rules, spelling, links, words, documentation
