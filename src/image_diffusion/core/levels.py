@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Sparse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +16,10 @@ DType = Literal["uint8", "uint16", "int16", "float32"]
 """Type of the numbers of an array."""
 
 
-class Levels(Config):
+class Levels(Sparse):
     """Numbers of an image [C, H, W] that is an array. Images whose levels are not stated are pictures of 8 bits."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"pixel_size"})
 
     dtype: DType
     """Type of the numbers, in shards and in samples."""
@@ -31,11 +33,6 @@ class Levels(Config):
     """Share of the numbers of each channel, in the data set, that lie outside."""
     pixel_size: tuple[float, float] | None = None
     """Height and width of a pixel in micrometres; None where files state none or several."""
-
-    @model_serializer(mode="wrap")
-    def _unknown_size_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name != "pixel_size" or value is not None}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Levels:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 from torch import Tensor, nn
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Config, Sparse
 from image_diffusion.core.levels import Levels, rendered
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.resolution import Resolution, height_width
@@ -40,8 +40,10 @@ class WeightsOf(Config):
     """Name of its file in the same folder, without .yaml."""
 
 
-class DataSpec(Config):
+class DataSpec(Sparse):
     """Properties of a network that the data fix, apart from what its user chose."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"conditions", "features", "levels"})
 
     channels: int
     """Channels of x: 3 for RGB, 4 for the SD VAE's latents; the dimension of an embedding; the size of a codebook."""
@@ -65,12 +67,6 @@ class DataSpec(Config):
     def shown(self, images: Tensor) -> Tensor:
         """Return images [N, C, H, W] as they are drawn: pictures, uint8, or arrays as float32 from 0 to 255."""
         return rendered(images, self.levels)
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        written: dict[str, Any] = write(self)
-        optional = ("conditions", "features", "levels")
-        return {name: value for name, value in written.items() if name not in optional or value}
 
 
 @dataclass(frozen=True)

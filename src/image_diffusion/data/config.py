@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.levels import DType
 from image_diffusion.core.resolution import Resolution, height_width, shown
 from image_diffusion.data.crop import AnyCrop
@@ -55,8 +48,10 @@ Channels = Annotated[int | tuple[str, ...] | dict[int, str], BeforeValidator(_ch
 Range = Literal["file", "measured"] | tuple[float, float]
 
 
-class DataConfig(Config):
+class DataConfig(Sparse):
     """Preparation of images as crops."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"dtype", "axes"})
 
     name: str = Field(pattern=_NAME)
     """Name of the data set, the start of its folder's name: letters, digits, dots and underscores."""
@@ -179,12 +174,6 @@ class DataConfig(Config):
         if self.crop.type == "pad":
             raise ValueError("crop.type is pad, but bars have no number in arrays. Choose another crop.")
         return self
-
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what arrays alone have: files of experiments on pictures keep their bytes."""
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name not in ("dtype", "axes") or value is not None}
 
     @model_validator(mode="after")
     def _one_split(self) -> DataConfig:

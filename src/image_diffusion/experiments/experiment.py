@@ -9,25 +9,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from pydantic import (
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    create_model,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializeAsAny, create_model, field_validator, model_validator
 from pydantic.json_schema import models_json_schema
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec, Tokens
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.classes import class_number
-from image_diffusion.core.config.base import BASE, Config, changed, dump, origin, parse, read_inherited, read_yaml
+from image_diffusion.core.config.base import (
+    BASE,
+    Config,
+    Sparse,
+    changed,
+    dump,
+    origin,
+    parse,
+    read_inherited,
+    read_yaml,
+)
 from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoded.latents import EncodeConfig
@@ -231,9 +233,11 @@ class EncodeStage(Config):
         return codec
 
 
-class EmbedStage(Config):
+class EmbedStage(Sparse):
     """Configuration of the stage `embed`. source: location of the files, for pairs or captions that are read from them.
     max_bad_fraction: as in the section data. data: that section, for images that are cropped by it."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"data"})
 
     name: str
     num_shards: int
@@ -241,12 +245,6 @@ class EmbedStage(Config):
     source: Source | None
     max_bad_fraction: float = 0.1
     data: DataConfig | None = None
-
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out data where no image is cropped: files of experiments on other pairs keep their bytes."""
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name != "data" or value is not None}
 
 
 class ReferenceStage(Config):

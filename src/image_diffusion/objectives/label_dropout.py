@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.types import Batch, DataSpec
 
 
-class DropsParts(Config):
+class DropsParts(Sparse):
     """Base of the objectives that can drop each part of a condition alone."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"drop_probabilities"})
 
     drop_probabilities: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
     """Probability that a part of the condition is dropped alone, by its type, beside label_drop_probability, which
     drops all at once: for guidance with a scale for each part (sample.guidance.scales)."""
-
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out probabilities that are not set: experiments without any keep their fingerprints."""
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name != "drop_probabilities" or value}
 
 
 class LabelDropout:

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 from torch import Tensor
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.types import Network
 from image_diffusion.process.grid import Grid
 
 Channels = Literal["all", "first_three"]
 
 
-class Guidance(Config):
+class Guidance(Sparse):
     """Guidance of a network: its strength, on which channels, and at which noise levels."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"scales"})
 
     guidance_scale: float = Field(1.0, ge=0, allow_inf_nan=False)
     """1: no guidance. Above 1: away from the unconditional (or the weaker) prediction."""
@@ -41,13 +43,10 @@ class Guidance(Config):
     from the prediction without it and those after it. A part that is left out stays in all predictions. One more
     prediction for each; for parts that were dropped alone (system.objective.drop_probabilities)."""
 
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write scales as pairs, since another order gives other samples, and the order of keys does not count in a
-        digest. Leave them out if they are not set: files of experiments without any keep their bytes."""
-        plain: dict[str, Any] = dumped(self)
-        scales = plain.pop("scales", None)  # absent where a dump leaves it out
-        return plain if scales is None else {**plain, "scales": list(map(list, scales.items()))}
+    @field_serializer("scales")
+    def _as_pairs(self, scales: dict[str, float] | None) -> list[list[str | float]] | None:
+        """Return scales as pairs: another order gives other samples, and that of keys does not count in a digest."""
+        return None if scales is None else [[name, scale] for name, scale in scales.items()]
 
     @field_validator("scales", mode="before")
     @classmethod

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Config, Sparse
 from image_diffusion.synthesis.scores import parse_requirement
 
 
@@ -38,9 +38,11 @@ class RejectConfig(Config):
         return self.confidence > 0 or self.other_class
 
 
-class SynthesizeConfig(Config):
+class SynthesizeConfig(Sparse):
     """Data set of synthetic images, and the scores that it has to reach. Exactly one of `per_class`, `like` and `table`
     is set. The images are drawn as the section `sample` says, but for their number, classes and numbers."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"table", "reject", "num_jobs"})
 
     per_class: int | None = Field(None, ge=1)
     """Images of each class that has training images; without classes, images in all."""
@@ -74,12 +76,3 @@ class SynthesizeConfig(Config):
             )
         parse_requirement(self.require)
         return self
-
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is unset: files of experiments that use none of it keep their bytes."""
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if (name, value) not in _UNSET}
-
-
-_UNSET = (("table", None), ("reject", None), ("num_jobs", 1))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from image_diffusion.core.config.base import Config, dump
+from image_diffusion.core.config.base import Config, Sparse, dump
 from image_diffusion.core.types import WeightsOf
 from image_diffusion.data.augment.operations import Augment
 from image_diffusion.training.finetune.lora import Lora
@@ -33,8 +33,10 @@ class CheckpointConfig(Config):
     """Keep the checkpoint of every multiple of this many steps for good; unset: none."""
 
 
-class TrainConfig(Config):
+class TrainConfig(Sparse):
     """Configuration of the training. Everything but `steps` has a value that works."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"patience"})
 
     steps: int = Field(gt=0)
     """Updates of the weights in all."""
@@ -170,12 +172,6 @@ class TrainConfig(Config):
                         f"sharding: {self.sharding} does not go with {conflict}. Leave out one of the two."
                     )
         return self
-
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `patience` where it is unset: files of experiments without it keep their bytes."""
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name != "patience" or value is not None}
 
     @property
     def average(self) -> str | None:

@@ -13,9 +13,18 @@ import typing
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -51,6 +60,25 @@ class Config(BaseModel):
         for name, about in _sentences(cls).items():
             properties[cls.model_fields[name].alias or name]["description"] = about
         return schema
+
+
+class Sparse(Config):
+    """Section of which some keys are written only if they are set.
+
+    Files and fingerprints of experiments that do not set them are then those of a version that did not have them.
+    """
+
+    if_set: ClassVar[frozenset[str]]
+    """Keys that are left out of plain data while they have their defaults."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        plain: dict[str, Any] = dumped(self)
+        fields = type(self).model_fields
+        unset = [
+            name for name in self.if_set if getattr(self, name) == fields[name].get_default(call_default_factory=True)
+        ]
+        return {name: value for name, value in plain.items() if name not in unset}
 
 
 def merged(default: Any, written: Any) -> Any:

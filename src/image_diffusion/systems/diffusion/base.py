@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.rgb import Rgb
+from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import Batch, DataSpec
 from image_diffusion.core.types import Objective as ObjectiveFunction
@@ -206,9 +206,11 @@ class DiffusionSystem(System):
         return DiffusionEvaluation(self.reading, self.conditioning.image)
 
 
-class VectorConditioned(DiffusionSystem):
+class VectorConditioned(Sparse, DiffusionSystem):
     """Base of the systems whose network takes what is added to the embedding of the time, a class and numbers, and what
     is added to the channels of its input, an image."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"condition"})
 
     condition: VectorCondition = LabelCondition()
     """Condition of the network: a class, numbers, an image, or a list of some that all hold."""
@@ -217,13 +219,6 @@ class VectorConditioned(DiffusionSystem):
         **DiffusionSystem.sections,
         "pairs": Section(SeveralVectorPairs, None, example="{type: numbers, columns: [age]}", optional=True),
     }
-
-    @model_serializer(mode="wrap")
-    def _class_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the condition on a class alone: files of experiments that use no other keep their bytes."""
-        plain: dict[str, Any] = dumped(self)
-        is_usual = self.condition == LabelCondition()
-        return {name: value for name, value in plain.items() if name != "condition" or not is_usual}
 
     @property
     def conditioning(self) -> Conditions:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from image_diffusion.codecs.base import Codec
 from image_diffusion.codecs.rgb import Rgb
 from image_diffusion.core.classes import ClassLabel, class_number
-from image_diffusion.core.config.base import Config
+from image_diffusion.core.config.base import Sparse
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec, Network, SamplesOf
 from image_diffusion.nn.blocks import compile_by_block
@@ -29,14 +29,14 @@ from image_diffusion.systems.diffusion.denoiser_spec import Reading
 if TYPE_CHECKING:
     from image_diffusion.systems.pictures import Pictures
 
-_IF_SET = ("given", "start", "tiles", "conditions")
-
 Cell = int | float | str | None
 """Number of an image, its class, or the path of an image; nothing is a missing number."""
 
 
-class SampleConfig(Config):
+class SampleConfig(Sparse):
     """Number, seeds and conditions of the images to make, and the sampler's settings."""
+
+    if_set: ClassVar[frozenset[str]] = frozenset({"given", "start", "tiles", "conditions"})
 
     num_samples: int = Field(64, ge=1)
     """Number of images."""
@@ -135,12 +135,6 @@ class SampleConfig(Config):
                 "middle. Set sampler.s_churn: 0, or leave out start and set given.resamplings: 1."
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _unset_is_left_out(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is unset: files of experiments that use none of it keep their bytes, so nothing runs again."""
-        plain: dict[str, Any] = dumped(self)
-        return {name: value for name, value in plain.items() if name not in _IF_SET or value is not None}
 
     @property
     def num_jobs(self) -> int:
