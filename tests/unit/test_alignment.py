@@ -21,7 +21,8 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.encoded.pairs import write_pairs
 from image_diffusion.data.shards.loader import Batches
 from image_diffusion.data.shards.reader import open_shards
-from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.metrics.features.classifier import Classifier, InPipeDetector
 from image_diffusion.metrics.features.dinov2 import Dinov2, Dinov2Detector
 from image_diffusion.objectives.alignment import PROJECTOR, Alignment, Projector, target

@@ -31,7 +31,8 @@ from image_diffusion.data.cropped.dataset import crop_dataset
 from image_diffusion.data.shards.manifest import check_manifest
 from image_diffusion.data.shards.reader import open_shards
 from image_diffusion.data.sources.drawn_cells import CHANNELS, drawn
-from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAEConfig
 from image_diffusion.systems.base import Others

@@ -23,8 +23,9 @@ from image_diffusion.stages import ema, sweep
 from image_diffusion.tracking.plan import Request, final_weights, plan
 from image_diffusion.tracking.run_note import headline_of, sentence
 from image_diffusion.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
-from image_diffusion.workflow.inputs import Files, find_trained
+from image_diffusion.workflow.inputs import Files
 from image_diffusion.workflow.plans import Plans, used_weights
+from image_diffusion.workflow.trained_files import find_trained
 from plans import a_plan, write_plans
 
 Numbers = tuple[float | None, tuple[float, float] | None]
@@ -235,8 +236,22 @@ def test_the_curve_names_the_step_and_its_weights_are_taken_from_the_checkpoint(
     printed = capsys.readouterr()
     assert printed.err.startswith("warning: No step fulfils copies.upper < 0.001. Step 10 comes closest (")
     assert len(printed.err.splitlines()) == 1
+    with pytest.raises(ValueError, match="--step and --chosen-in both name a step"):
+        run(
+            ema,
+            monkeypatch,
+            *files,
+            "--chosen-in",
+            curve,
+            "--step",
+            10,
+            "--output",
+            tmp_path / "no" / "weights.safetensors",
+        )
     run(sweep, monkeypatch, *common)
     assert "choice" not in json.loads(curve.read_text())
+    with pytest.raises(ValueError, match="curve.json names no step, since it was made without a rule"):
+        run(ema, monkeypatch, *files, "--chosen-in", curve, "--output", tmp_path / "no" / "weights.safetensors")
 
 
 def test_the_headline_the_sentence_and_the_registered_model_are_of_the_chosen_weights(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from image_diffusion.core.config.base import dump
 from image_diffusion.core.files.weights import save_weights
 from image_diffusion.core.random.streams import Streams
 from image_diffusion.core.types import DataSpec
-from image_diffusion.experiments.experiment import Experiment, check_experiment, parse_experiment
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import Experiment, parse_experiment
 from image_diffusion.experiments.resolve import load_all
 from image_diffusion.networks.autoencoder import AutoencoderConfig
 from image_diffusion.networks.dvae import DVAE, DVAEConfig

@@ -22,7 +22,8 @@ from image_diffusion.data.encoded.imported_latents import Import
 from image_diffusion.data.encoded.latents import EncodeConfig, encode_shards, write_manifest
 from image_diffusion.data.shards.reader import Shards, open_shards
 from image_diffusion.data.sources.changes import refresh
-from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.systems.base import Others
 from latents import write_edm2, write_fastdit, write_lightningdit
 from tiny_autoencoders import write_autoencoder

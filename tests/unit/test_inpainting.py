@@ -20,7 +20,8 @@ from image_diffusion.core.files.npz import read_arrays
 from image_diffusion.core.types import DataSpec
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.crop.image import crop_image
-from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.networks.dit import DiTConfig
 from image_diffusion.stages import sample
 from image_diffusion.systems.base import Others

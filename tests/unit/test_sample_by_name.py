@@ -12,8 +12,8 @@ import pytest
 from image_diffusion.core.files.atomic import write_json
 from image_diffusion.core.files.npz import read_arrays
 from image_diffusion.stages import sample
-from image_diffusion.workflow.inputs import TrainedFiles, find_trained
 from image_diffusion.workflow.plans import plan_file
+from image_diffusion.workflow.trained_files import TrainedFiles, find_trained
 from plans import a_plan
 from tiny_models import write_model
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from image_diffusion.core.config.base import parse
 from image_diffusion.core.files.checksums import describe
 from image_diffusion.core.number_columns import NumberColumns
-from image_diffusion.experiments.experiment import check_experiment, parse_experiment
+from image_diffusion.experiments.checks import check_experiment
+from image_diffusion.experiments.experiment import parse_experiment
 from image_diffusion.metrics.distances.jackknife import Estimate, share_estimate
 from image_diffusion.metrics.evaluate_samples import RealImages
 from image_diffusion.metrics.features.base import Detected

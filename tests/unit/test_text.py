@@ -332,6 +332,10 @@ def test_another_text_encoder_refuses_the_old_encodings(tmp_path):
         prepare_training(stage(tmp_path, 1), data, None)
     with pytest.raises(ValueError, match="holds crops, not captions"):
         prepare_training(stage(tmp_path, 1), data, None, [data])
+    with pytest.raises(
+        ValueError, match="--pairs names 2 sets, but the dit reads captions .* Leave out a set of crops"
+    ):
+        prepare_training(stage(tmp_path, 1), data, None, [pairs, data])
     trained(tmp_path, 1, tmp_path / "out")
     model = load_model(tmp_path / "out")
     captions = model.pairs["captions"]

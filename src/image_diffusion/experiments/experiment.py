@@ -18,7 +18,6 @@ from pydantic.json_schema import models_json_schema
 from image_diffusion.codecs import CodecConfig
 from image_diffusion.codecs.base import Codec, Tokens
 from image_diffusion.codecs.rgb import Rgb
-from image_diffusion.core.classes import class_number
 from image_diffusion.core.config.base import (
     BASE,
     Config,
@@ -30,33 +29,22 @@ from image_diffusion.core.config.base import (
     read_inherited,
     read_yaml,
 )
-from image_diffusion.core.devices import shapes_only
 from image_diffusion.data.config import DataConfig
 from image_diffusion.data.encoded.latents import EncodeConfig
 from image_diffusion.data.sources import Source
-from image_diffusion.data.sources.latents import LatentSource
-from image_diffusion.export.registry import check_export, export_of
+from image_diffusion.export.registry import export_of
 from image_diffusion.metrics import DetectorConfig
 from image_diffusion.synthesis.config import SynthesizeConfig
-from image_diffusion.synthesis.request import TAKEN, read_table
 from image_diffusion.systems import SYSTEMS, AnySystem
 from image_diffusion.systems.base import (
-    Others,
     System,
-    check_arrays,
-    check_augment,
-    check_flips,
-    makes,
     name_of,
-    spec_of,
 )
 from image_diffusion.systems.interface import Section
 from image_diffusion.systems.pairs.config import PairsConfig, SeveralPairs
 from image_diffusion.systems.pairs.inputs import sets_of
-from image_diffusion.systems.pairs.numbers import LABEL, NumberPairs
-from image_diffusion.systems.sampling import SampleSettings, SamplingSources
+from image_diffusion.systems.sampling import SampleSettings
 from image_diffusion.training.config import TrainConfig
-from image_diffusion.training.finetune.parameter_groups import check_tuning
 
 
 class ExportConfig(Config):
@@ -352,114 +340,3 @@ def schema() -> dict[str, Any]:
 
 
 _BASE = "The name of a file beside this one, without .yaml, that this one is written over."
-
-
-def check_experiment(experiment: Experiment, others: Others) -> None:
-    """Raise ValueError for what cannot work, before any work is done. others: the experiments that it builds on."""
-    if others.codec is not None and others.codec.data != experiment.data:
-        raise ValueError("The experiment that trains the codec has another data section. Give both the same one.")
-    check_arrays(experiment)
-    check_flips(experiment.system, experiment.train.flip_probability)
-    check_augment(experiment)
-    if isinstance(experiment.data.source, LatentSource):
-        check_imported(experiment, experiment.data.source)
-    if experiment.train.balance_classes and experiment.data.source.known_classes() == []:
-        raise ValueError("train.balance_classes is true, but the data have no classes. Leave it out.")
-    experiment.system.check(experiment, others)
-    check_export(experiment, others)
-    if experiment.synthesize is not None:
-        check_synthesize(experiment)
-    if experiment.train.tunes:
-        with shapes_only():
-            network = experiment.system.build_network(spec_of(experiment, others.codec))
-        check_tuning(network, experiment.train)
-
-
-def check_imported(experiment: Experiment, source: LatentSource) -> None:
-    """Raise ValueError for what cannot be done, or would do nothing, where the data are latents and no images."""
-    codec, evaluate, where = experiment.codec, experiment.evaluate, f"data.source.type is {source.type}"
-    if codec.stores != "latents" or codec.trained_by is not None:
-        raise ValueError(
-            f"{where}, but codec.type is {codec.type}. Name the autoencoder that made the latents, as codec: {{type: "
-            f"diffusers, weights: FOLDER}}, say."
-        )
-    if codec.pixel_range != source.pixels:
-        raise ValueError(
-            f"{where}, whose autoencoder was given {source.pixels} pixels, but the codec's is given "
-            f"{codec.pixel_range} ones. Use codec: {{type: diffusers, weights: FOLDER, pixels: {source.pixels}}}."
-        )
-    if experiment.train.flip_probability > 0 and not source.has_mirror_images:
-        raise ValueError(
-            f"train.flip_probability is {experiment.train.flip_probability:g}, but {where}: those have no mirror "
-            f"images. Set it to 0."
-        )
-    keys = {"data": _OF_LATENTS, "encode": {"dtype"}}
-    unused = [
-        f"{name}.{key}"
-        for name, usable in keys.items()
-        for key in sorted(getattr(experiment, name).model_fields_set - usable)
-    ]
-    if unused:
-        raise ValueError(f"{unused[0]} is set, but {where}: there are no images to crop or encode. Leave it out.")
-    if experiment.pairs is not None:
-        raise ValueError(f"pairs is set, but {where}: there are no images that they could be made of. Leave it out.")
-    if evaluate is not None and (
-        not isinstance(evaluate.against, str)
-        or evaluate.copies
-        or evaluate.likelihood is not None
-        or any(detector.type == "inpipe" for detector in evaluate.detectors)
-    ):
-        raise ValueError(
-            f"{where}: there are no real images that evaluate could look at. Compare with a file of statistics, as "
-            f"evaluate: {{against: FILE.npz, detectors: [inception], copies: false}}, without likelihood."
-        )
-
-
-def check_synthesize(experiment: Experiment) -> None:
-    """Raise ValueError where the images of an experiment cannot become a data set of their own."""
-    if not makes(experiment, "images"):
-        raise ValueError(
-            f"synthesize is set, but a system of type {experiment.system.type} draws no images. Leave it out, or set "
-            f"it in the experiment that draws them."
-        )
-    config, sampling, columns = experiment.synthesize, experiment.system.sampling(), tuple[str, ...]()
-    assert config is not None
-    if (
-        of_numbers := next((pairs for pairs in experiment.pair_sets if isinstance(pairs, NumberPairs)), None)
-    ) is not None:
-        columns = of_numbers.columns
-    if taken := sorted(TAKEN.intersection(columns)):
-        raise ValueError(
-            f"pairs.columns names {taken[0]}, which is another column of the files of synthesize. Rename the column."
-        )
-    settings = experiment.sample
-    if columns and config.per_class is None:  # in place of the rows of the section sample
-        settings = settings.model_copy(update={"conditions": [dict.fromkeys(columns)]})
-    others = settings.prompts is not None or (settings.conditions is not None and settings is experiment.sample)
-    if sampling.sources(settings) != SamplingSources() or sampling.pictures(settings) or others:
-        raise ValueError(
-            "synthesize draws images of seeds and classes alone, but the section sample makes them of prompts, "
-            "embeddings, numbers or other images. Leave out synthesize; for numbers, set synthesize.table or like: "
-            "train in place of per_class."
-        )
-    if config.table is not None:
-        rows, _ = read_table(config.table, columns)
-        classes = experiment.data.source.known_classes()
-        if classes is not None and LABEL in rows[0]:
-            for row in rows:
-                class_number("synthesize.table", row[LABEL], classes)
-    if config.reject is not None and config.reject.needs_classes and experiment.data.source.known_classes() == []:
-        raise ValueError(
-            "synthesize.reject.confidence or other_class is set, but the data have no classes. Leave it out."
-        )
-    if isinstance(experiment.data.source, LatentSource) or experiment.data.validation_fraction == 0:
-        raise ValueError(
-            "synthesize compares with real images that are held out, but there are none. Set data.validation_fraction: "
-            "0.1, and name images as data.source."
-        )
-    if experiment.data.num_channels == 2 or experiment.data.dtype is not None:
-        key = "data.channels is 2" if experiment.data.dtype is None else f"data.dtype is {experiment.data.dtype}"
-        raise ValueError(f"synthesize writes PNGs of 8 bits with 1, 3 or 4 channels, but {key}. Leave it out.")
-
-
-_OF_LATENTS = {"name", "source", "resolution", "channels", "validation_fraction", "num_shards"}

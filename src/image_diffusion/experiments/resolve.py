@@ -15,6 +15,7 @@ from image_diffusion.core.files.atomic import digest, read_json, to_json, write_
 from image_diffusion.core.types import SamplesOf, WeightsOf
 from image_diffusion.data.sources.embeddings import Embeddings
 from image_diffusion.data.sources.latents import LatentSource
+from image_diffusion.experiments.checks import check_experiment
 from image_diffusion.experiments.experiment import (
     EmbedStage,
     EncodeStage,
@@ -22,7 +23,6 @@ from image_diffusion.experiments.experiment import (
     ExportStage,
     ReferenceStage,
     TrainStage,
-    check_experiment,
     load_experiment,
 )
 from image_diffusion.experiments.study import Expanded

@@ -47,7 +47,9 @@ def main() -> None:
     if arguments.weights is not None and arguments.trained_by is not None:
         raise ValueError("--weights and --trained-by both tell which run is meant. Leave out one of the two.")
     if arguments.chosen_in is not None:
-        arguments.step = read_json(arguments.chosen_in)["choice"]["step"]
+        if arguments.step is not None:
+            raise ValueError("--step and --chosen-in both name a step. Leave out one of the two.")
+        arguments.step = _chosen_step(arguments.chosen_in)
     if arguments.width is not None:
         if arguments.step is not None or arguments.average is not None:
             raise ValueError("--width makes an average of its own, at the last step. Leave out --step and --average.")
@@ -75,6 +77,13 @@ def _reconstructed(state: Path, weights: Path | None, width: float) -> tuple[dic
     tensors, step = reconstruct(state, width)
     examples = model["examples_seen"] // model["step"] * step
     return tensors, {**model, "step": step, "examples_seen": examples, "ema": average_name(width)}
+
+
+def _chosen_step(curve: Path) -> int:
+    choice = read_json(curve).get("choice")
+    if choice is None:
+        raise ValueError(f"{curve} names no step, since it was made without a rule. Set sweep.choose, or give --step.")
+    return int(choice["step"])
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from image_diffusion.systems.base import Model
 from image_diffusion.systems.sampling import Maker, SampleFiles, SampleSettings, SamplesToWrite, SamplingInputs
 from image_diffusion.training.load_model import load_codec, load_model
 from image_diffusion.training.trained_by import check_trained_by
-from image_diffusion.workflow.inputs import TrainedFiles, find_trained
+from image_diffusion.workflow.trained_files import TrainedFiles, find_trained
 
 _SHORT = {
     "label": "labels",

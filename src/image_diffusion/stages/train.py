@@ -187,6 +187,13 @@ def join_pairs(stage: TrainStage, data: Shards, pairs: Sequence[Path | str]) -> 
         )
     opened = {folder_of(manifest): open_shards(folder_of(manifest), "all", in_background=True) for manifest in pairs}
     of_kind = {shards.manifest["kind"]: folder for folder, shards in opened.items()}
+    held = [shards.manifest["kind"] for shards in opened.values()]
+    if len(held) > len(kinds):
+        unread = next(kind for kind in held if kind not in kinds or held.count(kind) > 1)
+        raise ValueError(
+            f"--pairs names {len(held)} sets, but the {stage.system.type} reads {' and '.join(kinds)} beside its data. "
+            f"Leave out a set of {unread}."
+        )
     wanted = by_kind(stage.encoder, kinds)
     for kind in kinds:
         if kind not in of_kind:

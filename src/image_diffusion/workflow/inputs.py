@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from image_diffusion.core.config.errors import nearest
 from image_diffusion.core.files.atomic import digest
 from image_diffusion.data.sources.folder import Walk
-from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards, plan_file, read_plan, used_weights
+from image_diffusion.workflow.plans import CHOSEN, STAGES, Plan, Plans, Wildcards
 from image_diffusion.workflow.studies import FOLDER, PAGE
 
-_WEIGHTS = "weights.safetensors"
+WEIGHTS = "weights.safetensors"
 OTHER_WEIGHTS = {"checkpoint": "--step", "ema": "--average"}
 """Settings whose variation needs other weights of the training, and the option of `ema` that names these weights."""
 
@@ -138,7 +137,7 @@ class Files:
         embedded = plan.embeddings is not None and plan.embeddings != "validation"
         return {
             "codec": Optional("--codec-weights", outputs_of(plan.codec_experiment, "train/weights.safetensors")),
-            "start": Optional("--init-from", [self._of_weights(start, _WEIGHTS)] if start else []),
+            "start": Optional("--init-from", [self._of_weights(start, WEIGHTS)] if start else []),
             "pairs": Optional("--pairs", beside),
             "small_images": Optional(
                 "--small-images",
@@ -292,7 +291,7 @@ class Files:
         def file(name: str) -> Callable[[Wildcards], str]:
             return lambda wildcards: self._of_weights(wildcards["experiment"], name)
 
-        files = {"weights": file(_WEIGHTS), "model": file("model.json")}
+        files = {"weights": file(WEIGHTS), "model": file("model.json")}
         return {"config": self.config(stage), "before": self.configs_before(before), **files}
 
     def _of_weights(self, experiment: str, name: str) -> str:
@@ -349,8 +348,8 @@ class Files:
         """Return the weights that one point of a curve is sampled from."""
         axis = wildcards["axis"]
         if axis not in OTHER_WEIGHTS:
-            return self._of_weights(wildcards["experiment"], _WEIGHTS)
-        return f"{self.results}/{wildcards['experiment']}/sweep/{axis}/{wildcards['value']}/weights/{_WEIGHTS}"
+            return self._of_weights(wildcards["experiment"], WEIGHTS)
+        return f"{self.results}/{wildcards['experiment']}/sweep/{axis}/{wildcards['value']}/weights/{WEIGHTS}"
 
     def choosing_curve(self, wildcards: Wildcards) -> list[str]:
         """Return the curve that names the step of weights, if those of the chosen step are asked for."""
@@ -408,58 +407,3 @@ def _stamps(paths: list[str]) -> list[str]:
     """Return path, size and time of each existing file."""
     stats = [(path, Path(path).stat()) for path in paths if Path(path).is_file()]
     return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
-
-
-@dataclass(frozen=True)
-class TrainedFiles:
-    """Files that `sample` takes; None for those that an experiment has no use for, or that a weights folder alone
-    lacks.
-
-    name: what to call it. small_images: what its images are conditioned on. embeddings: what its images are made of.
-    crop: how images of its data set are cropped."""
-
-    name: str
-    weights: Path
-    config: Path | None = None
-    codec_weights: Path | None = None
-    small_images: Path | None = None
-    embeddings: tuple[Path, ...] | None = None
-    crop: Path | None = None
-
-
-def find_trained(named: str, results: Path) -> TrainedFiles:
-    """Find the files of what a person names: an experiment, its folder, or a folder of weights.
-
-    results: the folder of all results. Raises ValueError if no weights exist.
-    """
-    folders = (results / named, Path(named))
-    for folder in folders:
-        if (folder / "train" / _WEIGHTS).is_file():
-            return _of_experiment(folder)
-    if (folders[1] / _WEIGHTS).is_file():
-        return TrainedFiles(folders[1].resolve().name, folders[1] / _WEIGHTS)
-    trained = sorted(path.parts[-3] for path in results.glob(f"*/train/{_WEIGHTS}"))
-    close = nearest(named, trained)
-    advice = f" Did you mean {close}?" if close else f" Trained: {', '.join(trained)}." if trained else ""
-    raise ValueError(
-        f"'{named}' is no trained experiment of {results} and no folder that holds {_WEIGHTS}.{advice} Train it, or "
-        f"name another one."
-    )
-
-
-def _of_experiment(folder: Path) -> TrainedFiles:
-    name, results = folder.resolve().name, folder.parent
-    weights, config = used_weights(folder) / _WEIGHTS, folder / "config" / "sample.yaml"
-    if not weights.is_file():
-        raise ValueError(f"{weights} does not exist, as no step is chosen yet. Run snakemake --cores all {name} first.")
-    sample_config = config if config.is_file() else None
-    if not plan_file(results, name).is_file():
-        return TrainedFiles(name, weights, sample_config)
-    plan = read_plan(plan_file(results, name))
-    files = Files(str(results), Plans({name: plan}))
-    crop = Path(plan.configs["crop"]) if "crop" in plan.configs else None
-    options = files.options("codec", "small_images", "embeddings").values()
-    codec, small, embeddings = (tuple(map(Path, option({"experiment": name})[1:])) for option in options)
-    return TrainedFiles(
-        name, weights, sample_config, codec[0] if codec else None, small[0] if small else None, embeddings or None, crop
-    )
