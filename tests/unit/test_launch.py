@@ -111,6 +111,7 @@ def test_every_process_runs_and_leaves_its_log(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     printed = sorted(log.read_text().strip() for log in (tmp_path / "logs").rglob("stdout.log"))
     assert printed == ["0 of 2 3", "1 of 2 3"]
+    assert done.stdout.splitlines() == ["[default0]:0 of 2 3"]  # the prefix that workflow/scripts/logged removes
 
 
 TOO_MANY = """
