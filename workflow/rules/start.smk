@@ -14,15 +14,9 @@ from image_diffusion.workflow.integrity.damage import Damage
 from image_diffusion.workflow.integrity.locks import take_over
 from image_diffusion.workflow.integrity.snakemake_patches import count_damaged_as_unfinished, ignore_parts_in_records
 from image_diffusion.workflow.start import start
-from image_diffusion.workflow import terminal
+from image_diffusion.workflow import environment, terminal
 
-# Shards, checkpoints and journals are not declared, so a storage provider would leave them behind.
-if provider := workflow.storage_settings.default_storage_provider:
-    raise SystemExit(
-        f"error: --default-storage-provider {provider} stores only what rules declare: shards, checkpoints and journals "
-        "would be lost. Use a file system that all jobs share, or one machine with --config mirror=… (docs/cloud.md)."
-    )
-
+environment.refuse_storage(workflow.storage_settings.default_storage_provider)
 # One Snakemake at a time in a folder. A workflow that uses this one as a module keeps its own ways.
 is_head = workflow.modifier.is_main_snakefile() and not workflow.remote_exec
 if is_head:
