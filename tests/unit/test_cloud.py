@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from image_diffusion.tools.init import begin
+
 ROOT = Path(__file__).resolve().parents[2]
 TASK = yaml.safe_load((ROOT / "config/cloud/sky.yaml").read_text())
 POD = yaml.safe_load((ROOT / "config/cloud/pod.yaml").read_text())
@@ -51,6 +53,12 @@ def test_skypilot_knows_every_key_of_the_task() -> None:
     assert TASK["envs"]["MIRROR"] is None, "SkyPilot asks for it"
 
 
+def test_a_new_project_has_what_the_clone_has(tmp_path: Path) -> None:
+    begin(tmp_path / "mine")
+    for name in ("config/cloud/sky.yaml", "config/cloud/pod.yaml"):
+        assert (tmp_path / "mine" / name).read_text() == (ROOT / name).read_text()
+
+
 def test_the_task_runs_snakemake_on_the_gpus_of_the_machine_with_a_mirror(tmp_path: Path) -> None:
     stand_in(tmp_path / ".venv/bin/activate", "")
     stand_in(tmp_path / "bin/snakemake", "printf '%s\\n' \"$@\"")
@@ -84,6 +92,8 @@ def test_the_task_installs_what_is_locked(kind: str, tmp_path: Path) -> None:
         assert f"make PYTHON={tmp_path}/bin/python3 .venv/.ready" in asked and locked not in asked
         assert re.search(r"^\.venv/\.ready: envs/requirements\.lock", (ROOT / "Makefile").read_text(), re.MULTILINE)
     else:
+        unnamed = bash(TASK["setup"], tmp_path, LOG=str(log), PACKAGE="")
+        assert unnamed.returncode != 0 and "PACKAGE: is needed in a project" in unnamed.stderr
         assert "--no-deps package.whl" in asked and f"{locked} {path}" in asked
         assert '"envs"' in (ROOT / "setup.py").read_text() and (ROOT / "envs/requirements.lock").is_file()
 
