@@ -1,6 +1,7 @@
-"""Pods of Kubernetes and jobs of AWS Batch, as the executors of Snakemake render them from what a stage asks for.
+"""Jobs of Slurm and AWS Batch, and pods of Kubernetes, as Snakemake's executors render them from what a stage asks for.
 
-The plugins come with the extra `executors`. No cluster and no account is needed, since what they submit is caught.
+The plugins of the last two come with the extra `executors`. No cluster and no account is needed, since what they submit
+is caught.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import pytest
 import yaml
+from snakemake_executor_plugin_slurm.submit_string import get_submit_command
+from snakemake_executor_plugin_slurm.utils import set_gres_string
 
 from image_diffusion.workflow.resources import Machine
 from plans import RESOURCES, a_plan, plans_of
@@ -33,15 +36,24 @@ def machine(executor: str, **asked: int) -> Machine:
     return Machine(plans, {}, queued=True, remote=False, executor=lambda: executor)
 
 
+class Resources(dict[str, Any]):
+    """Resources of a job, which Slurm's plugin reads as attributes as well."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 def job(asking: Machine) -> SimpleNamespace:
     """A training as an executor receives it: resources that are None are left out, threads are `_cores`."""
     asked = asking.one_process(
         **asking.gpu_resources(asking.gpus), cpus_per_task=asking.training_cpus, mem_mb=asking.training_memory_mb
     )
     values = {name: value(ONE) for name, value in asked.items()}
-    resources = {name: value for name, value in values.items() if value is not None}
-    resources["_cores"] = asking.training_threads(ONE)
-    return SimpleNamespace(resources=resources, name="train", jobid=1, attempt=1, is_containerized=False)
+    resources = Resources({name: value for name, value in values.items() if value is not None})
+    resources["_cores"] = threads = asking.training_threads(ONE)
+    return SimpleNamespace(
+        resources=resources, threads=threads, name="train", jobid=1, attempt=1, is_containerized=False
+    )
 
 
 def pod(asking: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -64,6 +76,16 @@ def pod(asking: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(plugin.Executor, "report_job_submission", lambda *_: None)
     executor.run_job(job(asking))
     return bodies[0]["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_job_of_slurm_has_the_gpus_cores_and_memory_of_a_training(gpus: int) -> None:
+    asking = machine("slurm", gpus_per_node=gpus, processes_per_node=2)
+    names = ("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir")
+    training = job(asking)
+    command = (get_submit_command(training, dict.fromkeys(names, "name")) + set_gres_string(training)).split()
+    assert {"--cpus-per-task=4", "--mem"} <= {*command} and command[command.index("--mem") + 1] == str(MEMORY_MB)
+    assert [word for word in command if "gpu" in word] == (["--gres=gpu:2"] if gpus else [])
 
 
 def test_a_pod_has_the_gpus_cores_and_memory_of_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
