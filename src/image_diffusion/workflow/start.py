@@ -64,9 +64,9 @@ def start(
     if this is one of those jobs. moved: what Snakemake makes of a path that a rule declares. arguments: of its command
     line, which may name experiments. cores: of this machine. limit: how many of its GPUs may be used at once, where the
     caller says so. executor: returns the name of Snakemake's executor once jobs are planned. is_head: True if this
-    process starts jobs in a folder of its own, which the mirror follows. provider: of storage, that Snakemake is to use. What
-    Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake ends
-    Snakemake with one clear line.
+    process starts jobs in a folder of its own, which the mirror follows. provider: of storage, that Snakemake is to
+    use. What Snakemake starts on this machine ends when it does, and finds MLflow's store in its environment. A mistake
+    ends Snakemake with one clear line.
     """
     refuse_storage(provider)
     ignore_parts_in_records()

@@ -25,7 +25,7 @@ class ConflictError(Exception):
 
 @dataclass(frozen=True)
 class DiskState:
-    """What a disk knows of a mirror: the snapshot that it was part of last, and the stamps of its own files then."""
+    """State of a disk: the snapshot that it was part of last, and the stamps of its own files then."""
 
     token: str = ""
     files: Files = field(default_factory=dict)
