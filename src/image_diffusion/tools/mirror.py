@@ -21,7 +21,7 @@ from image_diffusion.core.files.mirrored import MirroredFile
 from image_diffusion.core.files.store import Store
 from image_diffusion.core.process import command
 from image_diffusion.core.process.errors import log_line
-from image_diffusion.workflow.mirror.lease import Lease, LostError
+from image_diffusion.workflow.mirror.lease import Lease, TakenError
 from image_diffusion.workflow.mirror.mirror_process import DONE, READY, MirrorConfig
 from image_diffusion.workflow.mirror.restore import ConflictError, DiskState, Restoring, read_list
 from image_diffusion.workflow.mirror.sender import Sender
@@ -84,7 +84,7 @@ def _send(sender: Sender, every_s: float) -> None:
         try:
             sender.round()
             is_reachable = True
-        except LostError as error:
+        except TakenError as error:
             _stop_snakemake(error)
         except ValueError as error:
             if is_reachable:
@@ -105,11 +105,11 @@ def _renew(lease: Lease, every_s: float, over: threading.Event) -> None:
             lease.renew()
         except ValueError:
             continue  # the rounds say so
-        except LostError as error:
+        except TakenError as error:
             _stop_snakemake(error)
 
 
-def _stop_snakemake(error: LostError) -> NoReturn:
+def _stop_snakemake(error: TakenError) -> NoReturn:
     log_line(f"error: {error}")
     os.kill(os.getppid(), signal.SIGINT)
     os._exit(1)
@@ -170,7 +170,7 @@ def main() -> None:
             prune(config, Project(arguments.results))
         else:
             show(Store(config.url))
-    except (LostError, ConflictError) as error:
+    except (TakenError, ConflictError) as error:
         raise ValueError(str(error)) from None
 
 

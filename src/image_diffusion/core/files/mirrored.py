@@ -16,12 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from image_diffusion.core.files.atomic import Stamp, alone, atomic_write, stamp_of
+from image_diffusion.core.files.atomic import Stamp, alone, atomic_write, stamp_of, write_bytes
 from image_diffusion.core.files.store import Store
 from image_diffusion.core.process.errors import log_line
 
 VARIABLE = "IMAGE_DIFFUSION_MIRROR"
 """The environment variable with the path of the list of files that are still in the mirror alone."""
+_LOOKS = 3
 CHUNK = 8 << 20
 """Bytes of a chunk: the most that a process holds of a file at a time."""
 
@@ -59,33 +60,34 @@ def chunk_name(sha256: str) -> str:
     return f"blobs/{sha256}"
 
 
-def download(store: Store, file: MirroredFile, path: Path) -> None:
-    """Fetch a file with its modification time, whole and verified, or not at all.
+class LostError(ValueError):
+    """The store lacks a chunk, or has it damaged."""
 
-    A damaged chunk is removed from the store after a second attempt, so that it is sent again when the file has been
-    made again. Raises ValueError.
-    """
+
+def download(store: Store, file: MirroredFile, path: Path) -> None:
+    """Fetch a file with its modification time, whole and verified, or not at all. Raises LostError; ValueError when the
+    store cannot be reached."""
     whole = hashlib.sha256()
     with atomic_write(path) as written:
         for sha256 in file.chunks:
-            data = _chunk(store, sha256)
+            data = read_chunk(store, sha256)
             written.write(data)
             whole.update(data)
         if whole.hexdigest() != file.sha256:
-            raise ValueError(f"{store.url} holds other chunks of {path} than it says.")
+            raise LostError(f"{store.url} holds other chunks of {path} than it says.")
         written.flush()
         os.utime(written.fileno(), ns=(file.mtime_ns, file.mtime_ns))
 
 
-def _chunk(store: Store, sha256: str) -> bytes:
-    for _ in range(3):
+def read_chunk(store: Store, sha256: str) -> bytes:
+    """Return a chunk, verified. Raises LostError; ValueError when the store cannot be reached."""
+    for _ in range(_LOOKS):
         data = store.get(chunk_name(sha256))
         if data is None:
-            raise ValueError(f"{store.url}/{chunk_name(sha256)} is missing.")
+            raise LostError(f"{store.url}/{chunk_name(sha256)} is missing.")
         if hashlib.sha256(data).hexdigest() == sha256:
             return data
-    store.delete([chunk_name(sha256)])
-    raise ValueError(f"{store.url}/{chunk_name(sha256)} is damaged.")
+    raise LostError(f"{store.url}/{chunk_name(sha256)} is damaged.")
 
 
 def write_absent(path: Path, url: str, files: Mapping[str, MirroredFile]) -> None:
@@ -99,13 +101,19 @@ def is_mirrored(path: Path, sha256: str) -> bool:
     """Return True if a missing file of this content can be fetched from the mirror."""
     _, files = _absent()
     file = files.get(str(path.resolve()))
-    return file is not None and file.sha256 == sha256
+    return file is not None and file.sha256 == sha256 and not lost(Path(os.environ[VARIABLE]).parent, sha256).exists()
+
+
+def lost(state: Path, sha256: str) -> Path:
+    """Return the path of the note that the mirror has lost a file of this content."""
+    return state / "lost" / sha256
 
 
 def fetch_missing(folder: Path, files: Mapping[str, str]) -> None:
     """Fetch the missing ones of these files of a folder that are in the mirror. files: their sha256 by name.
 
-    One that cannot be fetched stays missing, and a line says so.
+    One that cannot be fetched stays missing, and a line says so. If the mirror has lost it, that is noted, so that the
+    next start makes it again.
     """
     if not os.environ.get(VARIABLE):
         return
@@ -115,11 +123,19 @@ def fetch_missing(folder: Path, files: Mapping[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with alone(path.parent):
                 if not path.exists():  # another process may have fetched it meanwhile
-                    url, absent = _absent()
-                    try:
-                        download(Store(url), absent[str(path.resolve())], path)
-                    except ValueError as error:
-                        log_line(f"warning: {path} cannot be fetched: {error}")
+                    _fetch(path)
+
+
+def _fetch(path: Path) -> None:
+    url, absent = _absent()
+    file = absent[str(path.resolve())]
+    try:
+        download(Store(url), file, path)
+    except LostError as error:
+        log_line(f"warning: {path} cannot be fetched; run the same command again, which makes it again: {error}")
+        write_bytes(lost(Path(os.environ[VARIABLE]).parent, file.sha256), b"")
+    except ValueError as error:
+        log_line(f"warning: {path} cannot be fetched: {error}")
 
 
 def _absent() -> tuple[str, Mapping[str, MirroredFile]]:

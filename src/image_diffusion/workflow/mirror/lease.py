@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import uuid4
@@ -45,7 +46,7 @@ class Head:
             raise ValueError(f"a head of the mirror cannot be read: {error}") from None
 
 
-class LostError(Exception):
+class TakenError(Exception):
     """Another process has the mirror."""
 
 
@@ -93,7 +94,7 @@ class Lease:
         """Take the mirror; wait where another process might still work with it. Return True if the last one to have it
         was the process with the token `own`.
 
-        tell: prints a line. Raises LostError naming the process that works with it, ValueError.
+        tell: prints a line. Raises TakenError naming the process that works with it, ValueError.
         """
         self._number, self._head = self.newest()
         if not self._head.is_released and self._head.token != own:
@@ -105,27 +106,31 @@ class Lease:
             while time.monotonic() < until:
                 time.sleep(min(5.0, self._silence_s / 8))
                 if (data := self.store.get(_name(self._number + 1))) is not None:
-                    raise LostError(_taken(Head.parse(data).machine, self.store.url))
+                    raise TakenError(_taken(Head.parse(data).machine, self.store.url))
         is_own = self._head.token == own
         self._create(self._head.snapshot)
         return is_own
 
     def renew(self, snapshot: tuple[str, ...] | None = None, is_released: bool = False) -> None:
-        """Add a number, with another snapshot if one is given. Raises LostError, ValueError."""
+        """Add a number, with another snapshot if one is given. Raises TakenError, ValueError."""
         with self._lock:
             self._create(self._head.snapshot if snapshot is None else snapshot, is_released)
 
     def _create(self, snapshot: tuple[str, ...], is_released: bool = False) -> None:
-        number, head = self._number + 1, Head(snapshot, self.token, self._machine, is_released)
-        data = json.dumps({**asdict(head), "number": number}).encode()
+        head = Head(snapshot, self.token, self._machine, is_released)
         for _ in range(_LOOKS):
-            if self.store.create(_name(number), data):
+            number = self._number + 1
+            if self.store.create(_name(number), json.dumps({**asdict(head), "number": number}).encode()):
                 self._number, self._head = number, head
                 if number - _KEPT > FIRST:
-                    self.store.delete([_name(number - _KEPT)])
+                    with suppress(ValueError):
+                        self.store.delete([_name(number - _KEPT)])
                 return
-            if (other := self.store.get(_name(number))) is not None:
-                raise LostError(_taken(Head.parse(other).machine, self.store.url))
+            if (data := self.store.get(_name(number))) is not None:
+                other = Head.parse(data)
+                if other.token != self.token:
+                    raise TakenError(_taken(other.machine, self.store.url))
+                self._number, self._head = number, other  # of an attempt whose answer got lost
         raise ValueError(f"{self.store.url} refuses new objects.")
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from image_diffusion.core.files.atomic import Stamp, read_json, sha256_file, stamp_of
-from image_diffusion.core.files.mirrored import MirroredFile, chunk_name, download, write_absent
+from image_diffusion.core.files.mirrored import MirroredFile, download, read_chunk, write_absent
 from image_diffusion.core.files.store import Store
 from image_diffusion.workflow.mirror.sender import DESCRIPTIONS, Files, descriptions
 from image_diffusion.workflow.mirror.snapshot import Project, take
@@ -46,12 +46,7 @@ class DiskState:
 
 def read_list(store: Store, chunks: tuple[str, ...]) -> Files:
     """Return the files of a snapshot. Raises ValueError."""
-    data = b""
-    for sha256 in chunks:
-        part = store.get(chunk_name(sha256))
-        if part is None:
-            raise ValueError(f"{store.url} lacks a part of its list of files.")
-        data += part
+    data = b"".join(read_chunk(store, sha256) for sha256 in chunks)
     try:
         plain = json.loads(gzip.decompress(data)) if chunks else {}
         return {str(name): MirroredFile.parse(file) for name, file in plain.items()}

@@ -8,10 +8,11 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from image_diffusion.core.files.atomic import Stamp, write_json
-from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name
+from image_diffusion.core.files.mirrored import CHUNK, MirroredFile, chunk_name, lost
 from image_diffusion.core.files.store import Store
 from image_diffusion.workflow.mirror.lease import Lease
 from image_diffusion.workflow.mirror.snapshot import Project, Snapshot, send_file, take
@@ -60,7 +61,8 @@ class Sender:
         self.stamps = {name: stamp for name, stamp in snapshot.stamps.items() if name in files}
         self.note()
         self._sent -= before - kept
-        self._store.delete(map(chunk_name, sorted(before - kept)))
+        with suppress(ValueError):  # left for `mirror --prune`
+            self._store.delete(map(chunk_name, sorted(before - kept)))
         return True
 
     def note(self) -> None:
@@ -100,7 +102,8 @@ class Sender:
         and what describes its files, where there is such a thing, names them."""
         absent = {name: file for name, file in self.files.items() if name not in files and name not in self.stamps}
         said = descriptions(self._project, absent)
-        return {name: file for name, file in absent.items() if said[name] is None or file.sha256 in str(said[name])}
+        named = {name for name, file in absent.items() if said[name] is None or file.sha256 in str(said[name])}
+        return {name: absent[name] for name in named if not lost(self._project.state, absent[name].sha256).exists()}
 
 
 def descriptions(project: Project, names: Iterable[str]) -> dict[str, str | None]:
