@@ -7,7 +7,6 @@ again: CUDA cannot be used after a fork.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -24,6 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from forking import prepare_to_fork
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
@@ -96,8 +99,7 @@ def serve() -> None:
     """Answer requests until standard input ends."""
     if not HAS_GPU:
         _import_everything()
-        gc.collect()
-        gc.freeze()  # else the first collection in each child would copy the memory of all that was imported
+        prepare_to_fork()
     for line in sys.stdin:
         attempt = Attempt(**json.loads(line))
         print(json.dumps(asdict(_run(attempt))), flush=True)
