@@ -7,6 +7,7 @@ again: CUDA cannot be used after a fork.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -29,6 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from forking import prepare_to_fork
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+IMPORTED_LATER = [
+    "torch._dynamo",
+    "torch.utils.flop_counter",
+    "multiprocessing.synchronize",
+    "image_diffusion.training.parallel.fsdp",
+]
+"""What a training would import at its first step, or when it is sharded."""
 FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
 
@@ -107,9 +115,12 @@ def serve() -> None:
 
 def _import_everything() -> None:
     import tiny_runs
-    import torch._dynamo  # what PyTorch would import at the first step
+    import torch
 
     from image_diffusion.training.parallel.world import World
+
+    for module in IMPORTED_LATER:
+        importlib.import_module(module)
 
     for kind in tiny_runs.TINY:  # and what the systems import when they are built
         tiny_runs.SYSTEMS[kind](World(0, 1, torch.device("cpu")))
