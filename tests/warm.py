@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
+import inspect
 import json
 import os
 import resource
@@ -31,6 +31,8 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
+
+from forking import prepare_to_fork
 
 CLOCK = "SOAK_CLOCK_S"
 """The environment variable for seconds by which the clock of a process is wrong."""
@@ -78,12 +80,32 @@ os._exit(code)
 
 PACKAGE = "image_diffusion"
 PRELOADED = [
+    "snakemake.assets",
+    "snakemake.benchmark",
     "snakemake.cli",
     "snakemake.executors.local",
     "snakemake.persistence",
+    "snakemake.profiles",
+    "snakemake.report.html_reporter",
+    "snakemake.storage",
+    "argparse_dataclass",
+    "bokeh.resources",
+    "docutils.core",
+    "docutils.parsers.rst.states",
+    "docutils.readers.doctree",
+    "dpath",
+    "jinja2",
+    "jsonschema",
+    "platformdirs",
+    "platformdirs.unix",
+    "smart_open",
+    "webdataset",
+    "yte",
     "torch._dynamo",
     "torch.distributed.run",
     "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.utils.flop_counter",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "scipy.special",
@@ -101,7 +123,12 @@ PRELOADED = [
     "mlflow.models",
     "mlflow.types",
     "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
     "mlflow.store.model_registry.sqlalchemy_store",
+    "mlflow.store.model_registry.sqlalchemy_workspace_store",
+    "mlflow.tracing.processor.base_mlflow",
+    "alembic.command",
+    "sqlalchemy.dialects.sqlite",
 ]
 
 
@@ -184,10 +211,10 @@ def serve(address: str, python: str) -> NoReturn:
         importlib.import_module(module.name)
     for name in PRELOADED:
         importlib.import_module(name)
+    _do_in_advance(Path(image_diffusion.__file__).parents[1])
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"
     set_by_imports = {name: value for name, value in os.environ.items() if name not in outside}
-    gc.collect()
-    gc.freeze()  # what is shared stays shared
+    prepare_to_fork()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(f"{address}.new")
     listening.listen(64)
@@ -244,6 +271,24 @@ def serve(address: str, python: str) -> NoReturn:
             with suppress(OSError):
                 client.sendall(f"{child}\n".encode())
             clients[child] = client
+
+
+def _do_in_advance(source: Path) -> None:
+    """Do what nearly every process would do again, with the same result: it lasts as long as many of their imports.
+
+    source: the folder that holds the package.
+    """
+    from mlflow.utils import requirements_utils
+    from PIL import Image
+
+    from image_diffusion.workflow.code_digest import stage_digests
+
+    Image.preinit()
+    stage_digests(source)  # keeps the syntax of each file by its bytes
+    requirements_utils._init_modules_to_packages_map()
+    # torchrun asks for its stack dozens of times. For a file that belongs to no module, `inspect` looks at all modules.
+    inspect.modulesbyfile["<frozen runpy>"] = "runpy"  # type: ignore[attr-defined]
+    inspect.stack()
 
 
 def _name(arguments: list[str]) -> str:

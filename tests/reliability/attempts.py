@@ -7,7 +7,7 @@ again: CUDA cannot be used after a fork.
 
 from __future__ import annotations
 
-import gc
+import importlib
 import json
 import os
 import random
@@ -25,7 +25,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from forking import prepare_to_fork
+
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+IMPORTED_LATER = [
+    "torch._dynamo",
+    "torch.utils.flop_counter",
+    "multiprocessing.synchronize",
+    "image_diffusion.training.parallel.fsdp",
+]
+"""What a training would import at its first step, or when it is sharded."""
 FILE_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
 
@@ -96,8 +107,7 @@ def serve() -> None:
     """Answer requests until standard input ends."""
     if not HAS_GPU:
         _import_everything()
-        gc.collect()
-        gc.freeze()  # else the first collection in each child would copy the memory of all that was imported
+        prepare_to_fork()
     for line in sys.stdin:
         attempt = Attempt(**json.loads(line))
         print(json.dumps(asdict(_run(attempt))), flush=True)
@@ -105,9 +115,12 @@ def serve() -> None:
 
 def _import_everything() -> None:
     import tiny_runs
-    import torch._dynamo  # what PyTorch would import at the first step
+    import torch
 
     from image_diffusion.training.parallel.world import World
+
+    for module in IMPORTED_LATER:
+        importlib.import_module(module)
 
     for kind in tiny_runs.TINY:  # and what the systems import when they are built
         tiny_runs.SYSTEMS[kind](World(0, 1, torch.device("cpu")))

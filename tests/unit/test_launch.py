@@ -15,6 +15,7 @@ from image_diffusion.core.process.command import STOPPED
 from image_diffusion.core.process.job_outcome import JobOutcome, read_attempts
 from image_diffusion.core.process.parent_watch import VARIABLE, announce, mark
 from image_diffusion.training.parallel.launch import Layout, command_line, main, own_name, recorder
+from warm import warm_python
 
 MODULE = ["image_diffusion.stages.train", "--config", "train.yaml"]
 IN_SLURM = {"SLURM_JOB_ID": "40123", "SLURM_NNODES": "2"}
@@ -99,7 +100,7 @@ def launch(
     folder: Path, program: str, *options: str, arguments: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(program)
-    launcher = [sys.executable, "-m", "image_diffusion.training.parallel.launch", "--logs", "logs"]
+    launcher = [warm_python(), "-m", "image_diffusion.training.parallel.launch", "--logs", "logs"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     line = [*launcher, *options, "--", "program", *arguments]
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -205,7 +206,7 @@ def test_a_planned_stop_ends_with_what_was_saved(tmp_path: Path, ended: str) -> 
         "announce(os.environ); "
         "child = subprocess.Popen(sys.argv[1:]); print(child.pid, flush=True); sys.exit(child.wait())"
     )
-    launcher = [sys.executable, "-m", "image_diffusion.training.parallel.launch", "--logs", "logs", "--", "program"]
+    launcher = [warm_python(), "-m", "image_diffusion.training.parallel.launch", "--logs", "logs", "--", "program"]
     with subprocess.Popen(
         [sys.executable, "-c", starter, *launcher],
         cwd=tmp_path,

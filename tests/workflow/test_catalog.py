@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import yaml
 from projects import ROOT, Project
 
 from image_diffusion.experiments.experiment import parse_experiment
+from warm import warm_python
 
 
 def test_every_rule_says_what_it_makes() -> None:
@@ -46,7 +46,7 @@ def test_both_snakefiles_plan_the_smallest_run(tmp_path: Path) -> None:
     shutil.copytree(ROOT / ".test/config", tmp_path / "config")
     by_root = Project(tmp_path).planned()
     assert {"crop", "train", "sample", "evaluate", "report", "track"} <= by_root
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "workflow/Snakefile"), "--dry-run"]
+    command = [warm_python(), "-m", "snakemake", "--snakefile", str(ROOT / "workflow/Snakefile"), "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {*re.findall(r"^(?:local)?rule (\w+):", done.stdout, re.MULTILINE)} - {"all"} == by_root
