@@ -90,7 +90,16 @@ class Bucket:
         self.log = self.folder / "server.log"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [weed(), "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())],
+                [
+                    "setpriv",
+                    "--pdeathsig",
+                    "KILL",
+                    weed(),
+                    "server",
+                    "-filer",
+                    "-s3",
+                    *(f"-{name}={value}" for name, value in options.items()),
+                ],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,8 +1,8 @@
 """A proxy on loopback before an S3 server, which breaks requests: each kind is drawn at a rate, and counted.
 
 Headers go on as they came, Host too: signatures hold, and the server checks them. A body that was changed on its way is
-refused by a server that compares it with the signed sha256; `wrong bytes put` therefore signs again what it changed,
-as a store does that damages what it keeps.
+refused by a server that compares it with its checksums. `rotten object` therefore signs again what it has changed: the
+server takes it for the right one, as a store does that damages what it keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ KINDS = {
     "lost answer": "a PUT is done, and the connection is closed before the answer",
     "stale list": "the answer to a list is an older one to the same request",
     "wrong bytes got": "one bit of an object differs in the answer",
-    "wrong bytes put": "one bit of an object differs in the store",
+    "wrong bytes put": "one bit of an object differs in the request",
+    "rotten object": "one bit of an object differs in the store",
     "refused 409": "a conditional PUT is refused with 409, and nothing is done",
     "refused 412": "a conditional PUT is refused with 412, although there is no such object",
 }
@@ -100,6 +101,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy: FaultyStore
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # of a client that was killed
+            super().handle()
+
     def _answer_any(self) -> None:
         query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
         is_put = self.command == "PUT"
@@ -107,7 +112,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         is_object = self.command == "GET" and not is_list and urlsplit(self.path).path.strip("/").count("/") > 0
         older = self.proxy.older_list(self.path) if is_list else None
         possible = ["503", "slow"]
-        possible += ["cut put", "lost answer", "wrong bytes put"] if is_put else []
+        possible += ["cut put", "lost answer", "wrong bytes put", "rotten object"] if is_put else []
         possible += ["refused 409", "refused 412"] if is_put and "If-None-Match" in self.headers else []
         possible += ["stale list"] if older is not None else []
         possible += ["wrong bytes got"] if is_object else []
@@ -121,10 +126,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._ask(body[: len(body) // 2], is_whole=False)
             self._cut()
             return
-        if kind == "wrong bytes put":
+        if kind in ("wrong bytes put", "rotten object"):
             body = _flipped(body, where)
         try:
-            status, headers, content = self._ask(body, is_signed_anew=kind == "wrong bytes put")
+            status, headers, content = self._ask(body, is_signed_anew=kind == "rotten object")
         except (OSError, http.client.HTTPException):  # the server ends
             self._cut()
             return

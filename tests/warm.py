@@ -4,7 +4,7 @@
 has imported PyTorch, MLflow, diffusers and Snakemake: a module (`-m`) or a script, in the working directory, with the
 environment, the standard files, the limit of a file's size and in the process group of whoever has called. `python`
 waits for it, hands signals on and ends as it has ended, by the same signal too; it is killed when `python` is. The real
-Python does anything else, and everything in a Slurm job.
+Python does anything else, the process of a mirror, and everything in a Slurm job.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ while arguments[:1] == ["-u"]:
 if not arguments or (arguments[0] != "-m" and not arguments[0].endswith(".py")):
     real()
 if "SLURM_JOB_ID" in os.environ:  # Slurm would not reach a process of the server
+    real()
+if arguments[1:3] == ["image_diffusion", "mirror"]:  # it sends a signal to its parent, which would be the server
     real()
 server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 server.connect({address!r})

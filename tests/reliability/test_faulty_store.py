@@ -132,10 +132,19 @@ def test_a_bit_of_an_answer_is_wrong(client: Client) -> None:
 
 
 def test_a_bit_of_what_is_stored_is_wrong(client: Client) -> None:
-    client.proxy.kinds = ["wrong bytes put"]
-    client.put("put", b"bytes" * 20_000)
-    kept = client.kept("put")
+    client.proxy.kinds = ["rotten object"]
+    client.put("rotten", b"bytes" * 20_000)
+    kept = client.kept("rotten")
     assert kept is not None and differing_bits(kept, b"bytes" * 20_000) == 1
+    assert client.proxy.counts == {"rotten object": 1}
+
+
+def test_a_bit_of_a_request_is_wrong_and_the_server_refuses_it(client: Client) -> None:
+    client.proxy.kinds = ["wrong bytes put"]
+    with pytest.raises(ClientError) as refused:
+        client.put("put", b"bytes" * 20_000)
+    assert status(refused.value) == 400
+    assert client.kept("put") is None
     assert client.proxy.counts == {"wrong bytes put": 1}
 
 
