@@ -3,6 +3,8 @@ PYTHON ?= python3
 SEED ?= 1
 MINUTES ?= 120
 CLUSTERS ?= 2
+KILLS ?= 200
+FAULTS ?= 1000
 NUMBER ?= 350
 MARKS ?=
 BASE ?= HEAD
@@ -15,11 +17,11 @@ python_files := src tests docs workflow/scripts
 # The files that took longest (tests/durations.json) begin first.
 pytest_in_parallel := OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 tests_of_extras := $(patsubst %,tests/unit/test_%.py,text_transformers metrics_prompted data_huggingface data_lmdb tuning arrays array_files adamw_8bit synthesis) \
-	$(patsubst %,tests/reliability/test_%.py,faulty_store)
+	$(patsubst %,tests/reliability/test_%.py,faulty_store machines)
 with_extras := PYTHONPATH=$(CURDIR)/.venv/extras OMP_NUM_THREADS=1
 snakefiles := Snakefile workflow/Snakefile workflow/rules
 
-.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak test-long mutants unchanged ui lock clean
+.PHONY: help demo test test-all lint docs format test-extras test-slurm submit test-gpu first-gpu wheels test-photographs bench bench-gpu soak soak-machines test-long mutants unchanged ui lock clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1 \t/p' Makefile | expand -t 14
@@ -84,6 +86,9 @@ bench-gpu: .venv/.ready ## what one GPU does, as a table in tests/bench/RESULTS.
 
 soak: .venv/.ready ## hours of kills, damage, edits, full disks and wrong clocks: SEED=1 MINUTES=120
 	python tests/reliability/soak.py --seed $(SEED) --minutes $(MINUTES)
+
+soak-machines: .venv/.extras ## machines that are killed with their disks, one bucket: SEED=1 KILLS=200 FAULTS=1000
+	$(with_extras) python tests/reliability/machines_soak.py --seed $(SEED) --kills $(KILLS) --faults $(FAULTS)
 
 test-long: .venv/.ready ## the tests of reliability at length: 500 kills in place of 120, 20,000 steps in place of 100
 	IMAGE_DIFFUSION_KILLS=500 python -m pytest tests/reliability --soak
